@@ -1,0 +1,3 @@
+"""Headrace trains language models by reinforcement learning."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Where producer and learner meet: versioned groups, the lag policy, filters."""

@@ -1,0 +1,218 @@
+"""Every setting of the system, on one page. `headrace config --explain` prints it.
+
+A setting is a field with its default and one line that says what it does. A stage's constructor takes its own section,
+never the tree, and nothing is rewritten after loading (`config_file.py` reads TOML and `section.key=value` overrides).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def setting(default: Any, doc: str) -> Any:
+    """A field with its one line of documentation."""
+    return Field(default=default, description=doc)
+
+
+class Section(BaseModel):
+    """Frozen and strict: an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunSection(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    dir: str = setting("runs/latest", "directory for ledger, settings, weights and summary.json")
+    seed: NonNegativeInt = setting(0, "every random choice of the run follows from it")
+    overwrite: bool = setting(False, "replace a finished run in run.dir instead of refusing")
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: str = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
+    tokenizer: str = setting("", "tokenizer directory, if not the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
+    )
+    device: str = setting("auto", "cpu, cuda or cuda:1; auto takes a GPU when there is one")
+    threads: NonNegativeInt = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
+
+
+class PromptsSection(Section):
+    """Where prompts come from."""
+
+    source: str = setting(
+        "arithmetic", "'arithmetic' (built in), a .jsonl or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
+    )
+    count: PositiveInt = setting(20_000, "how many prompts a generating source makes (built-in and reasoning-gym)")
+    prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
+    system: str = setting("", "system message put before every chat")
+    chat: Literal["auto", "always", "never"] = setting(
+        "auto", "apply the tokenizer's chat template; auto does if there is one"
+    )
+    max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
+    shuffle: bool = setting(True, "a new order each epoch, from run.seed")
+    eval_source: str = setting("", "held-out prompts; empty takes them from the end of prompts.source")
+    eval_count: PositiveInt = setting(128, "how many held-out prompts")
+
+
+class RolloutSection(Section):
+    """Generation."""
+
+    samples: PositiveInt = setting(8, "trajectories per prompt")
+    max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
+    temperature: PositiveFloat = setting(1.0, "divides the logits before sampling")
+    top_k: NonNegativeInt = setting(0, "keep the k likeliest tokens; 0 keeps all")
+    top_p: Annotated[float, Field(gt=0, le=1)] = setting(1.0, "keep the likeliest tokens that hold this much probability")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = setting(0.0, "keep tokens at least this likely relative to the likeliest")
+    stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
+    max_running: PositiveInt = setting(256, "sequences decoded at the same time")
+    prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, so that decoding goes on")
+    kv_tokens: NonNegativeInt = setting(0, "size of the key/value cache in tokens; 0 sizes it from memory")
+    on_update: Literal["keep", "recompute", "drain"] = setting(
+        "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
+    )
+
+
+class RewardSection(Section):
+    """Scoring."""
+
+    function: str = setting(
+        "", "'module:function', 'path/to/file.py:function', or built in: exact, regex, reasoning-gym, math; empty asks the source"
+    )
+    answer_field: str = setting("answer", "field of the prompt with the expected answer (exact, regex, math)")
+    pattern: str = setting("", "regular expression; its last match (or first group of it) is the answer to compare")
+    workers: PositiveInt = setting(1, "processes that score")
+    timeout_s: PositiveFloat = setting(10.0, "a slower verdict is a drop, not a zero")
+    retries: NonNegativeInt = setting(1, "further tries after a crash or a timeout")
+    cache: bool = setting(True, "score the same answer to the same prompt once")
+    overlong_tokens: NonNegativeInt = setting(0, "soft penalty for the last so many tokens before max_new_tokens; 0 is off")
+    overlong_penalty: NonNegativeFloat = setting(1.0, "what is taken off the reward at max_new_tokens")
+
+
+class BufferSection(Section):
+    """Which groups are trained on."""
+
+    drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
+    drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens")
+    filters: tuple[str, ...] = setting((), "own filters, 'module:function' or 'file.py:function': group -> keep it?")
+    patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
+
+
+class LearnerSection(Section):
+    """Advantages, loss, optimizer."""
+
+    lr: NonNegativeFloat = setting(1e-6, "learning rate")
+    warmup_steps: NonNegativeInt = setting(0, "steps over which the learning rate rises from zero")
+    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after warm-up")
+    beta1: Share = setting(0.9, "AdamW")
+    beta2: Share = setting(0.99, "AdamW")
+    weight_decay: NonNegativeFloat = setting(0.0, "AdamW")
+    grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
+    micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per forward and backward pass")
+    checkpoint_activations: bool = setting(False, "recompute activations in the backward pass to save memory")
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
+    loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting("ppo", "policy-gradient objective")
+    aggregation: Literal["token", "sequence", "constant"] = setting(
+        "token", "mean over the step's tokens, over its sequences' means, or a sum over a constant length"
+    )
+    clip_low: NonNegativeFloat = setting(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: NonNegativeFloat = setting(0.28, "the ratio is clipped above 1 + clip_high")
+    correction: Literal["none", "truncated", "masked"] = setting(
+        "none", "weight proximal/behaviour against engine mismatch and lag: cut at the limit, or mask outside both limits"
+    )
+    correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
+    correction_high: PositiveFloat = setting(2.0, "truncated: largest weight; masked: a larger weight drops the token")
+    kl_coef: NonNegativeFloat = setting(0.0, "strength of the pull towards the reference (the start weights); 0 is off")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the divergence from the reference")
+    kl_in: Literal["loss", "reward"] = setting("loss", "add the divergence to the loss, or subtract it from the reward")
+
+
+class LoopSection(Section):
+    """How much, how far ahead, how often."""
+
+    steps: NonNegativeInt = setting(60, "optimizer steps")
+    groups_per_step: PositiveInt = setting(16, "prompts per optimizer step")
+    max_lag: NonNegativeInt = setting(0, "how many versions old a trained token may be; 0 is strictly on-policy")
+    eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")
+    eval_samples: PositiveInt = setting(1, "answers per held-out prompt")
+    eval_temperature: NonNegativeFloat = setting(1.0, "for evaluation; 0 is greedy")
+
+
+class WarmstartSection(Section):
+    """Supervised steps on worked examples before RL (records with a `worked` field)."""
+
+    steps: NonNegativeInt = setting(0, "supervised optimizer steps; 0 is off")
+    lr: PositiveFloat = setting(1e-3, "learning rate of the supervised steps")
+    examples: PositiveInt = setting(64, "worked examples per supervised step")
+
+
+class LedgerSection(Section):
+    """Export of the run's rows."""
+
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "also write rows there")
+    wandb_project: str = setting("headrace", "project name for the wandb sink")
+
+
+class PlaceSection(Section):
+    """Where the stages run."""
+
+    cluster: Literal["local"] = setting("local", "local: every stage in this process, reward functions beside it")
+
+
+class Config(Section):
+    """The whole tree; section by section it is what `headrace train my.toml section.key=value` may set."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    prompts: PromptsSection = PromptsSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    buffer: BufferSection = BufferSection()
+    learner: LearnerSection = LearnerSection()
+    loop: LoopSection = LoopSection()
+    warmstart: WarmstartSection = WarmstartSection()
+    ledger: LedgerSection = LedgerSection()
+    place: PlaceSection = PlaceSection()
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        problems = list(contradictions(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def contradictions(config: Config) -> list[str]:
+    """Settings that cannot hold together, each naming both keys."""
+    found = []
+    if config.rollout.samples < 2 and config.learner.advantage != "reinforce++":
+        found.append(
+            f"rollout.samples = 1 and learner.advantage = '{config.learner.advantage}': "
+            "a group of one has no baseline; use at least 2 samples, or 'reinforce++'"
+        )
+    if config.rollout.samples < 2 and config.buffer.drop_no_signal:
+        found.append("rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped")
+    if config.reward.overlong_tokens > config.rollout.max_new_tokens:
+        found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
+    if config.learner.correction == "masked" and config.learner.correction_low >= config.learner.correction_high:
+        found.append("learner.correction_low must be smaller than learner.correction_high")
+    if config.reward.function == "regex" and not config.reward.pattern:
+        found.append("reward.function = 'regex' needs reward.pattern")
+    kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
+    if 0 < config.rollout.kv_tokens < kv_needed:
+        found.append(
+            f"rollout.kv_tokens = {config.rollout.kv_tokens} does not hold one sequence: "
+            f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"
+        )
+    return found

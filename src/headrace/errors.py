@@ -1,0 +1,36 @@
+"""What a user can get wrong, in words that say how to put it right. The command line prints these without a traceback."""
+
+
+class HeadraceError(Exception):
+    """Any error whose message is meant for the user."""
+
+
+class ConfigError(HeadraceError):
+    """Settings that are unknown, of the wrong type, or that contradict each other."""
+
+
+class DataError(HeadraceError):
+    """A prompt file or data set that cannot be used."""
+
+
+class ModelError(HeadraceError):
+    """A model directory that cannot be loaded, or does not fit the task."""
+
+
+class RewardError(HeadraceError):
+    """A reward function that cannot be found or called."""
+
+
+class RunError(HeadraceError):
+    """A run directory that is missing, in use or damaged."""
+
+
+class StalledError(HeadraceError):
+    """The loop cannot make progress: nothing it generates is trainable."""
+
+
+class MissingExtraError(HeadraceError):
+    """An optional library is not installed."""
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f"{library} is not installed. Run: pip install 'headrace[{extra}]'")

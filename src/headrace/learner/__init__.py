@@ -1,0 +1,1 @@
+"""Groups in, one optimizer step out: advantages, losses, packing."""

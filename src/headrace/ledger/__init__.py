@@ -1,0 +1,1 @@
+"""What happened: token accounts, one row per step, spans of every stage."""

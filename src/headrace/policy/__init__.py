@@ -1,0 +1,1 @@
+"""The model that rollout and learner share: loading, attention, log-probs."""

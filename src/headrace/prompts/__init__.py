@@ -1,0 +1,1 @@
+"""Where prompts come from, and the cursor that a restart resumes."""

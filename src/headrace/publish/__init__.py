@@ -1,0 +1,1 @@
+"""New weights, from the learner to the engines."""

@@ -1,0 +1,1 @@
+"""Generation: the embedded engine and the rollout actor that drives it."""

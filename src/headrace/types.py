@@ -1,0 +1,274 @@
+"""The records that cross a stage border.
+
+Frozen, numpy only, no torch: they pickle cheaply and can be read on any machine. Each shows an instance.
+Shapes in comments: T tokens of one trajectory, S of them sampled, L layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+STAGES = ("rollout", "reward", "reference", "train", "publish")
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class DropReason(StrEnum):
+    """Why tokens were paid for but not trained on. A user's own filter is booked as `filter:<its name>`."""
+
+    STALE = "stale"
+    NO_SIGNAL = "no_signal"
+    OVERLONG = "overlong"
+    REWARD_TIMEOUT = "reward_timeout"
+    REWARD_ERROR = "reward_error"
+    INCOMPLETE = "incomplete"
+    SKIPPED_STEP = "skipped_step"
+    RUN_ENDED = "run_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem, with a stable id. `fields` is the data set's own record, handed to the reward unchanged.
+
+    Example:
+        Prompt(id="train-17", text="12+9=", token_ids=np.array([5, 6, 14, 13, 15], np.int32), fields={"answer": "21"})
+    """
+
+    id: str
+    text: str
+    token_ids: IntArray
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens `start` to `end` (exclusive) of a trajectory were sampled by policy `version`.
+
+    Example:
+        Span(version=7, start=5, end=9)
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What the engine chose besides the tokens, so that the learner can choose it again.
+
+    `support_ids[support_offsets[i]:support_offsets[i + 1]]` are the tokens that could be sampled at the i-th sampled
+    position (top-k, top-p, min-p leave a subset of the vocabulary). `routes` are the experts per token and layer.
+
+    Example:
+        Replay(support_ids=np.array([4, 9, 2], np.int32), support_offsets=np.array([0, 2, 3], np.int64))
+    """
+
+    support_ids: IntArray | None = None  # [sum of subset sizes]
+    support_offsets: npt.NDArray[np.int64] | None = None  # [S + 1]
+    routes: npt.NDArray[Any] | None = None  # [T, L, K] unsigned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds on the run's monotonic clock.
+
+    Example:
+        Timing(submitted_s=1.0, started_s=1.1, finished_s=2.4, scored_s=2.5)
+    """
+
+    submitted_s: float
+    started_s: float
+    finished_s: float
+    scored_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One complete answer: the tokens, which of them were sampled, by which policy, and what they earned.
+
+    Example:
+        Trajectory(id="train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 13, 15, 7, 6, 1],
+            sampled=[F, F, F, F, F, T, T, T], logprobs=[0, 0, 0, 0, 0, -0.1, -0.9, -0.2],
+            spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS, text="21", reward=1.0, ...)
+    """
+
+    id: str
+    prompt_id: str
+    index: int
+    token_ids: IntArray  # [T]
+    sampled: BoolArray  # [T] True where the policy chose the token
+    logprobs: FloatArray  # [T] of the distribution actually sampled from; 0 where not sampled
+    spans: tuple[Span, ...]  # cover the sampled tokens, in order
+    finish: FinishReason
+    text: str
+    timing: Timing
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    replay: Replay | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        assert len(self.sampled) == len(self.logprobs) == num_tokens, self.id
+        assert sum(span.end - span.start for span in self.spans) == self.num_sampled_tokens, self.id
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens the policy was paid to sample: the unit of every account."""
+        return int(self.sampled.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest span: what lag is measured from."""
+        return min(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All trajectories of one prompt. `serial` counts groups in the order their prompts were drawn.
+
+    Example:
+        Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), Trajectory(...)))
+    """
+
+    serial: int
+    prompt: Prompt
+    version: int  # of the policy when the group was admitted
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Sampled tokens over all trajectories."""
+        return sum(t.num_sampled_tokens for t in self.trajectories)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled any token of the group."""
+        return min((t.oldest_version for t in self.trajectories), default=self.version)
+
+    def lag(self, version: int) -> int:
+        """How many versions the learner is ahead of this group's oldest token."""
+        return version - self.oldest_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """One trajectory that was paid for and is not trained on.
+
+    Example:
+        Drop(trajectory_id="train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5, reward=0.0)
+    """
+
+    trajectory_id: str
+    prompt_id: str
+    reason: str  # a DropReason, or "filter:<name>"
+    num_tokens: int
+    lag: int
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a reward function sees of one trajectory.
+
+    Example:
+        Completion(prompt="12+9=", text="21", fields={"answer": "21"}, num_tokens=3, finish="eos")
+    """
+
+    prompt: str
+    text: str
+    fields: Mapping[str, Any]
+    num_tokens: int
+    finish: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward function's verdict, or why there is none. A failure is a value here, never a reward of zero.
+
+    Example:
+        Score(reward=1.0, parts={"correct": 1.0}), Score(failure=DropReason.REWARD_TIMEOUT, detail="no answer in 5 s")
+    """
+
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failure: DropReason | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds each stage was busy (the union of its spans) in some interval: the five τ of the goodput equation.
+
+    Example:
+        StageTimes(rollout=1.9, reward=0.2, reference=0.0, train=0.8, publish=0.01)
+    """
+
+    rollout: float = 0.0
+    reward: float = 0.0
+    reference: float = 0.0
+    train: float = 0.0
+    publish: float = 0.0
+
+    @property
+    def wall(self) -> str:
+        """The stage that binds: the largest."""
+        return max(STAGES, key=lambda stage: float(getattr(self, stage)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The ledger's one line per step.
+
+    Example:
+        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128, generated_tokens=4310,
+            trained_tokens=4096, dropped_tokens={"no_signal": 214}, backlog_tokens=0, lag_mean=0.0, lag_max=0, ...)
+    """
+
+    step: int
+    version: int  # after the step
+    wall_s: float  # since the row before
+    num_groups: int
+    num_trajectories: int
+    generated_tokens: int
+    trained_tokens: int
+    dropped_tokens: Mapping[str, int]
+    backlog_tokens: int  # buffered and in flight, at the end of the step
+    lag_mean: float  # over trained tokens
+    lag_max: int
+    reward_mean: float  # over every scored trajectory of the interval, trained or not
+    reward_std: float
+    length_mean: float  # sampled tokens per scored trajectory
+    length_max: int
+    truncated_share: float  # of the scored trajectories that ran into max_new_tokens
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool  # the gradient was not finite, the weights stayed as they were
+    entropy: float  # estimated from the sampled tokens: mean of -log p
+    kl_reference: float
+    mismatch_mean: float  # mean |learner log-prob - behaviour log-prob|
+    ratio_mean: float
+    ratio_outside: float  # share of tokens with ratio outside [0.9, 1.1]
+    clipped_share: float
+    effective_samples: float  # of the importance weights, as a share: (Σw)² / (n Σw²)
+    stage_s: StageTimes
+    publish_bytes: int
+    score: float | None = None  # held-out score, on the steps that evaluate
