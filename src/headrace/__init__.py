@@ -1,3 +1,23 @@
-"""Headrace trains language models by reinforcement learning."""
+"""Headrace trains language models by reinforcement learning.
+
+Example:
+    import headrace
+    config = headrace.load_config("my.toml", ["loop.steps=20"])
+    summary = headrace.train(config)
+    print(summary["score_before"], "->", summary["score_after"])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["evaluate_run", "export", "load_config", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public functions, loaded when asked for: reward processes and the planner do without torch."""
+    if name in __all__:
+        return getattr(importlib.import_module("headrace.api"), name)
+    raise AttributeError(f"module 'headrace' has no attribute '{name}'")

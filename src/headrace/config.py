@@ -31,9 +31,9 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where the run lives and what makes it repeatable."""
 
-    dir: str = setting("runs/latest", "directory for ledger, settings, weights and summary.json")
+    dir: str = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
     seed: NonNegativeInt = setting(0, "every random choice of the run follows from it")
-    overwrite: bool = setting(False, "replace a finished run in run.dir instead of refusing")
+    overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
 
 
 class ModelSection(Section):
@@ -52,7 +52,8 @@ class PromptsSection(Section):
     """Where prompts come from."""
 
     source: str = setting(
-        "arithmetic", "'arithmetic' (built in), a .jsonl or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
+        "arithmetic",
+        "'arithmetic' (built in), a .jsonl or .parquet file, a datasets directory, or 'reasoning-gym:TASK'",
     )
     count: PositiveInt = setting(20_000, "how many prompts a generating source makes (built-in and reasoning-gym)")
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
@@ -73,8 +74,12 @@ class RolloutSection(Section):
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
     temperature: PositiveFloat = setting(1.0, "divides the logits before sampling")
     top_k: NonNegativeInt = setting(0, "keep the k likeliest tokens; 0 keeps all")
-    top_p: Annotated[float, Field(gt=0, le=1)] = setting(1.0, "keep the likeliest tokens that hold this much probability")
-    min_p: Annotated[float, Field(ge=0, lt=1)] = setting(0.0, "keep tokens at least this likely relative to the likeliest")
+    top_p: Annotated[float, Field(gt=0, le=1)] = setting(
+        1.0, "keep the likeliest tokens that hold this much probability"
+    )
+    min_p: Annotated[float, Field(ge=0, lt=1)] = setting(
+        0.0, "keep tokens at least this likely relative to the likeliest"
+    )
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
     max_running: PositiveInt = setting(256, "sequences decoded at the same time")
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, so that decoding goes on")
@@ -88,7 +93,8 @@ class RewardSection(Section):
     """Scoring."""
 
     function: str = setting(
-        "", "'module:function', 'path/to/file.py:function', or built in: exact, regex, reasoning-gym, math; empty asks the source"
+        "",
+        "'module:function', 'file.py:function', or exact, regex, reasoning-gym, math; empty: the prompt source's own",
     )
     answer_field: str = setting("answer", "field of the prompt with the expected answer (exact, regex, math)")
     pattern: str = setting("", "regular expression; its last match (or first group of it) is the answer to compare")
@@ -96,7 +102,9 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = setting(10.0, "a slower verdict is a drop, not a zero")
     retries: NonNegativeInt = setting(1, "further tries after a crash or a timeout")
     cache: bool = setting(True, "score the same answer to the same prompt once")
-    overlong_tokens: NonNegativeInt = setting(0, "soft penalty for the last so many tokens before max_new_tokens; 0 is off")
+    overlong_tokens: NonNegativeInt = setting(
+        0, "soft penalty for the last so many tokens before max_new_tokens; 0 is off"
+    )
     overlong_penalty: NonNegativeFloat = setting(1.0, "what is taken off the reward at max_new_tokens")
 
 
@@ -113,7 +121,7 @@ class LearnerSection(Section):
     """Advantages, loss, optimizer."""
 
     lr: NonNegativeFloat = setting(1e-6, "learning rate")
-    warmup_steps: NonNegativeInt = setting(0, "steps over which the learning rate rises from zero")
+    warmup_steps: NonNegativeInt = setting(0, "steps over which the learning rate rises to learner.lr")
     schedule: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after warm-up")
     beta1: Share = setting(0.9, "AdamW")
     beta2: Share = setting(0.99, "AdamW")
@@ -129,7 +137,8 @@ class LearnerSection(Section):
     clip_low: NonNegativeFloat = setting(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: NonNegativeFloat = setting(0.28, "the ratio is clipped above 1 + clip_high")
     correction: Literal["none", "truncated", "masked"] = setting(
-        "none", "weight proximal/behaviour against engine mismatch and lag: cut at the limit, or mask outside both limits"
+        "none",
+        "weight proximal/behaviour against engine mismatch and lag: cut at the limit, or mask outside both limits",
     )
     correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
     correction_high: PositiveFloat = setting(2.0, "truncated: largest weight; masked: a larger weight drops the token")
@@ -209,6 +218,15 @@ def contradictions(config: Config) -> list[str]:
         found.append("learner.correction_low must be smaller than learner.correction_high")
     if config.reward.function == "regex" and not config.reward.pattern:
         found.append("reward.function = 'regex' needs reward.pattern")
+    if config.learner.kl_coef and config.learner.kl_in == "loss" and config.learner.kl_estimator == "k1":
+        found.append(
+            "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
+        )
+    if config.learner.loss == "reinforce" and config.loop.max_lag and config.learner.correction == "none":
+        found.append(
+            f"learner.loss = 'reinforce' and loop.max_lag = {config.loop.max_lag}: nothing corrects for old samples; "
+            "set learner.correction = 'truncated', or take another loss"
+        )
     kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
     if 0 < config.rollout.kv_tokens < kv_needed:
         found.append(

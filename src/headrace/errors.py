@@ -1,4 +1,4 @@
-"""What a user can get wrong, in words that say how to put it right. The command line prints these without a traceback."""
+"""What a user can get wrong, in words that say how to put it right. The commands print these without a traceback."""
 
 
 class HeadraceError(Exception):

@@ -105,7 +105,7 @@ class Trajectory:
     """One complete answer: the tokens, which of them were sampled, by which policy, and what they earned.
 
     Example:
-        Trajectory(id="train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 13, 15, 7, 6, 1],
+        Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 13, 15, 7, 6, 1],
             sampled=[F, F, F, F, F, T, T, T], logprobs=[0, 0, 0, 0, 0, -0.1, -0.9, -0.2],
             spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS, text="21", reward=1.0, ...)
     """
@@ -173,7 +173,7 @@ class Drop:
     """One trajectory that was paid for and is not trained on.
 
     Example:
-        Drop(trajectory_id="train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5, reward=0.0)
+        Drop(trajectory_id="40:train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5, reward=0.0)
     """
 
     trajectory_id: str

@@ -1,0 +1,67 @@
+# A fresh machine needs python3 (3.11 or newer) and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+BENCH_STAMP := .venv/.installed-bench
+
+# uv does not read pip's settings, so pass on where pip looks for packages. pip separates links with spaces, uv with commas.
+empty :=
+comma := ,
+UV_ENV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(subst $(empty) $(empty),$(comma),$(strip $(PIP_FIND_LINKS)))") \
+	$(if $(PIP_INDEX_URL),UV_DEFAULT_INDEX="$(PIP_INDEX_URL)") \
+	$(if $(PIP_EXTRA_INDEX_URL),UV_INDEX="$(PIP_EXTRA_INDEX_URL)") \
+	$(if $(PIP_CERT),SSL_CERT_FILE="$(PIP_CERT)")
+
+# Without uv the same thing takes longer, and works.
+define install
+if [ -x $(BIN)/uv ] && $(UV_ENV) $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; \
+then :; \
+else $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'; fi
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test format bench-setup clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP)  ## install into .venv; does nothing if that is up to date
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "Headrace needs Python 3.11 or newer, and there is no $(PYTHON). Install it, or name one: make setup PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Headrace needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name a newer one: make setup PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into .venv"
+	@[ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet uv || echo "uv cannot be installed; going on with pip, which is slower"
+	@$(call install,dev)
+	@touch $@
+
+train: setup  ## train; arguments in ARGS, e.g. make train ARGS="my.toml loop.steps=100"
+	@$(BIN)/headrace train $(ARGS)
+
+test: setup  ## everything a change must pass
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -n 2
+
+format: setup  ## put the code into the agreed form
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench-setup: $(BENCH_STAMP)  ## what benchmarks compare with
+
+$(BENCH_STAMP): $(STAMP)
+	@$(call install,bench)
+	@touch $@
+
+clean:  ## remove caches and build outputs; runs, models and .venv stay
+	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

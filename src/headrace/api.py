@@ -1,0 +1,222 @@
+"""Headrace from Python: what the commands do, as functions.
+
+Example:
+    import headrace
+    config = headrace.load_config("my.toml", ["loop.steps=20"])
+    summary = headrace.train(config)
+    print(summary["score_before"], "->", summary["score_after"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.config import Config
+from headrace.config_file import dump, load_config
+from headrace.errors import RunError
+from headrace.learner.supervised import warm_start
+from headrace.ledger.database import FILE_NAME, remove_database
+from headrace.ledger.sinks import open_sinks
+from headrace.loop.evaluate import evaluate
+from headrace.loop.loop import Loop
+from headrace.loop.summary import summarise
+from headrace.place.local import LocalPlace
+from headrace.roles import Sink
+from headrace.types import Row
+
+SETTINGS, SUMMARY, WEIGHTS = "config.toml", "summary.json", "model"
+DEMO = Path(__file__).parent / "recipes" / "demo.toml"
+
+
+class Watcher(Protocol):
+    """Who is told about a run's progress: the terminal, or nobody."""
+
+    def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None: ...
+
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+    def row(self, row: Row) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
+        """Ignore."""
+
+    def phase(self, text: str) -> None:
+        """Ignore."""
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """Ignore."""
+
+    def row(self, row: Row) -> None:
+        """Ignore."""
+
+    def note(self, text: str) -> None:
+        """Ignore."""
+
+
+def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Train as the settings say; returns what `summary.json` in the run directory holds."""
+    return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
+
+
+def evaluate_run(run_dir: Path, *, samples: int | None = None) -> float | None:
+    """The held-out score of a finished run's weights."""
+    config = run_config(run_dir)
+    loop = config.loop if samples is None else config.loop.model_copy(update={"eval_samples": samples})
+    model = config.model.model_copy(update={"path": str(weights_dir(run_dir)), "tokenizer": ""})
+    return asyncio.run(_evaluate(config.model_copy(update={"model": model, "loop": loop}), run_dir))
+
+
+def export(run_dir: Path, out: Path) -> Path:
+    """Copy a run's weights and tokenizer to `out`, as a directory that `transformers` and engines load."""
+    source = weights_dir(run_dir)
+    if out.exists() and any(out.iterdir()):
+        raise RunError(f"{out} exists and is not empty")
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    return out
+
+
+def prepare_run_dir(config: Config) -> Path:
+    """An empty directory for a new run; an earlier run is only replaced when told to."""
+    run_dir = Path(config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+    if (run_dir / FILE_NAME).exists():
+        if not config.run.overwrite:
+            raise RunError(
+                f"{run_dir} holds an earlier run. Choose another run.dir, or replace it with run.overwrite=true"
+            )
+        remove_database(run_dir)
+        for name in (SUMMARY, SETTINGS, "rows.jsonl"):
+            (run_dir / name).unlink(missing_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        dump(config, run_dir / SETTINGS)
+    except OSError as error:
+        raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
+    return run_dir
+
+
+def run_config(run_dir: Path) -> Config:
+    """The resolved settings of a run."""
+    path = run_dir / SETTINGS
+    if not path.exists():
+        raise RunError(f"{run_dir} is not a run directory: it has no {SETTINGS}")
+    return load_config(path, [])
+
+
+def weights_dir(run_dir: Path) -> Path:
+    """Where a run left its weights."""
+    path = run_dir / WEIGHTS
+    if not path.exists():
+        raise RunError(f"{run_dir} has no weights: there is no {WEIGHTS} directory in it; did the run finish?")
+    return path
+
+
+async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, Any]:
+    place = LocalPlace(config, run_dir)
+    sinks: list[Sink] = []
+    try:
+        await place.scorer.start()
+        watcher.header(config, run_dir, _facts(place))
+        await _warm_start(place, watcher)
+        loop = place.loop()
+        sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"))
+
+        def on_row(row: Row) -> None:
+            for sink in sinks:
+                sink.write(row)
+            if row.skipped:
+                watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
+            watcher.row(row)
+
+        loop.on_row = on_row
+        watcher.phase("evaluation before")
+        before = await _score(place)
+        watcher.phase("training")
+        await _interruptible(loop)
+        watcher.phase("evaluation after")
+        after = None if loop.interrupted else await _score(place)
+        place.policy.save(run_dir / WEIGHTS)
+        assert place.ledger is not None
+        summary = summarise(place.ledger, wall_s=place.clock.now(), before=before, after=after, loop=loop)
+        (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+    finally:
+        for sink in sinks:
+            sink.close()
+        await place.close()
+
+
+async def _interruptible(loop: Loop) -> None:
+    """Run the loop so that Ctrl-C ends it with everything accounted for."""
+    events = asyncio.get_running_loop()
+    with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
+        events.add_signal_handler(signal.SIGINT, loop.interrupt)
+    try:
+        await loop.run()
+    finally:
+        with suppress(NotImplementedError, RuntimeError):
+            events.remove_signal_handler(signal.SIGINT)
+
+
+async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
+    section = place.config.warmstart
+    if not section.steps:
+        return
+    watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
+    rng = np.random.default_rng([place.config.run.seed, 1])
+    events = asyncio.get_running_loop()
+
+    def on_step(done: int, loss: float) -> None:
+        events.call_soon_threadsafe(watcher.progress, done, section.steps, f"loss {loss:.3f}")
+
+    await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
+
+
+async def _score(place: LocalPlace) -> float | None:
+    """The held-out score, with the engine running for it alone."""
+    engine = asyncio.create_task(place.actor.run())
+    try:
+        return await evaluate(place.actor, place.scorer, place.prompts.held_out, place.config)
+    finally:
+        engine.cancel()
+        await asyncio.wait([engine])
+
+
+async def _evaluate(config: Config, run_dir: Path) -> float | None:
+    place = LocalPlace(config, run_dir)
+    try:
+        await place.scorer.start()
+        return await _score(place)
+    finally:
+        await place.close()
+
+
+def _facts(place: LocalPlace) -> dict[str, str]:
+    num_weights = sum(p.numel() for p in place.policy.model.parameters())
+    name = type(place.policy.model).__name__
+    where = f"{place.policy.device.type}, {str(place.policy.dtype).removeprefix('torch.')}"
+    return {
+        "policy": f"{name}, {num_weights / 1e6:.1f}M weights, {where}",
+        "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",
+        "reward": place.scorer.function,
+    }
+
+
+__all__ = ["evaluate_run", "export", "load_config", "train"]

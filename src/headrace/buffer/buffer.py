@@ -1,0 +1,138 @@
+"""The one place where producer and learner wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from headrace.buffer.filters import Sieve
+from headrace.buffer.lag import LagPolicy
+from headrace.errors import StalledError
+from headrace.types import DropReason, Group, Trajectory
+
+OnDrop = Callable[[list[tuple[Trajectory, str]], Group, bool], None]
+
+
+class Buffer:
+    """Groups on their way from generation to training.
+
+    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next` hands it to the learner.
+    `on_drop(trajectories with reasons, their group, was_buffered)` hears of everything that leaves on the way.
+    """
+
+    def __init__(
+        self,
+        policy: LagPolicy,
+        sieve: Sieve,
+        *,
+        patience: int,
+        on_buffered: Callable[[Group], None],
+        on_drop: OnDrop,
+    ) -> None:
+        self.policy = policy
+        self.version = 0
+        self.in_flight: dict[int, int] = {}  # serial -> version at admission
+        self.buffered: list[Group] = []
+        self._held = False
+        self._sieve, self._patience = sieve, patience
+        self._on_buffered, self._on_drop = on_buffered, on_drop
+        self._committed = 0  # admitted and not dropped, ever
+        self._wave_left = 0
+        self._barren: Counter[str] = Counter()  # reasons of the groups dropped since the last good one
+        self._changed = asyncio.Condition()
+
+    # ---- the producer's side
+
+    async def admit(self) -> int:
+        """Wait until groups may be started, and say how many."""
+        async with self._changed:
+            while True:
+                if not self.in_flight:
+                    self._wave_left = self.policy.capacity(version=self.version, committed=self._committed)
+                room = self.policy.admit(
+                    version=self.version,
+                    committed=self._committed,
+                    in_flight=len(self.in_flight),
+                    wave_left=self._wave_left,
+                )
+                if room > 0 and not self._held:
+                    return room
+                await self._changed.wait()
+
+    def start(self, serial: int) -> int:
+        """A group is admitted; it starts under the version that is returned."""
+        self.in_flight[serial] = self.version
+        self._committed += 1
+        self._wave_left -= 1
+        return self.version
+
+    async def put(self, group: Group) -> None:
+        """A group is generated and scored."""
+        async with self._changed:
+            del self.in_flight[group.serial]
+            kept, dropped = self._sieve.sift(group)
+            if dropped:
+                self._on_drop(dropped, group, False)
+            if kept is None:
+                self._committed -= 1
+                self._barren[dropped[0][1] if dropped else DropReason.INCOMPLETE] += 1
+            elif kept.lag(self.version) > self.policy.max_lag:
+                self._committed -= 1
+                self._on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
+            else:
+                self._barren.clear()
+                self.buffered.append(kept)
+                self._on_buffered(kept)
+            self._changed.notify_all()
+
+    async def lose(self, serial: int) -> None:
+        """A group left before it was complete; whoever calls has booked its trajectories."""
+        async with self._changed:
+            del self.in_flight[serial]
+            self._committed -= 1
+            self._changed.notify_all()
+
+    # ---- the learner's side
+
+    async def next(self) -> Group:
+        """The next group to train on, never older than max_lag: the hard check is here, not at admission."""
+        async with self._changed:
+            while True:
+                self._evict()
+                group = self.policy.select(self.buffered, self.in_flight)
+                if group is not None:
+                    self.buffered.remove(group)
+                    return group
+                self._check_progress()
+                await self._changed.wait()
+
+    async def settle(self, version: int) -> list[int]:
+        """A version is published: later groups start under it. Returns the running groups that became hopeless."""
+        async with self._changed:
+            self.version = version
+            self._changed.notify_all()
+            return self.policy.abort(self.in_flight, version=version)
+
+    async def hold(self, held: bool) -> None:
+        """Stop or resume admission, for an engine that must run empty before its weights change."""
+        async with self._changed:
+            self._held = held
+            self._changed.notify_all()
+
+    def _evict(self) -> None:
+        for group in self.policy.evict(self.buffered, version=self.version):
+            self.buffered.remove(group)
+            self._committed -= 1
+            self._on_drop([(t, DropReason.STALE) for t in group.trajectories], group, True)
+            self._changed.notify_all()
+
+    def _check_progress(self) -> None:
+        limit = self._patience * self.policy.groups_per_step
+        if self._barren.total() >= limit:
+            reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
+            raise StalledError(
+                f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "
+                "no_signal means that every answer to a prompt got the same reward: the task is too hard, too easy, or "
+                "the reward cannot tell answers apart. buffer.patience sets how long to wait."
+            )

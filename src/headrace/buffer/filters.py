@@ -1,0 +1,70 @@
+"""Which trajectories are worth training on. Whatever is left out is left out with a reason."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.config import BufferSection
+from headrace.errors import ConfigError
+from headrace.types import DropReason, FinishReason, Group, Trajectory
+
+Filter = Callable[[Group], bool]
+Dropped = list[tuple[Trajectory, str]]
+
+
+class Sieve:
+    """All filters of a run, in order: overlong answers, the user's own, groups without signal."""
+
+    def __init__(self, section: BufferSection) -> None:
+        self._section = section
+        self._own = [(spec.rsplit(":", 1)[-1], load_filter(spec)) for spec in section.filters]
+
+    def sift(self, group: Group) -> tuple[Group | None, Dropped]:
+        """What of the group may be trained on, and what may not and why."""
+        dropped: Dropped = []
+        if self._section.drop_overlong:
+            dropped = [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish is FinishReason.LENGTH]
+            kept = tuple(t for t in group.trajectories if t.finish is not FinishReason.LENGTH)
+            group = replace(group, trajectories=kept)
+        reason = self._verdict(group)
+        if reason is None:
+            return group, dropped
+        return None, dropped + [(t, reason) for t in group.trajectories]
+
+    def _verdict(self, group: Group) -> str | None:
+        """Why the whole group is dropped, if it is."""
+        if not group.trajectories:
+            return DropReason.INCOMPLETE
+        for name, keep in self._own:
+            if not keep(group):
+                return f"filter:{name}"
+        rewards = {t.reward for t in group.trajectories}
+        if self._section.drop_no_signal and len(rewards) == 1:
+            return DropReason.NO_SIGNAL
+        return None
+
+
+def load_filter(spec: str) -> Filter:
+    """A user's filter from 'module:function' or 'file.py:function'."""
+    where, colon, name = spec.rpartition(":")
+    if not colon:
+        raise ConfigError(f"buffer.filters: '{spec}' is not 'module:function' or 'file.py:function'")
+    try:
+        if where.endswith(".py"):
+            found = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert found is not None
+            assert found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except (ImportError, FileNotFoundError) as error:
+        raise ConfigError(f"buffer.filters: '{where}' cannot be loaded: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"buffer.filters: '{where}' has no function '{name}'")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,63 @@
+"""The lag policy: every decision about how far generation may run ahead of training, in one object.
+
+The buffer asks it, the simulator asks the same object, and nothing else in the system decides about staleness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagPolicy:
+    """A trained token is never more than `max_lag` versions old.
+
+    Example:
+        LagPolicy(max_lag=4, groups_per_step=16)
+    """
+
+    max_lag: int
+    groups_per_step: int
+
+    def capacity(self, *, version: int, committed: int) -> int:
+        """Groups that may be admitted now, when `committed` were admitted so far and not dropped.
+
+        The learner at version v has trained v steps' worth. What is admitted beyond the next max_lag + 1 steps' worth
+        would be too old when its turn comes.
+        """
+        return (version + self.max_lag + 1) * self.groups_per_step - committed
+
+    def admit(self, *, version: int, committed: int, in_flight: int, wave_left: int) -> int:
+        """Groups to start now. Strictly on-policy training admits in waves.
+
+        A group that is dropped gives its place back, and at max_lag = 0 the replacement waits until every running
+        group is scored: then the engine's batches depend on the data alone, not on how fast rewards came in, and two
+        runs with one seed agree to the last bit.
+        """
+        room = self.capacity(version=version, committed=committed)
+        if self.max_lag == 0 and in_flight:
+            return min(room, wave_left)
+        return room
+
+    def select(self, buffered: Sequence[Group], in_flight: Mapping[int, int]) -> Group | None:
+        """The group to train on next, or None to wait. `in_flight` maps serials to versions at admission.
+
+        At max_lag = 0 strictly by serial, so that gradients accumulate in one order; else the oldest first.
+        """
+        if not buffered:
+            return None
+        if self.max_lag == 0:
+            first = min(buffered, key=lambda g: g.serial)
+            return None if any(serial < first.serial for serial in in_flight) else first
+        return min(buffered, key=lambda g: (g.oldest_version, g.serial))
+
+    def evict(self, buffered: Sequence[Group], *, version: int) -> list[Group]:
+        """Groups that are too old to train on at this version."""
+        return [g for g in buffered if g.lag(version) > self.max_lag]
+
+    def abort(self, in_flight: Mapping[int, int], *, version: int) -> list[int]:
+        """Serials of unfinished groups that can no longer be trained on, however soon they finish."""
+        return [serial for serial, admitted_at in in_flight.items() if version - admitted_at > self.max_lag]

@@ -1,0 +1,116 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from headrace import api
+from headrace.config import Config
+from headrace.config_file import explain, load_config, to_toml
+from headrace.errors import HeadraceError
+from headrace.ledger.audit import audit as audit_books
+from headrace.ledger.audit import books as read_books
+from headrace.terminal import Terminal
+
+app = typer.Typer(
+    help="Headrace trains language models by reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Errors meant for the user are shown as a message, without a traceback."""
+    try:
+        yield
+    except HeadraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def train(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")] = False,
+) -> None:
+    """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
+    with _messages(), Terminal(quiet=quiet) as terminal:
+        terminal.summary(api.train(_load(settings), terminal))
+
+
+@app.command("eval")
+def evaluate(
+    run: RunDir, samples: Annotated[int | None, typer.Option(min=1, help="answers per held-out prompt")] = None
+) -> None:
+    """The held-out score of a run's weights."""
+    with _messages():
+        score = api.evaluate_run(run, samples=samples)
+        print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
+
+
+@app.command()
+def export(run: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="directory to make")]) -> None:
+    """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
+    with _messages():
+        print(f"wrote {api.export(run, out)}")
+
+
+@app.command()
+def audit(run: RunDir) -> None:
+    """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
+    with _messages(), Terminal() as terminal:
+        books = read_books(run)
+        table = Table("account", "tokens", "trajectories")
+        accounts = {"generated": books.generated, "trained": books.trained}
+        accounts |= {f"dropped: {reason}": amount for reason, amount in sorted(books.dropped.items())}
+        accounts |= {"buffered": books.buffered, "in flight": books.in_flight}
+        for name, amount in accounts.items():
+            table.add_row(name, f"{amount.tokens:,}", f"{amount.trajectories:,}")
+        terminal.console.print(table)
+        problems = audit_books(run)
+        for problem in problems:
+            terminal.console.print(f"- {problem}")
+        terminal.console.print("the books do not balance" if problems else "the books balance")
+        raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def config(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings to check")
+    ] = None,
+    show: Annotated[bool, typer.Option("--explain", help="explain all settings, or a section or key")] = False,
+) -> None:
+    """Check settings and print them resolved; with --explain, say what each one does."""
+    with _messages(), Terminal() as terminal:
+        if not show:
+            print(to_toml(_load(settings)), end="")
+            return
+        table = Table("setting", "type", "default", "what it does", box=None)
+        for setting in explain(settings[0] if settings else None):
+            table.add_row(setting.key, setting.type_text, setting.default, setting.doc)
+        terminal.console.print(table)
+
+
+def _load(words: list[str] | None) -> Config:
+    """Settings from a file, if the first word is one, and overrides; without a file, the demo's."""
+    words = list(words or [])
+    is_file = bool(words) and "=" not in words[0]
+    return load_config(Path(words.pop(0)) if is_file else api.DEMO, words)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,287 @@
+"""Settings from a TOML file and `section.key=value` overrides, with every mistake reported at once."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+
+class Explained(NamedTuple):
+    """One setting, in words."""
+
+    key: str
+    type_text: str
+    default: str
+    doc: str
+
+
+class Given(NamedTuple):
+    """A value somebody wrote, and where."""
+
+    value: Any
+    place: str
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of `path` (the defaults if None) with `overrides` on top."""
+    given: dict[str, Given] = {}
+    file_problems = [] if path is None else _read_file(path, given)
+    problems = file_problems + _read_overrides(overrides, given)
+    known = settings()
+    for key in [key for key in given if key not in known]:
+        problems.append(_unknown(key, given.pop(key).place))
+    config, invalid = _validate(given, file_is_whole=not file_problems)
+    problems += invalid
+    if config is None or problems:
+        raise ConfigError(_listing(problems))
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """The settings as TOML that loads back equal."""
+    blocks = []
+    for section, values in config.model_dump().items():
+        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        blocks.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def dump(config: Config, path: Path) -> None:
+    """Write the settings to `path` as TOML."""
+    path.write_text(to_toml(config), encoding="utf-8")
+
+
+def explain(section_filter: str | None = None) -> list[Explained]:
+    """Every setting with its type, default and meaning; only those of one section, or only one, if so asked."""
+    rows = [
+        Explained(key, _type_text(field), _toml_value(field.default), field.description or "")
+        for key, field in settings().items()
+        if section_filter is None or key == section_filter or key.startswith(f"{section_filter}.")
+    ]
+    if not rows:
+        raise ConfigError(_unknown(str(section_filter)))
+    return rows
+
+
+def changed(config: Config) -> list[str]:
+    """The settings that differ from their defaults, as `section.key=value`."""
+    default = Config().model_dump()
+    return [
+        f"{section}.{key}={_toml_value(value)}"
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+        if value != default[section][key]
+    ]
+
+
+def settings() -> dict[str, FieldInfo]:
+    """Every setting by its dotted key."""
+    return {
+        f"{section}.{key}": field for section, model in _sections().items() for key, field in model.model_fields.items()
+    }
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    annotations = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: annotation for name, annotation in annotations.items() if _is_model(annotation)}
+
+
+def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+# Reading
+
+
+def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if str(path) in settings():
+            return [f"there is no file {path}; to set {path} write {path}=VALUE"]
+        return [f"there is no file {path}"]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is a directory" if path.is_dir() else str(error)
+        return [f"cannot read {path}: {reason}"]
+    except tomllib.TOMLDecodeError as error:
+        return [f"{path} is not valid TOML: {error}"]
+    given.update({key: Given(value, str(path)) for key, value in _leaves(data)})
+    return []
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    sections = _sections()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and (value or key not in sections):
+            # An empty table is a leaf, so that a misspelt empty section is still reported.
+            yield from _leaves(value, f"{key}.") if value else [(key, value)]
+        elif not isinstance(value, dict):
+            yield key, value
+
+
+def _read_overrides(overrides: Sequence[str], given: dict[str, Given]) -> list[str]:
+    problems = []
+    known = settings()
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key, text = key.strip(), text.strip()
+        if not equals and key in known:
+            problems.append(f"{key} has no value; write {key}=VALUE ({COMMAND_LINE})")
+        elif not equals or not key:
+            problems.append(f"{override!r} is not of the form section.key=value ({COMMAND_LINE})")
+        else:
+            field = known.get(key)
+            given[key] = Given(_parse(text, field is not None and _is_text(field.annotation)), COMMAND_LINE)
+    return problems
+
+
+def _parse(text: str, wants_text: bool) -> Any:
+    """A TOML value, or the text itself: nobody wants to quote `model.path=my/dir` twice in a shell."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if len(parsed) > 1 or (wants_text and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+# Checking
+
+
+def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config | None, list[str]]:
+    """The config, or what is wrong with the values: first each by itself, then those that do not go together."""
+    known = settings()
+    # Pydantic would take true for 1.
+    wrong = {key: "" for key, (value, _) in given.items() if isinstance(value, bool) and not _is_bool(known[key])}
+    config, errors = _build(given, wrong)
+    wrong |= {".".join(map(str, loc[:2])): message for loc, message in errors if loc}
+    if wrong and not any(not loc for loc, _ in errors):
+        # Contradictions are looked for only once every value is good by itself, so leave the others at their defaults.
+        config, errors = _build(given, wrong)
+    problems = [_wrong(key, message, given) for key, message in wrong.items()]
+    if file_is_whole:
+        lines = [line for loc, message in errors if not loc for line in message.splitlines()]
+        problems += [line for line in lines if not any(key in line for key in wrong)]
+    return config, problems
+
+
+def _build(given: Mapping[str, Given], without: Mapping[str, str]) -> tuple[Config | None, list[tuple[Any, str]]]:
+    tree: dict[str, dict[str, Any]] = {}
+    for dotted, (value, _) in given.items():
+        if dotted not in without:
+            section, _, key = dotted.partition(".")
+            tree.setdefault(section, {})[key] = value
+    try:
+        return Config.model_validate(tree), []
+    except ValidationError as error:
+        # An error raised by a validator of ours is worth quoting as it stands, without pydantic's "Value error, ".
+        details = [(e["loc"], str(e.get("ctx", {}).get("error", e["msg"]))) for e in error.errors(include_url=False)]
+        return None, details
+
+
+def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
+    field = settings().get(key)
+    if field is None or key not in given:
+        return f"{key}: {message}"
+    value, place = given[key]
+    return f"{key}: expected {_type_text(field)}; got {_toml_value(value)} ({place})"
+
+
+def _listing(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} problems with the settings:", *(f"  - {problem}" for problem in problems)])
+
+
+# Suggesting
+
+
+def _unknown(key: str, place: str = "") -> str:
+    where = f" ({place})" if place else ""
+    section, _, rest = key.partition(".")
+    if key in _sections():
+        example = next(iter(_sections()[key].model_fields))
+        return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"
+    if f"{section}.{rest.partition('.')[0]}" in settings():
+        return f"unknown setting {key}; {section}.{rest.partition('.')[0]} has no keys of its own{where}"
+    near = _nearest(key)
+    return f"unknown setting {key}" + (f"; did you mean {near}?" if near else "") + where
+
+
+def _nearest(key: str) -> str:
+    """The most similar dotted keys of all sections, by their name or by what their documentation calls them."""
+    section, _, name = key.rpartition(".")
+    scores = {}
+    for known, field in settings().items():
+        known_section, _, known_name = known.partition(".")
+        called = (field.description or "").lower().replace(" ", "_")
+        score = max(_similarity(name, known_name), _similarity(name, called))
+        same_section = _similarity(section, known_section) > 0.7  # perhaps misspelt
+        scores[known] = 0.75 * score + 0.25 * same_section if section else score
+    scores |= {known: _similarity(key, known) for known in _sections() if not section}
+    best = max(scores.values())
+    return " or ".join([known for known, score in scores.items() if score > best - 0.01][:3]) if best >= 0.6 else ""
+
+
+def _similarity(one: str, other: str) -> float:
+    return SequenceMatcher(None, one.lower(), other.lower(), autojunk=False).ratio()
+
+
+# Words for types and values
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or get_origin(annotation) is Literal
+
+
+def _is_bool(field: FieldInfo) -> bool:
+    return field.annotation is bool
+
+
+def _type_text(field: FieldInfo) -> str:
+    bounds = {
+        name: getattr(limit, name)
+        for limit in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(limit, name)
+    }
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = " and ".join(f"{words[name]} {bounds[name]}" for name in words if name in bounds)
+    return f"{_annotation_text(field.annotation)} {limits}".rstrip()
+
+
+def _annotation_text(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(_toml_value, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        item = get_args(annotation)[0]
+        example = get_args(item)[0] if get_origin(item) is Literal else "text"
+        return f'a list of {_annotation_text(item).removeprefix("one of ")}, such as ["{example}"]'
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's too, except that TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,125 @@
+"""From trajectories to packed tensors. The only place that packs.
+
+T tokens of a micro-batch, N of them sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.policy.attention import PackedPlan
+from headrace.policy.logprobs import Support
+from headrace.types import FloatArray, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A trajectory with what the loss needs besides.
+
+    Example:
+        Item(trajectory=Trajectory(...), advantage=0.8, reference=None)
+    """
+
+    trajectory: Trajectory
+    advantage: float
+    reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
+
+    def __len__(self) -> int:
+        return len(self.trajectory.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One micro-batch."""
+
+    token_ids: Tensor  # [T]
+    plan: PackedPlan
+    at: Tensor  # [N] where the sampled tokens stand
+    behaviour: Tensor  # [N] log-probs at sampling time
+    advantage: Tensor  # [N]
+    sequence_ids: Tensor  # [N] which sequence a sampled token belongs to
+    num_sequences: int
+    reference: Tensor | None  # [N]
+    support: Support | None
+
+
+def pack(sequences: Sequence[Item], device: torch.device) -> Batch:
+    """Lay the sequences end to end."""
+    trajectories = [s.trajectory for s in sequences]
+    sampled = np.concatenate([t.sampled for t in trajectories])
+    counts = [t.num_sampled_tokens for t in trajectories]
+    references = [s.reference for s in sequences if s.reference is not None]
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Batch(
+        token_ids=tensor(np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)),
+        plan=PackedPlan([len(t.token_ids) for t in trajectories], device),
+        at=tensor(np.flatnonzero(sampled)),
+        behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
+        advantage=tensor(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
+        sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
+        num_sequences=len(sequences),
+        reference=tensor(np.concatenate(references)) if references else None,
+        support=_support(trajectories, device),
+    )
+
+
+def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Support | None:
+    """The sampling subsets of all sampled tokens, when sampling was truncated."""
+    replays = [t.replay for t in trajectories]
+    supports = [(r.support_ids, r.support_offsets) for r in replays if r is not None and r.support_ids is not None]
+    if not supports:
+        return None
+    for trajectory, replay in zip(trajectories, replays, strict=True):
+        offsets = None if replay is None else replay.support_offsets
+        if offsets is None or len(offsets) != trajectory.num_sampled_tokens + 1:
+            raise ValueError(f"trajectory {trajectory.id} lacks the sampling support of its tokens")
+    sizes = np.concatenate([np.diff(offsets) for _, offsets in supports if offsets is not None])
+    ids = np.concatenate([ids for ids, _ in supports])
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return Support(torch.from_numpy(ids).to(device), torch.from_numpy(offsets).to(device))
+
+
+class Packer:
+    """Collects sequences into micro-batches of at most `budget` tokens (a longer sequence gets one of its own)."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._pending: list[Item] = []
+
+    def add(self, sequences: Sequence[Item]) -> list[list[Item]]:
+        """Take sequences in; return the micro-batches that are full, filled in order so that timing never matters."""
+        full = []
+        for sequence in sequences:
+            if self._pending and sum(map(len, self._pending)) + len(sequence) > self.budget:
+                full.append(self._pending)
+                self._pending = []
+            self._pending.append(sequence)
+        return full
+
+    def rest(self) -> list[list[Item]]:
+        """What is left at the end of a step."""
+        rest, self._pending = self._pending, []
+        return [rest] if rest else []
+
+
+def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
+    """Micro-batches of nearly equal size, at most `budget` tokens each: longest first, onto the lightest."""
+    num_batches = max(1, -(-sum(map(len, sequences)) // budget))
+    while True:
+        batches: list[list[Item]] = [[] for _ in range(num_batches)]
+        loads = [0] * num_batches
+        for sequence in sorted(sequences, key=len, reverse=True):
+            lightest = loads.index(min(loads))
+            batches[lightest].append(sequence)
+            loads[lightest] += len(sequence)
+        if max(loads) <= budget or max(map(len, batches)) <= 1:
+            return [b for b in batches if b]
+        num_batches += 1

@@ -1,0 +1,216 @@
+"""The learner: groups in, one optimizer step out.
+
+A step is `add` for each group as it comes, `accumulate` for each micro-batch that is full, and `finish`. Gradients are
+summed unnormalised and divided once, at the end, by what the whole step held: the result does not depend on how the
+step was cut, and work can begin before the step's last group exists.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.config import LearnerSection
+from headrace.learner.advantages import advantages, needs_whole_step
+from headrace.learner.aggregation import normaliser, weights
+from headrace.learner.batch import Batch, Item, Packer, balanced, pack
+from headrace.learner.corrections import MismatchSums, corrected, correction_weight
+from headrace.learner.kl import kl
+from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
+from headrace.learner.optimizer import Optimizer
+from headrace.learner.schedule import learning_rate
+from headrace.policy.policy import Policy
+from headrace.types import FloatArray, Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one optimizer step did.
+
+    Example:
+        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, entropy=0.4, kl_reference=0.0, clipped_share=0.02,
+            mismatch=MismatchSums(...))
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    entropy: float
+    kl_reference: float
+    clipped_share: float
+    mismatch: MismatchSums
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Running sums of the step under way."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    loss: float = 0.0
+    surprise: float = 0.0
+    kl: float = 0.0
+    clipped: float = 0.0
+    mismatch: MismatchSums = field(default_factory=MismatchSums)
+
+
+class Learner:
+    """Trains the policy in place."""
+
+    def __init__(
+        self, policy: Policy, section: LearnerSection, *, temperature: float, max_new_tokens: int, total_steps: int
+    ) -> None:
+        self.policy = policy
+        self.section = section
+        self.step_index = 0
+        self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
+        self._optimizer = Optimizer(policy.model.parameters(), section)
+        self._reference = _frozen_copy(policy) if section.kl_coef else None
+        self._packer = Packer(section.micro_batch_tokens)
+        self._whole_step: list[tuple[Group, list[FloatArray | None]]] = []
+        self._sums = _Sums()
+        if section.checkpoint_activations:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether groups must be scored by the reference first."""
+        return self._reference is not None
+
+    @torch.no_grad()
+    def reference_logprobs(self, group: Group) -> list[FloatArray]:
+        """Log-probs of the group's sampled tokens under the start weights."""
+        assert self._reference is not None
+        found: dict[str, FloatArray] = {}
+        everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
+        for items in balanced(everything, self.section.micro_batch_tokens):
+            batch = pack(items, self.policy.device)
+            logprobs = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
+            counts = [item.trajectory.num_sampled_tokens for item in items]
+            for item, values in zip(items, logprobs.float().cpu().split(counts), strict=True):
+                found[item.trajectory.id] = values.numpy()
+        return [found[t.id] for t in group.trajectories]
+
+    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
+        """Take a group into the step; returns micro-batches that are now full."""
+        known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
+        self._whole_step.append((group, known))
+        if needs_whole_step(self.section.advantage):
+            return []
+        return self._packer.add(self._items())
+
+    def rest(self) -> list[list[Item]]:
+        """The step has all its groups: the remaining micro-batches."""
+        if needs_whole_step(self.section.advantage):
+            return balanced(self._items(), self.section.micro_batch_tokens)
+        return self._packer.rest()
+
+    def _items(self) -> list[Item]:
+        """The groups taken in so far, with their advantages."""
+        pending, self._whole_step = self._whole_step, []
+        rewards = [self._rewards(group, references) for group, references in pending]
+        found = advantages(self.section.advantage, rewards)
+        return [
+            Item(trajectory=trajectory, advantage=float(advantage), reference=reference)
+            for (group, references), values in zip(pending, found, strict=True)
+            for trajectory, advantage, reference in zip(group.trajectories, values, references, strict=True)
+        ]
+
+    def _rewards(self, group: Group, references: Sequence[FloatArray | None]) -> np.ndarray:
+        """The group's rewards, less the divergence from the reference when it counts as reward."""
+        rewards = np.array([t.reward for t in group.trajectories], np.float64)
+        if self._reference is None or self.section.kl_in == "loss":
+            return rewards
+        costs = [self._divergence(t, r) for t, r in zip(group.trajectories, references, strict=True)]
+        return rewards - self.section.kl_coef * np.array(costs)
+
+    def _divergence(self, trajectory: Trajectory, reference: FloatArray | None) -> float:
+        assert reference is not None
+        behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
+        return float(kl(self.section.kl_estimator, behaviour, torch.from_numpy(reference)).sum())
+
+    def accumulate(self, items: Sequence[Item]) -> None:
+        """Forward and backward over one micro-batch; gradients add up unnormalised."""
+        batch = pack(items, self.policy.device)
+        with torch.enable_grad():
+            current = self.policy.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
+            loss = self._loss(batch, current)
+            loss.backward()
+        self._sums.loss += float(loss.detach())
+
+    def _loss(self, batch: Batch, current: Tensor) -> Tensor:
+        s, sums = self.section, self._sums
+        proximal = current.detach()  # one update per step: the step starts from the weights that are being updated
+        terms = LOSSES[s.loss](
+            current,
+            proximal,
+            batch.behaviour,
+            batch.advantage,
+            batch.sequence_ids,
+            clip_low=s.clip_low,
+            clip_high=s.clip_high,
+        )
+        weight, kept = correction_weight(
+            s.correction,
+            proximal,
+            batch.behaviour,
+            low=s.correction_low,
+            high=s.correction_high,
+            carried=s.loss in CARRIES_WEIGHT,
+        )
+        per_token = corrected(terms.per_token, weight, kept)
+        if batch.reference is not None:
+            divergence = kl(s.kl_estimator, current, batch.reference)
+            sums.kl += float(divergence.detach().sum())
+            if s.kl_in == "loss":
+                per_token = per_token + s.kl_coef * divergence
+        sums.num_tokens += len(current)
+        sums.num_sequences += batch.num_sequences
+        sums.surprise -= float(proximal.sum())
+        sums.clipped += float((terms.clipped | ~kept).sum())
+        sums.mismatch = sums.mismatch + MismatchSums.of(proximal, batch.behaviour)
+        share = weights(
+            s.aggregation,
+            batch.sequence_ids,
+            batch.num_sequences,
+            constant_length=self._constant_length,
+            dtype=per_token.dtype,
+        )
+        return (per_token * share).sum()
+
+    def finish(self) -> StepStats:
+        """The optimizer step, in place. Call it between two engine steps."""
+        sums, self._sums = self._sums, _Sums()
+        scale = 1.0 / normaliser(self.section.aggregation, sums.num_tokens, sums.num_sequences)
+        lr = learning_rate(
+            self.step_index,
+            lr=self.section.lr,
+            warmup_steps=self.section.warmup_steps,
+            schedule=self.section.schedule,
+            total_steps=self._total_steps,
+        )
+        norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
+        self.step_index += 1
+        count = sums.num_tokens
+        return StepStats(
+            loss=sums.loss * scale,
+            grad_norm=norm,
+            lr=lr,
+            skipped=not math.isfinite(norm),
+            entropy=sums.surprise / count,
+            kl_reference=sums.kl / count,
+            clipped_share=sums.clipped / count,
+            mismatch=sums.mismatch,
+        )
+
+
+def _frozen_copy(policy: Policy) -> Policy:
+    model = copy.deepcopy(policy.model).requires_grad_(False)
+    return Policy(model, policy.tokenizer)

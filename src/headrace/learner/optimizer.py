@@ -1,0 +1,65 @@
+"""AdamW that keeps float32 master weights when the policy itself is in a lower precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from headrace.config import LearnerSection
+
+
+class Optimizer:
+    """One optimizer step, in place, on the weights that the engine decodes with.
+
+    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so the sum is kept in float32.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], section: LearnerSection) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.masters: list[Tensor] = [
+            p if p.dtype in (torch.float32, torch.float64) else _master(p) for p in self.parameters
+        ]
+        self.adamw = torch.optim.AdamW(
+            self.masters,
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            weight_decay=section.weight_decay,
+            fused=True,
+        )
+
+    def step(self, *, lr: float, scale: float, clip: float) -> float:
+        """Multiply the gradients by `scale`, clip their norm, update. Returns the norm before clipping.
+
+        A norm that is not finite leaves weights and moments as they were.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, scale)
+        norm = float(nn.utils.get_total_norm(gradients))
+        if norm == norm and norm != float("inf"):
+            if clip and norm > clip:
+                torch._foreach_mul_(gradients, clip / norm)
+            self._update(lr)
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        for parameter in (*self.parameters, *self.masters):
+            parameter.grad = None
+
+    def _update(self, lr: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        for parameter, master in pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        self.adamw.step()
+        with torch.no_grad():
+            for parameter, master in pairs:
+                parameter.copy_(master)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().to(torch.float32, copy=True)

@@ -1,0 +1,45 @@
+"""Warm start: a few supervised steps on worked examples, so that RL begins with answers worth scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from headrace.config import LearnerSection, WarmstartSection
+from headrace.learner.optimizer import Optimizer
+from headrace.policy.attention import PackedPlan
+from headrace.policy.policy import Policy
+from headrace.types import IntArray, Prompt
+
+Example = tuple[Prompt, str]
+
+
+def warm_start(
+    policy: Policy,
+    section: WarmstartSection,
+    draw_examples: Callable[[int], Sequence[Example]],
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Raise the likelihood of the worked solutions; `on_step(steps done, loss)` hears of progress."""
+    optimizer = Optimizer(policy.model.parameters(), LearnerSection(lr=section.lr, beta2=0.98))
+    for step in range(section.steps):
+        sequences = [_sequence(policy, *example) for example in draw_examples(section.examples)]
+        lengths = [len(tokens) for tokens, _ in sequences]
+        solved = np.concatenate([np.arange(len(tokens)) >= num_prompt for tokens, num_prompt in sequences])
+        tokens = torch.from_numpy(np.concatenate([t for t, _ in sequences]).astype(np.int64)).to(policy.device)
+        at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
+        loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0).mean()
+        loss.backward()
+        # down to nothing over the last quarter: the start of RL should not depend on the last few batches
+        lr = section.lr * min(1.0, (section.steps - step) / max(1, section.steps // 4))
+        optimizer.step(lr=lr, scale=1.0, clip=1.0)
+        on_step(step + 1, float(loss.detach()))
+
+
+def _sequence(policy: Policy, prompt: Prompt, solution: str) -> tuple[IntArray, int]:
+    """Token ids of prompt, solution and end, and how many are the prompt's."""
+    tokenizer = policy.tokenizer
+    ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return np.concatenate([prompt.token_ids, np.array(ids, np.int32)]), len(prompt.token_ids)

@@ -1,0 +1,108 @@
+"""Measured seconds: which stage was busy when, on one monotonic clock that starts with the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace.types import STAGES, StageTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpan:
+    """A stage was busy from `start_s` to `end_s`.
+
+    Example:
+        StageSpan(stage="train", start_s=12.0, end_s=12.8, worker="local", version=3, detail="16 groups")
+    """
+
+    stage: str
+    start_s: float
+    end_s: float
+    worker: str = "local"
+    version: int | None = None
+    detail: str = ""
+
+
+class StageClock:
+    """Seconds since the run's start, and the spans measured on it; any thread may measure."""
+
+    def __init__(self) -> None:
+        self._origin = time.monotonic()
+        self._lock = threading.Lock()
+        self._finished: list[StageSpan] = []
+        self._running: dict[object, StageSpan] = {}
+
+    def now(self) -> float:
+        """Seconds since the clock was made."""
+        return time.monotonic() - self._origin
+
+    @contextmanager
+    def span(
+        self, stage: str, *, version: int | None = None, worker: str = "local", detail: str = ""
+    ) -> Iterator[None]:
+        """Measure the body as busy time of `stage`, also when it raises."""
+        start_s, key = self.now(), object()
+        with self._lock:
+            self._running[key] = StageSpan(
+                stage=stage, start_s=start_s, end_s=start_s, worker=worker, version=version, detail=detail
+            )
+        try:
+            yield
+        finally:
+            end_s = self.now()
+            with self._lock:
+                self._finished.append(_ended(self._running.pop(key), end_s))
+
+    def add(self, span: StageSpan) -> None:
+        """Book a span that was measured elsewhere, on this clock."""
+        with self._lock:
+            self._finished.append(span)
+
+    def drain(self) -> list[StageSpan]:
+        """The spans finished since the last drain, for the ledger."""
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def running(self) -> list[StageSpan]:
+        """Spans that go on, as if they ended now, for a row that is due.
+
+        Ask before `drain`: a span that ends in between is then in both and counts once, instead of in neither.
+        """
+        with self._lock:
+            now_s = self.now()
+            return [_ended(span, now_s) for span in self._running.values()]
+
+
+def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> StageTimes:
+    """Seconds of the interval in which each stage was busy; spans of one stage that overlap count once."""
+    clipped: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
+    for span in spans:
+        if span.stage in clipped:
+            clipped[span.stage].append((max(span.start_s, start_s), min(span.end_s, end_s)))
+    return StageTimes(**{stage: union_length(intervals) for stage, intervals in clipped.items()})
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals; one that ends before it starts is empty."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > max(start, reached):
+            total += end - max(start, reached)
+            reached = end
+    return total
+
+
+def _ended(span: StageSpan, end_s: float) -> StageSpan:
+    return StageSpan(
+        stage=span.stage,
+        start_s=span.start_s,
+        end_s=end_s,
+        worker=span.worker,
+        version=span.version,
+        detail=span.detail,
+    )

@@ -1,0 +1,133 @@
+"""Opening the ledger's file: made once by the run, read by anybody else, errors in the user's words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headrace import __version__
+from headrace.errors import RunError
+from headrace.ledger.schema import SCHEMA, SCHEMA_VERSION
+
+FILE_NAME = "ledger.sqlite"
+_SIDE_FILES = ("-wal", "-shm", "-journal")
+
+
+def create_database(run_dir: Path) -> sqlite3.Connection:
+    """Make the run's database; refuses a directory that already has one."""
+    path = run_dir / FILE_NAME
+    _claim(path)
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            meta = [("schema", SCHEMA_VERSION), ("headrace", __version__), ("created", created)]
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        remove_database(run_dir)
+        raise explain(error, path) from error
+    return connection
+
+
+def open_database(run_dir: Path) -> sqlite3.Connection:
+    """Open a run's database for reading only, also while the run writes it."""
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
+    try:
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        try:
+            _check_version(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+    return connection
+
+
+def remove_database(run_dir: Path) -> None:
+    """Delete a run's database and the files SQLite keeps beside it."""
+    for suffix in ("", *_SIDE_FILES):
+        (run_dir / f"{FILE_NAME}{suffix}").unlink(missing_ok=True)
+
+
+def close_database(connection: sqlite3.Connection) -> None:
+    """Close a written database, leaving one plain file that also opens where nothing may be written beside it."""
+    with contextlib.suppress(sqlite3.OperationalError):  # a reader holds on to it: it stays a WAL database
+        connection.execute("PRAGMA busy_timeout = 0")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.execute("PRAGMA journal_mode = DELETE")
+    connection.close()
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
+    """All or nothing; a full disk becomes a RunError, a broken rule of the books stays an IntegrityError."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:  # on a full disk SQLite has rolled back by itself
+                connection.execute("ROLLBACK")
+            raise
+    except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+        raise  # our mistake, not the user's
+    except sqlite3.DatabaseError as error:
+        raise explain(error, path) from error
+
+
+def explain(error: sqlite3.Error, path: Path) -> RunError:
+    """The error in the user's words."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        return RunError(f"Cannot write {path} ({error}). Is the disk full? Free some space, or choose another run.dir.")
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return RunError(f"Cannot open {path} ({error}). Check the permissions of the file and its directory.")
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
+    return RunError(f"The ledger {path} cannot be used: {error}.")
+
+
+def _claim(path: Path) -> None:
+    """Make the file exclusively, so that two runs cannot start in one directory."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"Cannot make the run directory {path.parent}: {error.strerror}. Choose another run.dir."
+        ) from error
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError as error:
+        message = f"{path.parent} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it."
+        raise RunError(message) from error
+    except OSError as error:
+        raise RunError(f"Cannot write into {path.parent}: {error.strerror}. Choose another run.dir.") from error
+    for suffix in _SIDE_FILES:  # a log left by a deleted ledger would be replayed into the new one
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _check_version(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database of another layout, or one that never was a ledger."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone():
+        raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
+    meta = dict(connection.execute("SELECT key, value FROM meta"))
+    if meta.get("schema") != SCHEMA_VERSION:
+        raise RunError(
+            f"{path} was written by headrace {meta.get('headrace', '?')} with ledger layout {meta.get('schema', '?')}; "
+            f"this is headrace {__version__} with layout {SCHEMA_VERSION}. Use the version that made the run."
+        )

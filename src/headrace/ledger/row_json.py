@@ -1,0 +1,42 @@
+"""A Row as JSON and back. Numbers that JSON lacks (a loss may be NaN) are the strings "NaN" and "Infinity"."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from headrace.types import Row, StageTimes
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def row_to_json(row: Row) -> str:
+    """One line of valid JSON with every field of the row."""
+    return json.dumps(plain(row), allow_nan=False)
+
+
+def row_from_json(text: str) -> Row:
+    """The row that `row_to_json` wrote."""
+    data = {name: _number(value) for name, value in json.loads(text).items()}
+    stage_s = StageTimes(**{stage: _number(seconds) for stage, seconds in data.pop("stage_s").items()})
+    return Row(stage_s=stage_s, **data)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can say it."""
+    if isinstance(value, Row | StageTimes):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "item"):  # a numpy scalar
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _number(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,52 @@
+"""Rows as TensorBoard scalars, with TensorBoard's own writer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from headrace.ledger.scalars import scalars
+from headrace.types import Row
+
+
+class TensorboardSink:
+    """Writes an event file under `tensorboard/` in the run's directory; the settings are shown as text."""
+
+    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any]) -> None:
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        self._add(0, [_text("config", json.dumps(config_dict, indent=2, default=str))])
+
+    def write(self, row: Row) -> None:
+        """Add the row's numbers at its step."""
+        self._add(row.step, [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()])
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()  # rows are seconds apart, and the page that shows them is live
+
+
+def _text(tag: str, text: str) -> Any:
+    indented = "\n".join(f"    {line}" for line in text.splitlines())  # the page renders Markdown: this is code in it
+    return Summary.Value(
+        tag=f"{tag}/text_summary",
+        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+        tensor=TensorProto(
+            dtype=DT_STRING,
+            string_val=[indented.encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        ),
+    )

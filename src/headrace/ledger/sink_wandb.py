@@ -1,0 +1,29 @@
+"""Rows as Weights & Biases history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from headrace.ledger.scalars import scalars
+from headrace.types import Row
+
+
+class WandbSink:
+    """Logs each row's numbers to a run named like the run's directory."""
+
+    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], project: str) -> None:
+        self._run: Any = wandb.init(
+            project=project, name=run_dir.resolve().name, dir=str(run_dir), config=dict(config_dict)
+        )
+
+    def write(self, row: Row) -> None:
+        """Log the row's numbers at its step."""
+        self._run.log(scalars(row), step=row.step)
+
+    def close(self) -> None:
+        """Finish the run on the service."""
+        self._run.finish()

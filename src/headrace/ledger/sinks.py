@@ -1,0 +1,39 @@
+"""Where rows go besides the ledger: the sinks that the settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.config import LedgerSection
+from headrace.errors import MissingExtraError
+from headrace.ledger.sink_jsonl import JsonlSink
+from headrace.roles import Sink
+
+
+def open_sinks(section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any]) -> list[Sink]:
+    """Open every sink in `ledger.sinks`, or none: if one fails, those already open are closed."""
+    opened: list[Sink] = []
+    try:
+        for name in section.sinks:
+            opened.append(_open_sink(name, section, run_dir, config_dict))
+    except BaseException:
+        for sink in opened:
+            sink.close()
+        raise
+    return opened
+
+
+def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any]) -> Sink:
+    if name == "jsonl":
+        return JsonlSink(run_dir)
+    try:
+        if name == "tensorboard":
+            from headrace.ledger.sink_tensorboard import TensorboardSink
+
+            return TensorboardSink(run_dir, config_dict)
+        from headrace.ledger.sink_wandb import WandbSink
+    except ImportError as error:
+        raise MissingExtraError(name, name) from error
+    return WandbSink(run_dir, config_dict, section.wandb_project)

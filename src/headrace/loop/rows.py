@@ -1,0 +1,94 @@
+"""Rows for the ledger: what happened since the row before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.learner.learner import StepStats
+from headrace.ledger.clock import StageClock, busy_s
+from headrace.ledger.ledger import Ledger
+from headrace.types import FinishReason, Group, Row, Trajectory
+
+
+class RowMaker:
+    """Collects what a row needs and books it."""
+
+    def __init__(self, ledger: Ledger, clock: StageClock) -> None:
+        self._ledger, self._clock = ledger, clock
+        self._start_s = clock.now()
+        self._books = ledger.totals()
+        self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
+        self.first_reward_failure = ""
+
+    def scored(self, trajectory: Trajectory) -> None:
+        """A trajectory got its reward."""
+        assert trajectory.reward is not None
+        truncated = trajectory.finish is FinishReason.LENGTH
+        self._scored.append((trajectory.reward, trajectory.num_sampled_tokens, truncated))
+
+    def reward_failed(self, detail: str) -> None:
+        """A trajectory could not be scored; the first such detail is kept for the summary."""
+        self.first_reward_failure = self.first_reward_failure or detail
+
+    def make(
+        self,
+        step: int,
+        version: int,
+        taken: list[Group],
+        stats: StepStats,
+        *,
+        end_s: float,
+        moved_bytes: int,
+        score: float | None,
+    ) -> Row:
+        """Book the row of a step that ended at `end_s`, and begin the next: an evaluation since then is in neither."""
+        running, finished = self._clock.running(), self._clock.drain()
+        books, before = self._ledger.totals(), self._books
+        trajectories = [t for group in taken for t in group.trajectories]
+        tokens = np.array([t.num_sampled_tokens for t in trajectories])
+        lags = np.array([version - 1 - t.oldest_version for t in trajectories])
+        rewards, lengths, truncated = np.array(self._scored or [(0.0, 0, False)], np.float64).T
+        dropped = {
+            reason: amount.tokens - (before.dropped[reason].tokens if reason in before.dropped else 0)
+            for reason, amount in books.dropped.items()
+        }
+        row = Row(
+            step=step,
+            version=version,
+            wall_s=end_s - self._start_s,
+            num_groups=len(taken),
+            num_trajectories=len(trajectories),
+            generated_tokens=books.generated.tokens - before.generated.tokens,
+            trained_tokens=books.trained.tokens - before.trained.tokens,
+            dropped_tokens={reason: count for reason, count in dropped.items() if count},
+            backlog_tokens=books.backlog_tokens,
+            lag_mean=float((lags * tokens).sum() / tokens.sum()),
+            lag_max=int(lags.max()),
+            reward_mean=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            length_mean=float(lengths.mean()),
+            length_max=int(lengths.max()),
+            truncated_share=float(truncated.mean()),
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            lr=stats.lr,
+            skipped=stats.skipped,
+            entropy=stats.entropy,
+            kl_reference=stats.kl_reference,
+            mismatch_mean=stats.mismatch.mean_abs,
+            ratio_mean=stats.mismatch.ratio_mean,
+            ratio_outside=stats.mismatch.outside_share,
+            clipped_share=stats.clipped_share,
+            effective_samples=stats.mismatch.effective_samples,
+            stage_s=busy_s([*running, *finished], self._start_s, end_s),
+            publish_bytes=moved_bytes,
+            score=score,
+        )
+        self._ledger.spans(finished)
+        self._ledger.row(row)
+        self._books, self._scored, self._start_s = books, [], self._clock.now()
+        return row
+
+    def flush(self) -> None:
+        """Book the spans measured after the last row."""
+        self._ledger.spans(self._clock.drain())

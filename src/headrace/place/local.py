@@ -1,0 +1,129 @@
+"""One machine: every stage in this process, engine and learner on one copy of the weights, rewards beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from headrace.buffer.buffer import Buffer
+from headrace.buffer.filters import Sieve
+from headrace.buffer.lag import LagPolicy
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.learner.learner import Learner
+from headrace.ledger.clock import StageClock
+from headrace.ledger.ledger import Ledger
+from headrace.loop.loop import Loop, Stages
+from headrace.place.device import DeviceThread
+from headrace.policy.demo import build_demo
+from headrace.policy.policy import Policy, load_policy
+from headrace.prompts.stream import PromptStream
+from headrace.publish.shared import SharedPublisher
+from headrace.reward.scorer import Scorer
+from headrace.rollout.actor import RolloutActor
+from headrace.rollout.engine import Engine, kv_budget
+from headrace.types import Group, Trajectory
+
+
+class LocalPlace:
+    """Builds the stages from settings and puts them where they run."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        if config.model.threads:
+            torch.set_num_threads(config.model.threads)
+        self.policy = self._load()
+        self.prompts = PromptStream(config.prompts, self.policy.tokenizer, config.run.seed)
+        self._check_context()
+        self.scorer = Scorer(
+            config.reward,
+            max_new_tokens=config.rollout.max_new_tokens,
+            default_function=self.prompts.default_reward,
+        )
+        self.device = DeviceThread()
+        self.clock = StageClock()
+        self.ledger: Ledger | None = None
+        r = config.rollout
+        self.engine = Engine(
+            self.policy,
+            max_running=r.max_running,
+            prefill_tokens=r.prefill_tokens,
+            kv_tokens=kv_budget(self.policy, r.kv_tokens),
+            on_update=r.on_update,
+            clock=self.clock.now,
+        )
+        self.actor = RolloutActor(
+            self.engine,
+            self.device,
+            seed=config.run.seed,
+            clock=self.clock.now,
+            span=lambda stage: self.clock.span(stage, version=self.engine.version),
+            on_sampled=self._on_sampled,
+        )
+
+    def loop(self) -> Loop:
+        """The loop of a new run, with its ledger."""
+        config = self.config
+        self.ledger = Ledger.create(self.run_dir, clock=self.clock)
+        lag = LagPolicy(max_lag=config.loop.max_lag, groups_per_step=config.loop.groups_per_step)
+
+        def on_drop(dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
+            loop.drop(dropped, from_buffer=was_buffered)
+
+        buffer = Buffer(
+            lag,
+            Sieve(config.buffer),
+            patience=config.buffer.patience,
+            on_buffered=self.ledger.buffered,
+            on_drop=on_drop,
+        )
+        learner = Learner(
+            self.policy,
+            config.learner,
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            total_steps=config.loop.steps,
+        )
+        stages = Stages(
+            prompts=self.prompts,
+            actor=self.actor,
+            scorer=self.scorer,
+            buffer=buffer,
+            learner=learner,
+            publisher=SharedPublisher(self.engine),
+            ledger=self.ledger,
+            clock=self.clock,
+            device=self.device,
+        )
+        loop = Loop(config, stages)
+        return loop
+
+    async def close(self) -> None:
+        """End the reward processes and the device thread, close the books."""
+        await self.scorer.close()
+        self.device.close()
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def _load(self) -> Policy:
+        section = self.config.model
+        if section.path == "demo":
+            start = self.run_dir / "start"
+            build_demo(start, self.config.run.seed)
+            section = section.model_copy(update={"path": str(start)})
+        return load_policy(section)
+
+    def _check_context(self) -> None:
+        """Prompt and answer must fit what the model was made for."""
+        longest = max(len(p.token_ids) for p in self.prompts.held_out)
+        needed = longest + self.config.rollout.max_new_tokens
+        if needed > self.policy.max_context:
+            raise ConfigError(
+                f"rollout.max_new_tokens = {self.config.rollout.max_new_tokens} and prompts of up to {longest} tokens "
+                f"need {needed} tokens of context; the model has {self.policy.max_context}"
+            )
+
+    def _on_sampled(self, num_tokens: int) -> None:
+        assert self.ledger is not None
+        self.ledger.sampled(num_tokens)

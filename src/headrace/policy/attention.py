@@ -1,0 +1,158 @@
+"""One attention function for training and decoding, registered with `transformers` under the name `headrace`.
+
+Every forward pass of the policy, in the engine and in the learner, lays its tokens in one row `[1, T]` and passes a
+*plan* that knows which of them belong together. The model definition stays `transformers`' own; only the plan differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+NAME = "headrace"
+
+
+class Plan(Protocol):
+    """How the tokens of one forward pass attend to each other. H query heads, J key/value heads, D head size."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    plan: Plan,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
+    return plan.attend(layer, q_THD, k_TJD, v_TJD, scaling, sliding_window or 0)[None], None
+
+
+# No mask function is registered beside it: `transformers` then builds no masks, and the plan is the only authority.
+AttentionInterface.register(NAME, _attention)
+
+
+class _Regroup(torch.autograd.Function):
+    """Rows of `x` by `index`. `back` undoes it, so its backward is a gather as well (a scatter-add is far slower).
+
+    Rows of x that no index names stay out of the result and get a gradient of zero: `unused` lists them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unused: Tensor) -> Tensor:
+        ctx.save_for_backward(back, unused)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back, unused = ctx.saved_tensors
+        gathered = grad[back]
+        gathered[unused] = 0
+        return gathered, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rectangles:
+    """Sequences of one row, regrouped by similar length into padded rectangles that lie end to end.
+
+    Example:
+        lengths [5, 3, 5] become shapes [(2, 5), (1, 3)]: the sequences 0, 2 and then 1
+    """
+
+    shapes: list[tuple[int, int]]  # (sequences, longest) of each rectangle
+    pad: Tensor  # [P] which token of the row stands here; a padding place repeats one
+    unpad: Tensor  # [T] where each token of the row stands
+    padding: Tensor  # the padding places among P
+    nothing: Tensor  # empty
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> _Rectangles:
+        """Group lengths within a quarter of each other: few calls, little padding."""
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        shapes: list[tuple[int, int]] = []
+        pads: list[np.ndarray] = []
+        for i in order:
+            count, longest = shapes[-1] if shapes else (0, 0)
+            if lengths[i] < 0.75 * longest or not shapes:
+                count, longest = 0, lengths[i]
+                shapes.append((0, longest))
+            shapes[-1] = (count + 1, longest)
+            pads.append(starts[i] + np.minimum(np.arange(longest), lengths[i] - 1))
+        pad = np.concatenate(pads)
+        first = np.concatenate([[True], pad[1:] != pad[:-1]])
+        unpad = np.empty(sum(lengths), np.int64)
+        unpad[pad[first]] = np.flatnonzero(first)
+        arrays = (pad, unpad, np.flatnonzero(~first), np.empty(0, np.int64))
+        pad_P, unpad_T, padding, nothing = (torch.from_numpy(x).to(device) for x in arrays)
+        return cls(shapes, pad_P, unpad_T, padding, nothing)
+
+
+class PackedPlan:
+    """Whole sequences laid end to end, each seeing only its own past: training and scoring.
+
+    Example:
+        PackedPlan([5, 3], device) for the tokens a0 a1 a2 a3 a4 b0 b1 b2
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths = lengths
+        self.longest = max(lengths)
+        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]  # [1, T]
+        self._ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        self._device = device
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """Causal attention inside each sequence."""
+        window = window if window < self.longest else 0
+        if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+            return self._attend_varlen(q_THD, k_TJD, v_TJD, scale, window)
+        if min(self.lengths) == self.longest:
+            return _attend_rectangle(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
+        r = self._rectangles
+        q, k, v = (_Regroup.apply(x, r.pad, r.unpad, r.nothing) for x in (q_THD, k_TJD, v_TJD))  # type: ignore[no-untyped-call]
+        sizes = [count * longest for count, longest in r.shapes]
+        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
+        outs = [_attend_rectangle(qs, ks, vs, shape, scale, window) for qs, ks, vs, shape in parts]
+        return _Regroup.apply(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-untyped-call, no-any-return]
+
+    @cached_property
+    def _rectangles(self) -> _Rectangles:
+        return _Rectangles.of(self.lengths, self._device)
+
+    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        size = (window - 1 if window else -1, 0)
+        out = varlen_attn(q, k, v, self._ends, self._ends, self.longest, self.longest, scale=scale, window_size=size)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
+    """Causal attention of `shape = (sequences, longest)` right-padded sequences; causality keeps the padding out."""
+    mask = None
+    if window:
+        at = torch.arange(shape[1], device=q.device)
+        ago = at[:, None] - at[None, :]
+        mask = (ago >= 0) & (ago < window)
+    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)

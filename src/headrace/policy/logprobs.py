@@ -1,0 +1,92 @@
+"""Log-probs of chosen tokens, without ever holding a [tokens, vocabulary] float32 tensor.
+
+N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time; the backward pass
+computes each chunk's logits again, so memory stays at one chunk whatever N is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The tokens that could be sampled at each of N positions: `ids[offsets[i]:offsets[i + 1]]`.
+
+    Example:
+        Support(ids=tensor([4, 9, 2]), offsets=tensor([0, 2, 3])) for two positions
+    """
+
+    ids: Tensor
+    offsets: Tensor  # [N + 1]
+
+    def forbidden(self, start: int, end: int, vocab: int) -> Tensor:
+        """Mask `[end - start, V]` of the tokens that could not be sampled."""
+        first, last = int(self.offsets[start]), int(self.offsets[end])
+        counts = self.offsets[start + 1 : end + 1] - self.offsets[start:end]
+        rows = torch.repeat_interleave(torch.arange(end - start, device=self.ids.device), counts)
+        mask = torch.ones(end - start, vocab, dtype=torch.bool, device=self.ids.device)
+        mask[rows, self.ids[first:last].long()] = False
+        return mask
+
+
+def chosen_logprobs(
+    hidden_NE: Tensor, weight_VE: Tensor, chosen_N: Tensor, temperature: float, support: Support | None = None
+) -> Tensor:
+    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support if given."""
+    chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
+    return _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _chunk_logprobs(
+    hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int
+) -> Tensor:
+    logits = torch.nn.functional.linear(hidden[start:end], weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    if support is not None:
+        logits.masked_fill_(support.forbidden(start, end, weight.shape[0]), float("-inf"))
+    return torch.log_softmax(logits, dim=-1)
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        chosen: Tensor,
+        temperature: float,
+        support: Support | None,
+        chunk: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, chosen)
+        ctx.rest = (temperature, support, chunk)
+        parts = [
+            _chunk_logprobs(hidden, weight, temperature, support, start, min(start + chunk, len(chosen)))
+            .gather(1, chosen[start : start + chunk, None])
+            .squeeze(1)
+            for start in range(0, len(chosen), chunk)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden, weight, chosen = ctx.saved_tensors
+        temperature, support, chunk = ctx.rest
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(chosen), chunk):
+            end = min(start + chunk, len(chosen))
+            # d log p[chosen] / d logits = onehot(chosen) - softmax
+            grad_logits = _chunk_logprobs(hidden, weight, temperature, support, start, end).exp_().neg_()
+            rows = torch.arange(end - start, device=chosen.device)
+            grad_logits[rows, chosen[start:end]] += 1
+            grad_logits = grad_logits.mul_((grad[start:end] / temperature)[:, None]).to(hidden.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[start:end])
+            grad_weight.addmm_(grad_logits.t(), hidden[start:end])
+        return grad_hidden, grad_weight, None, None, None, None

@@ -1,0 +1,155 @@
+"""The policy: one `transformers` model that the engine decodes with and the learner trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from headrace.config import ModelSection
+from headrace.errors import ModelError
+from headrace.policy.attention import NAME, PackedPlan, Plan
+from headrace.policy.logprobs import Support, chosen_logprobs
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
+
+
+class Policy:
+    """A causal language model and its tokenizer, with the two ways we compute with it.
+
+    E hidden size, V vocabulary, T tokens laid in one row.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.body: nn.Module = model.get_decoder()
+        self.head: nn.Module = model.get_output_embeddings()
+        parameter = next(model.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
+        model.set_attn_implementation(NAME)
+        self._check()
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence the model was made for."""
+        return int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the tokenizer's and the model's own."""
+        ids = {self.tokenizer.eos_token_id}
+        for config in (self.config, getattr(self.model, "generation_config", None)):
+            eos = getattr(config, "eos_token_id", None)
+            ids.update(eos if isinstance(eos, list) else [eos])
+        return frozenset(int(i) for i in ids if i is not None)
+
+    def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
+        """Final hidden states `[T, E]` of tokens laid in one row."""
+        out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
+        hidden = out.last_hidden_state[0]
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits `[.., V]`, float32 at least."""
+        logits = nn.functional.linear(hidden, self.head_weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix `[V, E]`."""
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def logprobs(
+        self, token_ids_T: Tensor, plan: PackedPlan, at: Tensor, temperature: float, support: Support | None = None
+    ) -> Tensor:
+        """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them."""
+        hidden = self.hidden(token_ids_T, plan.positions, plan)
+        return chosen_logprobs(hidden[at - 1], self.head_weight, token_ids_T[at], temperature, support)
+
+    def save(self, directory: Path) -> None:
+        """Write a model directory that `transformers` loads."""
+        with self._stock_attention():
+            self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    @contextmanager
+    def _stock_attention(self) -> Iterator[None]:
+        self.model.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(NAME)
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Refuse a model whose head or attention does more than we compute: compare with its own forward pass once."""
+        vocab = self.head_weight.shape[0]
+        if len(self.tokenizer) > vocab:
+            raise ModelError(f"the tokenizer has {len(self.tokenizer)} tokens, the model only {vocab}")
+        if getattr(self.head, "bias", None) is not None:
+            raise ModelError(f"{type(self.model).__name__} has a bias on its output head, which is not supported")
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocab, (2, 9), generator=generator).to(self.device)
+        was_training = self.model.training
+        self.model.eval()
+        with self._stock_attention():
+            expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        plan = PackedPlan([9, 9], self.device)
+        ours = self.logits(self.hidden(ids.flatten(), plan.positions, plan)).view_as(expected).float()
+        self.model.train(was_training)
+        worst = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+        if not worst < TOLERANCE[self.dtype]:
+            raise ModelError(
+                f"{type(self.model).__name__} computes something that Headrace's attention does not: "
+                f"its log-probs differ by {worst:.2g} from ours on a probe"
+            )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"model.device = '{name}' is not a device; use auto, cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"model.device = '{name}', but torch sees no GPU here")
+    return device
+
+
+def load_policy(section: ModelSection) -> Policy:
+    """Load any causal LM directory that `transformers` can, or a GGUF file."""
+    device = resolve_device(section.device)
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
+    path = Path(section.path)
+    if not path.exists():
+        raise ModelError(f"model.path = '{section.path}': no such directory or file")
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+    if path.suffix == ".gguf":
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=True)
+        tokenizer_where = {"pretrained_model_name_or_path": section.tokenizer} if section.tokenizer else where
+        tokenizer = AutoTokenizer.from_pretrained(**tokenizer_where, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
+    model.to(device).eval()
+    return Policy(model, tokenizer)

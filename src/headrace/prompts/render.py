@@ -1,0 +1,108 @@
+"""Turns a record into a Prompt: its text or chat becomes token ids, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from headrace.config import PromptsSection
+from headrace.errors import DataError
+from headrace.prompts.fields import prompt_key
+from headrace.types import Prompt
+
+Message = Mapping[str, Any]
+
+
+class Renderer:
+    """Renders records with one tokenizer and one `prompts` section.
+
+    Example:
+        Renderer(tokenizer, PromptsSection()).render({"prompt": "12+9=", "answer": "21"}, "train-17").text == "12+9="
+    """
+
+    def __init__(self, tokenizer: Any, section: PromptsSection) -> None:
+        self._tokenizer = tokenizer
+        self._section = section
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._overhead_tokens: int | None = None
+        if section.chat == "always" and not self._has_template:
+            raise DataError("prompts.chat = 'always', but the tokenizer has no chat template; use 'auto' or 'never'")
+
+    def render(self, record: Mapping[str, Any], id: str) -> Prompt:
+        """The prompt with its token ids, or a DataError that names it."""
+        key = prompt_key(record, self._section.prompt_field, f"prompt '{id}'")
+        content = record[key]
+        if isinstance(content, str):
+            text, token_ids = content, self._text_ids(content, id)
+        else:
+            messages = _checked_messages(content, key, id)
+            text, token_ids = _last_user(messages, id), self._chat_ids(messages, id)
+        if not text.strip() or not token_ids:
+            raise DataError(f"prompt '{id}' is empty (field '{key}')")
+        if len(token_ids) > self._section.max_tokens:
+            raise DataError(
+                f"prompt '{id}' has {len(token_ids)} tokens, more than prompts.max_tokens = {self._section.max_tokens}"
+            )
+        fields = {name: value for name, value in record.items() if name != key}
+        return Prompt(id=id, text=text, token_ids=np.asarray(token_ids, np.int32), fields=fields)
+
+    def surely_fits(self, record: Mapping[str, Any]) -> bool:
+        """True when a text is so short that it need not be tokenised to know that `render` would accept it."""
+        content = record.get(self._section.prompt_field)
+        if not isinstance(content, str) or not content.strip():
+            return False
+        if self._overhead_tokens is None:
+            self._overhead_tokens = len(self._text_ids("x", "x"))
+        # A token is at least one byte of text; what the template adds is the same for every text.
+        return len(content.encode(errors="replace")) + self._overhead_tokens <= self._section.max_tokens
+
+    def _text_ids(self, text: str, id: str) -> list[int]:
+        if self._section.chat == "always" or (self._section.chat == "auto" and self._has_template):
+            return self._chat_ids([{"role": "user", "content": text}], id)
+        if self._section.system:
+            raise DataError("prompts.system is set, but prompts are plain text here: no chat template is applied")
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=True)["input_ids"]]
+
+    def _chat_ids(self, messages: Sequence[Message], id: str) -> list[int]:
+        if self._section.chat == "never":
+            raise DataError(f"prompt '{id}' is a chat, which needs a chat template, but prompts.chat = 'never'")
+        if not self._has_template:
+            raise DataError(f"prompt '{id}' is a chat, but the tokenizer has no chat template (prompts.chat)")
+        if self._section.system:
+            if messages[0]["role"] == "system":
+                raise DataError(f"prompt '{id}' begins with a system message of its own, and prompts.system is set")
+            messages = [{"role": "system", "content": self._section.system}, *messages]
+        try:
+            # return_dict=False: the template's own token ids; it already holds every special token.
+            token_ids = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"prompt '{id}': the tokenizer's chat template refuses it: {error}") from error
+        return [int(token) for token in token_ids]
+
+
+def _checked_messages(content: Any, key: str, id: str) -> list[Message]:
+    if not isinstance(content, list | tuple):
+        raise DataError(
+            f"prompt '{id}': field '{key}' must be text or a list of messages, not {type(content).__name__}"
+        )
+    for number, message in enumerate(content, 1):
+        well_formed = isinstance(message, Mapping) and all(
+            isinstance(message.get(part), str) for part in ("role", "content")
+        )
+        if not well_formed:
+            raise DataError(f"prompt '{id}', message {number} of '{key}': needs 'role' and 'content', both text")
+    if content and content[-1]["role"] == "assistant":
+        raise DataError(f"prompt '{id}' ends with an assistant message: there is nothing to answer")
+    return list(content)
+
+
+def _last_user(messages: Sequence[Message], id: str) -> str:
+    for message in reversed(messages):
+        if message["role"] == "user":
+            return str(message["content"])
+    raise DataError(f"prompt '{id}' has no user message")

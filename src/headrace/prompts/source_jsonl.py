@@ -1,0 +1,85 @@
+"""Prompts from a JSON-lines file: checked whole when it is opened, then read line by line from an index of offsets."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from headrace.errors import DataError
+from headrace.prompts.fields import prompt_key
+
+
+class JsonlSource:
+    """One JSON object per line; blank lines are skipped.
+
+    Example:
+        JsonlSource(Path("train.jsonl"))[0] == {"prompt": "12+9=", "answer": "21"}
+    """
+
+    def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
+        self._path = path
+        self._prompt_field = prompt_field
+        # Three integers per record, so that memory stays small however long the prompts are.
+        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
+        with _open(path) as file:
+            self._index(file)
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        line = os.pread(self._descriptor, self._sizes[i], self._starts[i])
+        return self._parse(line, self._lines[i])
+
+    def _index(self, file: IO[bytes]) -> None:
+        start = 0
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                self._parse(line, number)
+                self._starts.append(start)
+                self._sizes.append(len(line))
+                self._lines.append(number)
+            start += len(line)
+
+    def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
+        where = f"{self._path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a JSON object is needed, not {type(record).__name__}")
+        prompt_key(record, self._prompt_field, where)
+        return record
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb") if path.suffix != ".gz" else _unpacked(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    """A compressed file has no cheap random access; its plain text goes to a nameless temporary file."""
+    with contextlib.ExitStack() as undo:
+        plain = undo.enter_context(tempfile.TemporaryFile())
+        with gzip.open(path, "rb") as packed:
+            shutil.copyfileobj(packed, plain)
+        plain.seek(0)
+        undo.pop_all()
+        return plain

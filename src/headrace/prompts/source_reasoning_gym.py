@@ -1,0 +1,49 @@
+"""Prompts from a reasoning-gym task, made on demand."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import DataError
+
+# A library it pulls in greets its first import with warnings about its own source.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+
+class ReasoningGymSource:
+    """Entries of one task. `entry` is the task's own, untouched: its scorer asks for it.
+
+    Example:
+        ReasoningGymSource("leg_counting", count=100, seed=0)[0] == {"prompt": "How many legs ...", "answer": "14",
+            "reasoning_gym_task": "leg_counting", "entry": {"question": ..., "answer": "14", "metadata": {...}}}
+    """
+
+    def __init__(self, task: str, *, count: int, seed: int) -> None:
+        if task not in DATASETS:
+            near = difflib.get_close_matches(task, DATASETS, n=4, cutoff=0.4) or sorted(DATASETS)[:4]
+            raise DataError(f"reasoning-gym has no task '{task}' (prompts.source); nearest: {', '.join(near)}")
+        self._task = task
+        try:
+            self._entries = reasoning_gym.create_dataset(task, size=count, seed=seed)
+        except (AssertionError, ValueError) as error:
+            raise DataError(f"reasoning-gym task '{task}' cannot be made with its default settings: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        entry = self._entries[i]
+        return {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "reasoning_gym_task": self._task,
+            "entry": entry,
+        }

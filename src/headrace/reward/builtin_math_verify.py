@@ -1,0 +1,37 @@
+"""The built-in reward `math`: is the answer mathematically equal to the expected one? Needs math-verify."""
+
+from __future__ import annotations
+
+import logging
+
+from headrace.errors import MissingExtraError, RewardError
+
+try:
+    import math_verify
+except ImportError as error:
+    raise MissingExtraError("math-verify", "tasks") from error
+
+# math_verify's own time limits turn a timeout into "not equal", which would be a reward of zero, and need signals.
+# They are off: the pool ends a worker that takes too long. This silences the warning about it.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+
+
+def math_equal(text: str, expected: str) -> float:
+    """1 if the last expression in `text` equals `expected`, which is an expression and nothing else."""
+    if text.strip() == expected.strip():
+        return 1.0
+    gold = _parse_expected(expected)
+    if not gold:
+        raise RewardError(f"math-verify finds no expression in the expected answer {expected!r}")
+    found = math_verify.parse(text, parsing_timeout=None)
+    return float(math_verify.verify(gold, found, timeout_seconds=None))
+
+
+def _parse_expected(expected: str) -> list[object]:
+    parsed: list[object] = []
+    if not any(delimiter in expected for delimiter in DELIMITERS):
+        # Without delimiters the parser looks for plain numbers only: '2\sqrt{3}' would become 2.
+        parsed = math_verify.parse(f"${expected}$", parsing_timeout=None)
+    return parsed or math_verify.parse(expected, parsing_timeout=None)

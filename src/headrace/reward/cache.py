@@ -1,0 +1,76 @@
+"""Verdicts by content: the same answer to the same prompt is judged once, also when it is asked for twice at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from headrace.types import Completion, Score
+
+MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
+
+
+class VerdictCache:
+    """In memory. Verdicts are kept; failures are not, they may pass."""
+
+    def __init__(self, identity: str, max_verdicts: int = MAX_VERDICTS) -> None:
+        self._identity = identity  # of the function and its settings
+        self._max_verdicts = max_verdicts
+        self._verdicts: dict[bytes, Score] = {}
+        self._running: dict[bytes, asyncio.Task[Score]] = {}
+
+    def __len__(self) -> int:
+        return len(self._verdicts)
+
+    def key(self, completion: Completion) -> bytes | None:
+        """A digest of all that the function can see; None if the fields have no canonical JSON."""
+        # A function may look at the length or at how the answer ended, so they belong to the content.
+        seen = [completion.prompt, completion.text, completion.num_tokens, str(completion.finish), completion.fields]
+        try:
+            text = json.dumps([self._identity, *seen], sort_keys=True, separators=(",", ":"), default=_plain)
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return hashlib.sha256(text.encode()).digest()
+
+    async def fetch(self, completion: Completion, judge: Callable[[], Awaitable[Score]]) -> tuple[Score, bool]:
+        """The score, and whether it was had without a call of `judge` for this request."""
+        key = self.key(completion)
+        if key is None:
+            return await judge(), False
+        if key in self._verdicts:
+            return self._verdicts[key], True
+        running = self._running.get(key)
+        if running is not None:
+            return await asyncio.shield(running), True
+        task = asyncio.ensure_future(self._judge_once(key, judge))
+        self._running[key] = task
+        task.add_done_callback(_take_note)
+        return await asyncio.shield(task), False  # others may wait for it when this caller is cancelled
+
+    async def _judge_once(self, key: bytes, judge: Callable[[], Awaitable[Score]]) -> Score:
+        try:
+            score = await judge()
+            if score.failure is None:
+                self._verdicts[key] = score
+                if len(self._verdicts) > self._max_verdicts:
+                    del self._verdicts[next(iter(self._verdicts))]
+            return score
+        finally:
+            del self._running[key]
+
+
+def _take_note(task: asyncio.Task[Score]) -> None:
+    if not task.cancelled():
+        task.exception()  # every caller may be gone; asyncio would complain that nobody looked
+
+
+def _plain(value: Any) -> Any:
+    """Read-only mappings and numpy values as JSON knows them."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(type(value).__name__)

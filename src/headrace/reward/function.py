@@ -1,0 +1,212 @@
+"""From the setting `reward.function` to something that can be called, and from what it returns to a Score."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import reprlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import RewardError
+from headrace.reward.builtin import BUILTIN_NAMES, builtin_function
+from headrace.types import DropReason, Score
+
+BATCH_PARAMETER = "completions"
+MAX_DETAIL_CHARS = 1500
+
+
+class Mode(StrEnum):
+    """How a function is called: one by one, many coroutines at once, or with a list."""
+
+    SINGLE = "single"
+    ASYNC = "async"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunction:
+    """A reward function, ready to be called.
+
+    Example:
+        RewardFunction(name="score", call=<function score>, mode=Mode.SINGLE)
+    """
+
+    name: str  # the reward part of a plain number is called so
+    call: Callable[[Any], Any]
+    mode: Mode
+
+
+def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
+    """The function that `reward.function = spec` names. Imports the user's code."""
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        if spec not in BUILTIN_NAMES:
+            raise RewardError(_unknown_builtin(spec))
+        return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern), mode=Mode.SINGLE)
+    if not place or not name:
+        raise RewardError(f"reward.function = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
+    module = _load_file(Path(place)) if _is_file(place) else _load_module(place)
+    call = _find(module, place, name)
+    return RewardFunction(name=name, call=call, mode=_mode(call, spec))
+
+
+def source_hash(spec: str) -> str:
+    """A digest of the function's file, or an empty text when the spec names no file that can be read."""
+    place, _, _ = spec.rpartition(":")
+    if not _is_file(place):
+        return ""
+    try:
+        return hashlib.sha256(Path(place).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def read_verdict(verdict: Any, name: str) -> Score:
+    """What one call returned, as a Score; anything that is no clear verdict is a failure, never a zero."""
+    if verdict is None:
+        return failure("the reward function returned None: it cannot judge this answer")
+    parts: dict[str, float] = {}
+    for key, value in verdict.items() if isinstance(verdict, Mapping) else [(name, verdict)]:
+        number = _number(value)
+        if number is None or not isinstance(key, str):
+            inside = f" (part {reprlib.repr(key)})" if isinstance(verdict, Mapping) else ""
+            return failure(f"the reward function returned {_describe(verdict)}{inside}, not a finite number")
+        parts[key] = number
+    reward = sum(parts.values())
+    if not parts or not math.isfinite(reward):
+        return failure(f"the reward function returned {_describe(verdict)}, which has no finite sum")
+    return Score(reward=reward, parts=parts)
+
+
+def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
+    """What a batch call returned, one Score per completion."""
+    if getattr(verdicts, "ndim", None) == 1 and hasattr(verdicts, "tolist"):
+        verdicts = verdicts.tolist()
+    if not isinstance(verdicts, list | tuple):
+        problem = f"the batch reward function returned {_describe(verdicts)}, not a list of {num_items} verdicts"
+    elif len(verdicts) != num_items:
+        problem = f"the batch reward function returned {len(verdicts)} verdicts for {num_items} completions"
+    else:
+        return [read_verdict(verdict, name) for verdict in verdicts]
+    return [failure(problem)] * num_items
+
+
+def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
+    """A Score that says why there is none."""
+    return Score(failure=reason, detail=detail[-MAX_DETAIL_CHARS:])
+
+
+def short_traceback(error: BaseException) -> str:
+    """The last frames of a traceback: enough to find the line."""
+    return "".join(traceback.format_exception(error, limit=-3)).strip()[-MAX_DETAIL_CHARS:]
+
+
+def _number(value: Any) -> float | None:
+    """A finite float, or None. Takes numpy and torch scalars, but no text."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _describe(value: Any) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or os.sep in place
+
+
+def _unknown_builtin(spec: str) -> str:
+    near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return (
+        f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
+        "an own function is named 'module:function' or 'path/to/file.py:function'"
+    )
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise RewardError(f"reward.function: there is no file {path}")
+    name = f"headrace_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"reward.function: {path} is not a Python file")
+    _search_also(path.parent)  # so that the file can import its neighbours
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise RewardError(f"reward.function: {path} cannot be imported:\n{short_traceback(error)}") from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    _search_also(Path.cwd())  # a console script does not search it by itself
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise RewardError(f"reward.function: there is no module '{name}' ({error})") from error
+        raise RewardError(f"reward.function: '{name}' cannot be imported:\n{short_traceback(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward.function: '{name}' cannot be imported:\n{short_traceback(error)}") from error
+
+
+def _search_also(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _find(module: ModuleType, place: str, name: str) -> Callable[[Any], Any]:
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
+        near = difflib.get_close_matches(name, functions, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise RewardError(f"reward.function: '{place}' has no function '{name}'{hint}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise RewardError(f"reward.function: '{name}' in '{place}' is a {type(found).__name__}, not a function")
+    call: Callable[[Any], Any] = found
+    return call
+
+
+def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
+    """How to call it, by the name of its one parameter and by being a coroutine."""
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        return Mode.SINGLE  # written in C, without a signature: the first call will tell
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not positional or any(p is not positional[0] for p in needed):
+        names = ", ".join(str(p) for p in parameters)
+        raise RewardError(
+            f"reward.function = '{spec}' has the wrong parameters ({names}): it must take one, "
+            f"a single Completion, or a list of them if it is called '{BATCH_PARAMETER}'"
+        )
+    if positional[0].name == BATCH_PARAMETER:
+        return Mode.BATCH
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
+    return Mode.ASYNC if is_async else Mode.SINGLE

@@ -1,0 +1,352 @@
+"""Reward functions in processes of their own, so that they may hang, crash and be killed.
+
+A worker is started with `python -c`, not by multiprocessing: its spawn would run the trainer's main script again in
+every worker, which imports torch and, in a script without a main guard, trains. Everything is one asyncio loop, no
+threads. A worker's process group is its own, so a kill also reaches what the user code has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import RewardError
+from headrace.reward.function import Mode, failure
+from headrace.reward.worker import HEADER, Setup, frame, pack_completion, score_from_json
+from headrace.types import Completion, DropReason, Score
+
+START_TIMEOUT_S = 120.0  # user code may import large libraries
+GRACE_S = 1.0  # a worker that ends coroutines by itself gets so much longer; an idle one may clean up so long
+MAX_CHUNK = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}
+MAX_REPLY_BYTES = 1 << 20
+READ_BYTES = 1 << 16
+
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from headrace.reward.worker import main; main(int(sys.argv[1]))"
+)
+
+
+class WorkerLostError(Exception):
+    """A worker ended or had to be given up; `score` is what the item it was at gets when it has no try left."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(detail)
+        self.score = failure(detail, reason)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One completion on its way through the pool."""
+
+    blob: bytes
+    done: asyncio.Future[Score]
+    tries: int = 0
+
+    def finish(self, score: Score) -> None:
+        """Give the caller its score, if it still waits."""
+        if not self.done.done():
+            self.done.set_result(score)
+
+
+class Worker:
+    """One child process and the socket to it."""
+
+    def __init__(self) -> None:
+        self.mode = Mode.SINGLE
+        self.ended = False  # the process has closed its end
+        self.busy = False
+        self._replies: deque[dict[str, Any]] = deque()
+        self._buffer = bytearray()
+        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._read)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    async def prepare(self, setup: Setup) -> None:
+        """Have the function loaded, or raise RewardError with what the worker says is wrong."""
+        try:
+            await self.send(pickle.dumps(setup), START_TIMEOUT_S)
+            ready = await self.receive(START_TIMEOUT_S)
+        except WorkerLostError as lost:
+            await self.stop()
+            raise RewardError(f"reward.function = '{setup.function}' cannot be loaded: {lost}") from lost
+        except BaseException:
+            await self.stop()
+            raise
+        if "error" in ready:
+            await self.stop()
+            raise RewardError(ready["error"])
+        self.mode = Mode(ready["mode"])
+
+    async def send(self, payload: bytes, timeout_s: float) -> None:
+        """Send one message."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loop.sock_sendall(self._socket, frame(payload))
+        except TimeoutError as error:
+            raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"not taken in {timeout_s:g} s") from error
+        except OSError as error:
+            raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
+
+    async def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next reply."""
+        deadline = self._loop.time() + timeout_s
+        while not self._replies:
+            if self.ended:
+                raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph())
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._arrived.wait()
+            except TimeoutError as error:
+                self._read()  # if this loop was kept busy past the deadline, the reply lies here already
+                if not self._replies and not self.ended:
+                    raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {timeout_s:g} s") from error
+        return self._replies.popleft()
+
+    async def stop(self, *, gently: bool = False) -> None:
+        """End the process and reap it; gently lets an idle one end by itself first."""
+        self._hang_up()
+        self._socket.close()
+        if gently and not self.busy:
+            await self._reaped(GRACE_S)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            await self._reaped(None)
+
+    def _read(self) -> None:
+        """Take everything that has arrived."""
+        try:
+            while not self.ended:
+                data = self._socket.recv(READ_BYTES)
+                self._buffer += data
+                if not data:
+                    self._hang_up()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._hang_up()
+        try:
+            self._replies.extend(_replies_in(self._buffer))
+        except ValueError:  # not our protocol: someone else wrote to the socket
+            self._hang_up()
+        self._arrived.set()
+
+    def _hang_up(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._loop.remove_reader(self._socket)
+            self._arrived.set()
+
+    async def _reaped(self, timeout_s: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._process.poll() is None:
+                    await asyncio.sleep(0.005)
+
+    async def _epitaph(self) -> str:
+        """How the process ended. Kills what is left of it first: its number must not be reaped before that."""
+        await self.stop()
+        code = self._process.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return f"the worker process ended ({how})"
+
+
+class Pool:
+    """`num_workers` processes that judge completions with one function."""
+
+    def __init__(self, setup: Setup, *, num_workers: int, retries: int) -> None:
+        self._setup = setup
+        self._num_workers = num_workers
+        self._retries = retries
+        self._workers: list[Worker] = []
+        self._servers: list[asyncio.Task[None]] = []
+        self._queue: deque[Job] = deque()
+        self._unfinished: set[Job] = set()
+        self._queued = asyncio.Event()
+        self._broken: Exception | None = RewardError("the reward workers are not started")
+        self.num_retried = 0
+        self.num_workers_replaced = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [worker.pid for worker in self._workers]
+
+    async def start(self) -> None:
+        """Start the workers; raises RewardError when the function cannot be loaded."""
+        self._workers = [Worker() for _ in range(self._num_workers)]
+        starting = [asyncio.create_task(worker.prepare(self._setup)) for worker in self._workers]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.close()
+            raise
+        self._broken = None
+        self._servers = [asyncio.create_task(self._serve(slot)) for slot in range(self._num_workers)]
+
+    async def run(self, completion: Completion) -> Score:
+        """The function's verdict on one completion, or why there is none."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            blob = pack_completion(completion)
+        except Exception as error:  # pickling runs the fields' own code
+            return failure(f"the prompt's fields cannot be sent to a worker process: {error!r}")
+        job = Job(blob, asyncio.get_running_loop().create_future())
+        self._unfinished.add(job)
+        try:
+            self._enqueue([job])
+            return await job.done
+        finally:
+            self._unfinished.discard(job)
+
+    async def close(self) -> None:
+        """End the workers and reap them. May be called twice."""
+        self._break(RewardError("the reward workers are closed"))
+        servers, self._servers = self._servers, []
+        workers, self._workers = self._workers, []
+        for server in servers:
+            server.cancel()
+        await asyncio.gather(*servers, return_exceptions=True)
+        await asyncio.gather(*(worker.stop(gently=True) for worker in workers))
+
+    async def _serve(self, slot: int) -> None:
+        """Feed one worker, and put another in its place when it is lost."""
+        try:
+            while True:
+                await self._work_waiting()
+                if self._workers[slot].ended:
+                    await self._replace(slot)
+                worker = self._workers[slot]
+                jobs = self._take(worker.mode)
+                if jobs:
+                    worker.busy = True
+                    worker.busy = not await self._judge(worker, jobs)
+                    if worker.busy:
+                        await self._replace(slot)
+        except Exception as error:  # nobody awaits this task: those who wait for a score must hear of it
+            self._break(error)
+
+    async def _replace(self, slot: int) -> None:
+        self.num_workers_replaced += 1
+        await self._workers[slot].stop()
+        self._workers[slot] = Worker()
+        await self._workers[slot].prepare(self._setup)
+
+    async def _work_waiting(self) -> None:
+        while not self._queue:
+            self._queued.clear()
+            await self._queued.wait()
+
+    def _take(self, mode: Mode) -> list[Job]:
+        """The next jobs for one call: few enough that the other workers have work too."""
+        num_wanted = min(MAX_CHUNK[mode], len(self._queue))
+        if mode is not Mode.BATCH and self._num_workers > 1:
+            num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
+        jobs: list[Job] = []
+        while self._queue and len(jobs) < num_wanted:
+            # Who is to blame for a lost call of many is unknown; alone, the second try finds out.
+            alone = mode is not Mode.SINGLE and self._queue[0].tries > 0
+            if alone and jobs:
+                break
+            job = self._queue.popleft()
+            if not job.done.done():  # the caller may have been cancelled
+                jobs.append(job)
+            if alone and jobs:
+                break
+        return jobs
+
+    async def _judge(self, worker: Worker, jobs: list[Job]) -> bool:
+        """Send jobs and book the replies as they come; False when the worker is lost."""
+        timeout_s = self._setup.timeout_s
+        waiting = dict(enumerate(jobs))
+        try:
+            await worker.send(pickle.dumps([job.blob for job in jobs]), timeout_s)
+            while waiting:
+                # With one item at a time, the time since the last reply is the time of this one.
+                reply = await worker.receive(timeout_s + (GRACE_S if worker.mode is Mode.ASYNC else 0.0))
+                item, score = score_from_json(reply)
+                job = waiting.pop(item)
+                if score.failure is DropReason.REWARD_TIMEOUT:
+                    self._retry(job, score)
+                else:
+                    job.finish(score)
+        except WorkerLostError as lost:
+            left = list(waiting.values())
+            num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
+            self._enqueue(left[num_in_progress:], first=True)
+            for job in left[:num_in_progress]:
+                self._retry(job, lost.score)
+            return False
+        return True
+
+    def _retry(self, job: Job, score: Score) -> None:
+        if job.tries >= self._retries:
+            job.finish(score)
+            return
+        job.tries += 1
+        self.num_retried += 1
+        self._enqueue([job])
+
+    def _enqueue(self, jobs: Iterable[Job], *, first: bool = False) -> None:
+        if first:
+            self._queue.extendleft(reversed(list(jobs)))
+        else:
+            self._queue.extend(jobs)
+        self._queued.set()
+
+    def _break(self, error: Exception) -> None:
+        """From now on there are no scores: tell all who wait and all who come."""
+        self._broken = error
+        self._queue.clear()
+        for job in self._unfinished:
+            if not job.done.done():
+                job.done.set_exception(error)
+
+
+def _replies_in(buffer: bytearray) -> list[dict[str, Any]]:
+    """Cut the complete replies off the front of `buffer`."""
+    replies = []
+    while len(buffer) >= HEADER.size:
+        (num_bytes,) = HEADER.unpack_from(buffer)
+        if num_bytes > MAX_REPLY_BYTES:
+            raise ValueError("reply too large")
+        end = HEADER.size + num_bytes
+        if len(buffer) < end:
+            break
+        reply = json.loads(buffer[HEADER.size : end])
+        if not isinstance(reply, dict):
+            raise ValueError("reply is not an object")
+        replies.append(reply)
+        del buffer[:end]
+    return replies

@@ -1,0 +1,77 @@
+"""The front door: a completion in, a Score out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from headrace.config import RewardSection
+from headrace.reward.cache import VerdictCache
+from headrace.reward.function import source_hash
+from headrace.reward.pool import Pool
+from headrace.reward.shaping import overlong_penalty
+from headrace.reward.worker import Setup
+from headrace.types import Completion, Score
+
+
+class Scorer:
+    """Scores completions with the pool, the cache and the overlong penalty of one `[reward]` section."""
+
+    def __init__(self, section: RewardSection, *, max_new_tokens: int, default_function: str = "exact") -> None:
+        self._section = section
+        self._max_new_tokens = max_new_tokens
+        self.function = section.function or default_function
+        setup = Setup(
+            function=self.function,
+            answer_field=section.answer_field,
+            pattern=section.pattern,
+            timeout_s=section.timeout_s,
+        )
+        self._pool = Pool(setup, num_workers=section.workers, retries=section.retries)
+        self._cache: VerdictCache | None = None
+        self.num_scored = 0
+        self.num_failed = 0
+        self.num_cached = 0
+
+    @property
+    def num_retried(self) -> int:
+        """Further tries after a crash or a timeout."""
+        return self._pool.num_retried
+
+    @property
+    def num_workers_replaced(self) -> int:
+        """Worker processes that ended or had to be ended."""
+        return self._pool.num_workers_replaced
+
+    async def start(self) -> None:
+        """Start the workers; a function that cannot be imported is an error here."""
+        await self._pool.start()
+        if self._section.cache:
+            settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
+            self._cache = VerdictCache(json.dumps(settings))
+
+    async def score(self, completion: Completion) -> Score:
+        """The verdict on one completion, or why there is none."""
+        if self._cache is None:
+            score, cached = await self._pool.run(completion), False
+        else:
+            score, cached = await self._cache.fetch(completion, lambda: self._pool.run(completion))
+        if score.failure is not None:
+            self.num_failed += 1
+            return score
+        self.num_scored += 1
+        self.num_cached += cached
+        return self._with_overlong(score, completion.num_tokens)
+
+    async def close(self) -> None:
+        """End the workers; scoring that is still under way raises RewardError."""
+        await self._pool.close()
+
+    def _with_overlong(self, score: Score, num_tokens: int) -> Score:
+        section = self._section
+        if section.overlong_tokens == 0:
+            return score
+        assert score.reward is not None
+        taken = overlong_penalty(num_tokens, self._max_new_tokens, section.overlong_tokens, section.overlong_penalty)
+        parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
+        return replace(score, reward=score.reward + taken, parts=parts)

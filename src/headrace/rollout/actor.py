@@ -1,0 +1,151 @@
+"""The rollout actor: prompts in, trajectories out, one by one as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.rollout.engine import Engine
+from headrace.rollout.request import Generation, Request
+from headrace.rollout.sampling import Sampling, request_seed
+from headrace.types import Prompt, Timing, Trajectory
+
+
+class Device(Protocol):
+    """Runs one piece of device work at a time, off the event loop."""
+
+    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """The result of `work(*args)`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request whose generation is under way."""
+
+    prompt: Prompt
+    index: int
+    submitted_s: float
+    counted: bool
+    future: asyncio.Future[Trajectory]
+
+
+class RolloutActor:
+    """Drives the engine and turns its generations into trajectories.
+
+    `span(stage)` is entered around every stretch of engine work; `on_sampled(n)` hears of new tokens before the
+    trajectories that hold them are handed out, so that the books never show a trajectory without its tokens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        *,
+        seed: int,
+        clock: Callable[[], float],
+        span: Callable[[str], AbstractContextManager[None]],
+        on_sampled: Callable[[int], None],
+    ) -> None:
+        self.engine = engine
+        self._device, self._seed, self._clock, self._span, self._on_sampled = device, seed, clock, span, on_sampled
+        self._pending: dict[str, _Pending] = {}
+        self._work = asyncio.Event()
+        self._booked = 0
+
+    def start(
+        self, serial: int, prompt: Prompt, samplings: Sequence[Sampling], *, counted: bool = True
+    ) -> list[asyncio.Future[Trajectory]]:
+        """Queue one generation per entry of `samplings`; each future gives its trajectory.
+
+        What is not `counted` (evaluation) draws other noise and stays out of the books.
+        """
+        loop = asyncio.get_running_loop()
+        now_s = self._clock()
+        requests, futures = [], []
+        for index, sampling in enumerate(samplings):
+            id = trajectory_id(serial, prompt, index) if counted else f"eval:{trajectory_id(serial, prompt, index)}"
+            future: asyncio.Future[Trajectory] = loop.create_future()
+            self._pending[id] = _Pending(prompt, index, now_s, counted, future)
+            seed = request_seed(self._seed, int(counted), serial, index)
+            requests.append(Request(id=id, sampling=sampling, seed=seed, counted=counted))
+            futures.append(future)
+        self.engine.submit(prompt.token_ids, requests)
+        self._work.set()
+        return futures
+
+    def abort(self, serial: int, prompt: Prompt, num_samples: int) -> None:
+        """End what is left of a group; its futures give what was sampled so far."""
+        self.engine.abort({trajectory_id(serial, prompt, i) for i in range(num_samples)})
+        self._work.set()
+
+    async def drain(self) -> None:
+        """Wait until every request that is under way has finished."""
+        while self._pending:
+            await asyncio.wait([p.future for p in self._pending.values()])
+
+    async def run(self) -> None:
+        """Step the engine whenever there is work. Runs until cancelled; an engine error goes to everyone who waits."""
+        try:
+            while True:
+                await self._work.wait()
+                while self.engine.has_work:
+                    counted = any(p.counted for p in self._pending.values())
+                    finished = await self._device.run(self._advance, "rollout" if counted else "evaluate")
+                    self._book()
+                    for generation in finished:
+                        self._deliver(generation)
+                self._work.clear()
+        except Exception as error:
+            for pending in self._pending.values():
+                if not pending.future.done():
+                    pending.future.set_exception(error)
+            raise
+
+    def _advance(self, stage: str) -> list[Generation]:
+        with self._span(stage):
+            return self.engine.advance()
+
+    def _book(self) -> None:
+        total = self.engine.sampled_tokens
+        if total > self._booked:
+            self._on_sampled(total - self._booked)
+            self._booked = total
+
+    def _deliver(self, generation: Generation) -> None:
+        pending = self._pending.pop(generation.id)
+        prompt_ids = pending.prompt.token_ids
+        padding = np.zeros(len(prompt_ids), np.float32)
+        trajectory = Trajectory(
+            id=generation.id,
+            prompt_id=pending.prompt.id,
+            index=pending.index,
+            token_ids=np.concatenate([prompt_ids, generation.token_ids]),
+            sampled=np.arange(len(prompt_ids) + len(generation.token_ids)) >= len(prompt_ids),
+            logprobs=np.concatenate([padding, generation.logprobs]),
+            spans=generation.spans,
+            finish=generation.finish,
+            text=self._text(generation),
+            timing=Timing(
+                submitted_s=pending.submitted_s, started_s=generation.started_s, finished_s=generation.finished_s
+            ),
+            replay=generation.replay,
+        )
+        if not pending.future.done():
+            pending.future.set_result(trajectory)
+
+    def _text(self, generation: Generation) -> str:
+        """The answer as text. It is for rewards and readers; nothing is ever tokenised from it."""
+        text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+def trajectory_id(serial: int, prompt: Prompt, index: int) -> str:
+    """Unique in a run: the serial tells apart the epochs in which a prompt comes again."""
+    return f"{serial}:{prompt.id}/{index}"

@@ -1,0 +1,142 @@
+"""The key/value arena: one row of cache per running sequence, rows 0..n-1 always in use.
+
+R rows, J key/value heads, C token capacity, D head size. Because the rows in use are the first n, a decode step reads
+the cache in place, as a plain slice, and never gathers it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROWTH_TOKENS = 64
+
+
+class Arena:
+    """Keys and values of every layer, growing in length as sequences do."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_rows: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_rows = num_rows
+        self.capacity = 0
+        self._shape = (num_rows, num_heads, head_size)
+        self.keys = [
+            torch.empty(num_rows, num_heads, 0, head_size, dtype=dtype, device=device) for _ in range(num_layers)
+        ]
+        self.values = [torch.empty_like(keys) for keys in self.keys]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for sequences of this length."""
+        if num_tokens <= self.capacity:
+            return
+        capacity = max(num_tokens, min(2 * self.capacity, self.capacity + 1024))
+        capacity = -(-capacity // GROWTH_TOKENS) * GROWTH_TOKENS
+        rows, heads, size = self._shape
+        for caches in (self.keys, self.values):
+            for layer, old in enumerate(caches):
+                # zeros, not empty: masked places are multiplied by a probability of zero, and 0 * NaN is NaN
+                caches[layer] = old.new_zeros(rows, heads, capacity, size)
+                caches[layer][:, :, : self.capacity] = old
+        self.capacity = capacity
+
+    def copy(self, source: int, start: int, end: int, num_tokens: int) -> None:
+        """Copy the first tokens of row `source` into rows `start` to `end`."""
+        for caches in (self.keys, self.values):
+            for cache in caches:
+                cache[start:end, :, :num_tokens] = cache[source, :, :num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `end` of the sequence in `row`.
+
+    Example:
+        Chunk(row=3, start=0, end=128)
+    """
+
+    row: int
+    start: int
+    end: int
+
+
+class PrefillPlan:
+    """Chunks of prompts laid end to end; each sees the part of its row that is already cached, and its own past."""
+
+    def __init__(self, arena: Arena, chunks: list[Chunk], device: torch.device) -> None:
+        self.arena, self.chunks = arena, chunks
+        self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(device)[None]
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """Write the chunk's keys and values, then attend to the row."""
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        sizes = [c.end - c.start for c in self.chunks]
+        outs = []
+        for c, q, k, v in zip(self.chunks, *(x.split(sizes) for x in (q_THD, k_TJD, v_TJD)), strict=True):
+            keys[c.row, :, c.start : c.end] = k.transpose(0, 1)
+            values[c.row, :, c.start : c.end] = v.transpose(0, 1)
+            mask = None
+            if c.start or (window and c.end > window):
+                ago = torch.arange(c.start, c.end, device=q.device)[:, None] - torch.arange(c.end, device=q.device)
+                mask = (ago >= 0) & (ago < window) if window else ago >= 0
+            out = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None],
+                keys[None, c.row, :, : c.end],
+                values[None, c.row, :, : c.end],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+
+class DecodePlan:
+    """One new token for each of the rows 0..n-1."""
+
+    def __init__(self, arena: Arena, positions_n: Tensor, longest: int, equal: bool) -> None:
+        self.arena, self.longest = arena, longest
+        self.positions = positions_n[None]
+        self._rows = torch.arange(len(positions_n), device=positions_n.device)
+        self._at = positions_n
+        self._equal = equal
+        self._masks: dict[int, Tensor | None] = {}
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """Write each row's key and value, then attend to the row; grouped query heads share one read of the cache."""
+        n, length = len(self._rows), self.longest
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        if self._equal:
+            keys[:n, :, length - 1], values[:n, :, length - 1] = k_TJD, v_TJD
+        else:
+            keys[self._rows, :, self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
+        grouped = q_THD.unflatten(1, (k_TJD.shape[1], -1)) * scale  # [n, J, H / J, D]
+        scores = torch.matmul(grouped, keys[:n, :, :length].transpose(2, 3))
+        mask = self._mask(window)
+        if mask is not None:
+            scores.masked_fill_(mask, float("-inf"))
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
+        return torch.matmul(probs, values[:n, :, :length]).flatten(1, 2)
+
+    def _mask(self, window: int) -> Tensor | None:
+        """Places beyond a row's end or before its window, shared by all layers with the same window."""
+        if window not in self._masks:
+            hidden = None
+            if not self._equal or 0 < window < self.longest:
+                ago = self._at[:, None] - torch.arange(self.longest, device=self._at.device)
+                hidden = (ago < 0) | (ago >= window) if window else ago < 0
+                hidden = hidden[:, None, None]
+            self._masks[window] = hidden
+        return self._masks[window]

@@ -1,0 +1,192 @@
+"""The state of the running sequences, one row each, as arrays: a decode step costs no Python per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.rollout.request import Generation, Request
+from headrace.rollout.sampling import Sampling
+from headrace.types import BoolArray, FinishReason, IntArray, Replay, Span
+
+GROWTH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """What of a running sequence never changes, and the sampling subsets it collects."""
+
+    request: Request
+    prompt: IntArray
+    started_s: float
+    supports: list[IntArray] = field(default_factory=list)
+
+
+class Rows:
+    """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow."""
+
+    def __init__(self) -> None:
+        self._sequences: list[_Sequence] = []
+        self.samplings: list[Sampling] = []
+        self._lengths = np.empty(0, np.int64)  # prompt and sampled tokens
+        self._sampled = np.empty(0, np.int64)
+        self._limits = np.empty(0, np.int64)
+        self._seeds = np.empty(0, np.uint64)
+        self._counted = np.empty(0, np.bool_)
+        self._tokens = np.empty((0, 0), np.int64)
+        self._logprobs = np.empty((0, 0), np.float32)
+        self._versions = np.empty((0, 0), np.int32)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence so far."""
+        return self._lengths[: len(self)]
+
+    @property
+    def seeds(self) -> npt.NDArray[np.uint64]:
+        """Of each request."""
+        return self._seeds[: len(self)]
+
+    @property
+    def counted(self) -> BoolArray:
+        """Whether each request's tokens enter the books."""
+        return self._counted[: len(self)]
+
+    @property
+    def last_tokens(self) -> npt.NDArray[np.int64]:
+        """The newest token of each sequence."""
+        rows = np.arange(len(self))
+        return self._tokens[rows, self._sampled[rows] - 1]
+
+    @property
+    def longest_possible(self) -> int:
+        """Tokens of the longest sequence any row may still become."""
+        n = len(self)
+        return int((self._lengths[:n] - self._sampled[:n] + self._limits[:n]).max()) if n else 0
+
+    def add(self, prompt: IntArray, requests: list[Request], now_s: float) -> None:
+        """Append rows for the requests of one prompt, with nothing sampled yet."""
+        n, more = len(self), len(requests)
+        if n + more > len(self._lengths):
+            self._grow_rows(max(n + more, 2 * len(self._lengths)))
+        self._lengths[n : n + more] = len(prompt)
+        self._sampled[n : n + more] = 0
+        self._limits[n : n + more] = [r.sampling.max_new_tokens for r in requests]
+        self._seeds[n : n + more] = [r.seed for r in requests]
+        self._counted[n : n + more] = [r.counted for r in requests]
+        self._sequences += [_Sequence(r, prompt, now_s) for r in requests]
+        self.samplings += [r.sampling for r in requests]
+
+    def append(
+        self,
+        first: int,
+        tokens: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        version: int,
+        allowed: BoolArray | None,
+    ) -> None:
+        """One more token for the rows from `first` on."""
+        rows = np.arange(first, first + len(tokens))
+        at = self._sampled[rows]
+        if int(at.max()) >= self._tokens.shape[1]:
+            self._grow_tokens(max(GROWTH_TOKENS, 2 * self._tokens.shape[1]))
+        self._tokens[rows, at] = tokens
+        self._logprobs[rows, at] = logprobs
+        self._versions[rows, at] = version
+        self._sampled[rows] += 1
+        self._lengths[rows] += 1
+        if allowed is not None:
+            for i, row in enumerate(rows):
+                if self.samplings[row].truncates:
+                    self._sequences[row].supports.append(np.flatnonzero(allowed[i]).astype(np.int32))
+
+    def done(self, first: int, eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
+        """The rows from `first` on that end with their newest token, and why."""
+        rows = np.arange(first, len(self))
+        found: dict[int, FinishReason] = {}
+        newest = self.last_tokens[first:]
+        for row in rows[self._sampled[rows] >= self._limits[rows]]:
+            found[int(row)] = FinishReason.LENGTH
+        for row in rows[np.isin(newest, list(eos_ids))]:
+            found[int(row)] = FinishReason.EOS
+        for row in rows:
+            if self.samplings[row].stop and int(row) not in found and self._stops(int(row), tokenizer):
+                found[int(row)] = FinishReason.STOP
+        return found
+
+    def _stops(self, row: int, tokenizer: Any) -> bool:
+        """Whether a stop string ends inside the newest token: decode just enough of the tail to see it."""
+        stops = self.samplings[row].stop
+        sampled = int(self._sampled[row])
+        window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
+        tail = tokenizer.decode(self._tokens[row, max(0, sampled - window) : sampled])
+        return any(s in tail for s in stops)
+
+    def sequence(self, row: int) -> IntArray:
+        """Prompt and sampled tokens."""
+        sampled = self._tokens[row, : self._sampled[row]].astype(np.int32)
+        return np.concatenate([self._sequences[row].prompt, sampled])
+
+    def request_id(self, row: int) -> str:
+        """Whose row it is."""
+        return self._sequences[row].request.id
+
+    def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
+        """What the row's request gets back."""
+        sequence, count = self._sequences[row], int(self._sampled[row])
+        replay = None
+        if sequence.supports:
+            sizes = [len(ids) for ids in sequence.supports]
+            offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+            replay = Replay(support_ids=np.concatenate(sequence.supports), support_offsets=offsets)
+        return Generation(
+            id=sequence.request.id,
+            token_ids=self._tokens[row, :count].astype(np.int32),
+            logprobs=self._logprobs[row, :count].copy(),
+            spans=_spans(self._versions[row, :count], len(sequence.prompt)),
+            finish=finish,
+            started_s=sequence.started_s,
+            finished_s=now_s,
+            replay=replay,
+        )
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last row moves into its place."""
+        last = len(self) - 1
+        if row != last:
+            for array in (self._lengths, self._sampled, self._limits, self._seeds, self._counted):
+                array[row] = array[last]
+            count = int(self._sampled[last])
+            for table in (self._tokens, self._logprobs, self._versions):
+                table[row, :count] = table[last, :count]
+        self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
+        del self._sequences[last], self.samplings[last]
+
+    def _grow_rows(self, num_rows: int) -> None:
+        def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.concatenate([array, np.zeros((num_rows - len(array), *array.shape[1:]), array.dtype)])
+
+        self._lengths, self._sampled, self._limits = grown(self._lengths), grown(self._sampled), grown(self._limits)
+        self._seeds, self._counted = grown(self._seeds), grown(self._counted)
+        self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
+        self._versions = grown(self._versions)
+
+    def _grow_tokens(self, num_tokens: int) -> None:
+        def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.pad(array, ((0, 0), (0, num_tokens - array.shape[1])))
+
+        self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
+        self._versions = grown(self._versions)
+
+
+def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:
+    """Run-length of the versions, as spans that begin at sequence position `start`."""
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple(Span(version=int(versions[a]), start=start + a, end=start + b) for a, b in pairwise(cuts) if b > a)

@@ -1,0 +1,106 @@
+"""From logits to a token, its log-prob and the tokens it was chosen among.
+
+What a request samples depends on its own seed, its own position and its own logits: one uniform number per token
+comes from a counter-based hash, so neither the order nor the company of requests in a batch matters.
+n requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one request is sampled. A temperature of 0 takes the likeliest token.
+
+    Example:
+        Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled at all."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in (0, 1) for each (seed, position): the splitmix64 finaliser over both."""
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * MIX[2]
+    for _ in range(2):
+        x = (x ^ (x >> np.uint64(30))) * MIX[0]
+        x = (x ^ (x >> np.uint64(27))) * MIX[1]
+        x = x ^ (x >> np.uint64(31))
+    return ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def request_seed(*parts: int) -> int:
+    """A 64-bit seed from run seed, group serial and sample index: neighbours are unrelated."""
+    seed = np.random.SeedSequence(parts).generate_state(2, np.uint32)
+    return int(seed[0]) << 32 | int(seed[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The outcome for n requests; `allowed` is there when any of them truncates."""
+
+    tokens: Tensor  # [n]
+    logprobs: Tensor  # [n] of the distribution sampled from
+    allowed: Tensor | None  # [n, V]
+
+
+def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
+    """Sample one token per row by inverting the cumulative distribution at the row's uniform number."""
+    first = samplings[0]
+    uniform = all(s is first for s in samplings)
+    if uniform:
+        logits = logits_nV if first.temperature in (0.0, 1.0) else logits_nV / first.temperature
+    else:
+        temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits_nV.device)
+        logits = logits_nV / temperatures[:, None]
+    allowed = None
+    if first.truncates if uniform else any(s.truncates for s in samplings):
+        allowed = _allowed(logits, samplings)
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    # float64, because a float32 sum over 150,000 tokens would move rare tokens' probabilities
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    targets = torch.from_numpy(uniforms_n).to(logits.device) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, targets[:, None]).squeeze(1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if first.temperature == 0.0 if uniform else any(s.temperature == 0.0 for s in samplings):
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=logits.device)
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+        chosen = torch.where(greedy, 0.0, chosen)
+    return Draw(tokens, chosen, allowed)
+
+
+def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Which tokens survive top-k, then top-p, then min-p: the order in which `transformers` and vLLM apply them."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    vocab = logits.shape[1]
+    top_k = column([s.top_k or vocab for s in samplings])
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    keep = torch.arange(vocab, device=logits.device)[None] < top_k
+    probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
+    # a token stays when the likelier ones before it hold less than top_p, so the likeliest always stays
+    keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < column([s.top_p for s in samplings])
+    keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
+    return torch.zeros_like(keep).scatter_(1, order, keep)

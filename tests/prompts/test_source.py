@@ -1,0 +1,209 @@
+import gzip
+import json
+import sys
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headrace.errors import DataError, MissingExtraError
+from headrace.prompts.source import default_reward, is_generated, open_source
+
+RECORDS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "note": "ä\u2028ö" * i} for i in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_bars():
+    datasets.disable_progress_bars()
+
+
+def opened(path, **kwargs):
+    return open_source(str(path), count=10, seed=0, **kwargs)
+
+
+def write_jsonl(path, lines):
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def everything(source):
+    return [dict(source[i]) for i in range(len(source))]
+
+
+def test_jsonl(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [json.dumps(record, ensure_ascii=False) for record in RECORDS])
+    source = opened(path)
+    assert everything(source) == RECORDS
+    assert source[3] == RECORDS[3]
+    for i in (-1, 5):
+        with pytest.raises(IndexError):
+            source[i]
+
+
+def test_jsonl_blank_lines_bom_and_no_final_newline(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n  \n{"prompt": "b"}')
+    assert everything(opened(path)) == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_compressed_jsonl(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, RECORDS)).encode()))
+    assert everything(opened(path)) == RECORDS
+
+
+def test_damaged_gzip(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(b"not gzip")
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
+        opened(path)
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}' * 100)[:-10])
+    with pytest.raises(DataError, match="cannot be read"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', "line 3: not JSON"),
+        ("[1, 2]", "line 3: a JSON object is needed, not list"),
+        ('{"question": "x", "answer": "y"}', r"line 3: no field 'prompt' .*has: answer, question"),
+    ],
+)
+def test_bad_line_is_found_when_opening(tmp_path, line, message):
+    path = write_jsonl(tmp_path / "a.jsonl", ['{"prompt": "a"}', "", line, '{"prompt": "b"}'])
+    with pytest.raises(DataError, match=r"a\.jsonl, " + message):
+        opened(path)
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        opened(path)
+
+
+def test_other_prompt_field_and_messages(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ['{"question": "a"}'])
+    assert opened(path, prompt_field="question")[0] == {"question": "a"}
+    chats = write_jsonl(tmp_path / "b.jsonl", ['{"messages": []}'])
+    assert len(opened(chats)) == 1
+    with pytest.raises(DataError, match=r"no field 'question' .*has: messages"):
+        opened(chats, prompt_field="question")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_empty_file(tmp_path, text):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"a\.jsonl is empty"):
+        opened(path)
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "gone.jsonl.gz", "gone.parquet", "gone", "aritmetic"])
+def test_missing(tmp_path, name):
+    with pytest.raises(DataError, match=name + ".*not there"):
+        opened(tmp_path / name)
+
+
+def test_unknown_kind(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt\n")
+    with pytest.raises(DataError, match=r"not a file of a known kind; use 'arithmetic'"):
+        opened(tmp_path / "a.csv")
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    chats = [{**record, "meta": {"tags": ["x", "y"]}} for record in RECORDS]
+    pq.write_table(pa.Table.from_pylist(chats), path, row_group_size=2)
+    source = opened(path)
+    assert everything(source) == chats
+    with pytest.raises(IndexError):
+        source[5]
+
+
+def test_bad_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_text("nonsense")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        opened(path)
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: no field 'prompt' .*has: answer, question"):
+        opened(path)
+    pq.write_table(pa.table({"prompt": ["a", "b", None]}), path)
+    with pytest.raises(DataError, match="row 3: field 'prompt' is empty"):
+        opened(path)
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    with pytest.raises(DataError, match="is empty"):
+        opened(path)
+
+
+def test_datasets_directory(tmp_path):
+    data = datasets.Dataset.from_list(RECORDS)
+    data.with_format("numpy").save_to_disk(str(tmp_path / "one"))
+    source = opened(tmp_path / "one")
+    assert everything(source) == RECORDS
+    assert type(source[1]["answer"]) is str
+    with pytest.raises(IndexError):
+        source[-1]
+    with pytest.raises(DataError, match=r"no field 'question' .*has: answer, note, prompt"):
+        opened(tmp_path / "one", prompt_field="question")
+
+
+def test_datasets_splits_and_other_directories(tmp_path):
+    data = datasets.Dataset.from_list(RECORDS)
+    datasets.DatasetDict(train=data, test=data).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(DataError, match=r"several splits; name one: .*both/train, .*both/test"):
+        opened(tmp_path / "both")
+    assert len(opened(tmp_path / "both" / "train")) == 5
+    (tmp_path / "junk").mkdir()
+    with pytest.raises(DataError, match="not a directory written by datasets"):
+        opened(tmp_path / "junk")
+
+
+def test_reasoning_gym():
+    source = opened("reasoning-gym:leg_counting")
+    assert len(source) == 10
+    record = source[2]
+    assert record["prompt"] == record["entry"]["question"]
+    assert record["answer"] == record["entry"]["answer"]
+    assert record["reasoning_gym_task"] == "leg_counting"
+    json.dumps(record)
+    again = open_source("reasoning-gym:leg_counting", count=20, seed=0)
+    other = open_source("reasoning-gym:leg_counting", count=20, seed=1)
+    assert again[2] == record != other[2]
+
+
+def test_unknown_reasoning_gym_task():
+    with pytest.raises(DataError, match=r"no task 'leg_countin'.*nearest: leg_counting"):
+        opened("reasoning-gym:leg_countin")
+    with pytest.raises(DataError, match=r"no task 'zzzzzzzz'.*nearest: "):
+        opened("reasoning-gym:zzzzzzzz")
+    with pytest.raises(DataError, match="cannot be made with its default settings"):
+        opened("reasoning-gym:composite")
+
+
+@pytest.mark.parametrize(
+    ("spec", "library", "extra", "module"),
+    [
+        ("a.parquet", "pyarrow", "data", "source_parquet"),
+        ("folder", "datasets", "data", "source_datasets"),
+        ("reasoning-gym:leg_counting", "reasoning_gym", "tasks", "source_reasoning_gym"),
+    ],
+)
+def test_missing_library(tmp_path, monkeypatch, spec, library, extra, module):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, f"headrace.prompts.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtraError, match=rf"{library} is not installed.*headrace\[{extra}\]"):
+        opened(spec)
+
+
+def test_default_reward():
+    assert default_reward("arithmetic") == "headrace.prompts.arithmetic:score"
+    assert default_reward("reasoning-gym:leg_counting") == "reasoning-gym"
+    assert default_reward("a.jsonl") == default_reward("folder") == "exact"
+    assert [is_generated(s) for s in ("arithmetic", "reasoning-gym:x", "a.jsonl")] == [True, True, False]

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Config
+from headrace.config_file import changed, dump, explain, load_config, to_toml
+from headrace.errors import ConfigError
+
+
+def message(path: Path | None = None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.fixture
+def toml(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "my.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_nothing_given_is_the_defaults():
+    assert load_config(None, []) == Config()
+
+
+def test_command_line_wins_over_file(toml):
+    config = load_config(toml("[loop]\nsteps = 5\nmax_lag = 2\n"), ["loop.steps=7"])
+    assert (config.loop.steps, config.loop.max_lag) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("model.path=my/dir", "model", "path", "my/dir"),
+        ('model.path="my/dir"', "model", "path", "my/dir"),
+        ("learner.lr=3e-6", "learner", "lr", 3e-6),
+        ("learner.lr=1", "learner", "lr", 1.0),
+        ('rollout.stop=["a","b"]', "rollout", "stop", ("a", "b")),
+        ("run.overwrite=true", "run", "overwrite", True),
+        ("run.overwrite=True", "run", "overwrite", True),
+        ("run.dir=2026", "run", "dir", "2026"),
+        ("run.dir=2026-01-02", "run", "dir", "2026-01-02"),
+        ("model.tokenizer=", "model", "tokenizer", ""),
+        ("prompts.system=a = b", "prompts", "system", "a = b"),
+        ("learner.loss=gspo", "learner", "loss", "gspo"),
+        ("loop.steps = 9", "loop", "steps", 9),
+    ],
+)
+def test_overrides_are_toml_or_plain_text(override, section, key, value):
+    assert getattr(getattr(load_config(None, [override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("learner.learning_rate", "learner.lr"),
+        ("learning_rate", "learner.lr"),
+        ("steps", "loop.steps"),
+        ("learner.steps", "loop.steps"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("lerner.lr", "learner.lr"),
+        ("learner.adam.beta1", "learner.beta1"),
+        ("max_lagg", "loop.max_lag"),
+    ],
+)
+def test_unknown_setting_suggests_the_nearest(key, suggestion):
+    text = message(None, f"{key}=1")
+    assert text.startswith(f"unknown setting {key}; did you mean {suggestion}")
+    assert "(command line)" in text
+
+
+def test_far_fetched_setting_gets_no_suggestion():
+    assert message(None, "zzz.qqq=1") == "unknown setting zzz.qqq (command line)"
+
+
+def test_section_is_not_a_setting(toml):
+    assert "learner is a section, not a setting" in message(None, "learner=3")
+    assert "unknown setting lerner; did you mean learner?" in message(toml("[lerner]\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("loop.steps=many", 'loop.steps: expected a whole number at least 0; got "many" (command line)'),
+        ("loop.steps=2.5", "loop.steps: expected a whole number at least 0; got 2.5 (command line)"),
+        ("loop.steps=true", "loop.steps: expected a whole number at least 0; got true (command line)"),
+        ("rollout.top_p=1.5", "rollout.top_p: expected a number above 0 and at most 1; got 1.5 (command line)"),
+        (
+            "learner.schedule=cosin",
+            'learner.schedule: expected one of "constant", "linear", "cosine"; got "cosin" (command line)',
+        ),
+        ("rollout.stop=x", 'rollout.stop: expected a list of text, such as ["text"]; got "x" (command line)'),
+        ("run.overwrite=maybe", 'run.overwrite: expected true or false; got "maybe" (command line)'),
+    ],
+)
+def test_wrong_value_says_what_was_expected(override, expected):
+    assert message(None, override) == expected
+
+
+def test_wrong_value_names_its_file(toml):
+    path = toml("[loop]\nsteps = -1\n")
+    assert message(path) == f"loop.steps: expected a whole number at least 0; got -1 ({path})"
+
+
+def test_all_mistakes_come_at_once(toml):
+    path = toml('[learner]\nlearning_rate = 1\nloss = "pop"\n[rollout]\nsamples = 1\n')
+    lines = message(path, "steps=3", "loop.max_lag=-1", "loop.steps").splitlines()
+    assert lines[0] == "7 problems with the settings:"
+    order = [
+        "loop.steps has no value",
+        "learner.learning_rate",
+        "unknown setting steps",
+        "learner.loss",
+        "loop.max_lag",
+        "rollout.samples = 1 and learner.advantage",
+        "rollout.samples = 1 and buffer.drop_no_signal",
+    ]
+    assert all(part in line for part, line in zip(order, lines[1:], strict=True)), lines
+
+
+def test_contradiction_names_both_keys():
+    text = message(None, "reward.overlong_tokens=100", "rollout.max_new_tokens=50")
+    assert text == "reward.overlong_tokens is larger than rollout.max_new_tokens"
+
+
+def test_contradiction_with_a_value_that_is_wrong_anyway_is_not_reported():
+    text = message(None, "reward.overlong_tokens=100", "rollout.max_new_tokens=x")
+    assert text.startswith("rollout.max_new_tokens: expected a whole number")
+    assert "\n" not in text
+
+
+def test_missing_file(tmp_path):
+    assert message(tmp_path / "no.toml") == f"there is no file {tmp_path / 'no.toml'}"
+    assert message(Path("loop.steps")) == "there is no file loop.steps; to set loop.steps write loop.steps=VALUE"
+    assert message(tmp_path) == f"cannot read {tmp_path}: it is a directory"
+
+
+def test_override_without_value():
+    assert message(None, "loop.steps") == "loop.steps has no value; write loop.steps=VALUE (command line)"
+    assert message(None, "fast") == "'fast' is not of the form section.key=value (command line)"
+
+
+def test_bad_toml_names_file_and_line(toml):
+    path = toml("[loop]\nsteps == 3\n")
+    assert message(path).startswith(f"{path} is not valid TOML: ")
+    assert "line 2" in message(path)
+
+
+def test_toml_round_trip(tmp_path):
+    overrides = [
+        'prompts.system="say \\"hi\\"\\n\\tplease \\\\ \\u007f é 😀"',
+        'rollout.stop=["\\n\\n", "[x]"]',
+        'ledger.sinks=["jsonl"]',
+        "learner.lr=1e-7",
+        "run.overwrite=true",
+    ]
+    config = load_config(None, overrides)
+    dump(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert "lr = 1e-07" in to_toml(config)
+
+
+def test_changed_settings_are_overrides_that_give_them_back():
+    config = load_config(None, ['rollout.stop=["a"]', "learner.lr=0.5", "model.path=x y"])
+    assert changed(config) == ['model.path="x y"', 'rollout.stop=["a"]', "learner.lr=0.5"]
+    assert load_config(None, changed(config)) == config
+
+
+def test_explain():
+    by_key = {setting.key: setting for setting in explain(None)}
+    assert by_key["learner.lr"] == ("learner.lr", "a number at least 0", "1e-06", "learning rate")
+    assert {setting.key for setting in explain("ledger")} == {"ledger.sinks", "ledger.wandb_project"}
+    assert [setting.key for setting in explain("loop.steps")] == ["loop.steps"]
+    with pytest.raises(ConfigError, match="did you mean learner"):
+        explain("lerner")
