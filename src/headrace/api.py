@@ -13,6 +13,7 @@ import asyncio
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -35,7 +36,6 @@ from headrace.roles import Sink
 from headrace.types import Row
 
 SETTINGS, SUMMARY, WEIGHTS = "config.toml", "summary.json", "model"
-DEMO = Path(__file__).parent / "recipes" / "demo.toml"
 
 
 class Watcher(Protocol):
@@ -181,12 +181,17 @@ async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
         return
     watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
     rng = np.random.default_rng([place.config.run.seed, 1])
-    events = asyncio.get_running_loop()
+    events, stopped = asyncio.get_running_loop(), threading.Event()
 
     def on_step(done: int, loss: float) -> None:
+        if stopped.is_set():
+            raise RunError("interrupted")
         events.call_soon_threadsafe(watcher.progress, done, section.steps, f"loss {loss:.3f}")
 
-    await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
+    try:
+        await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
+    finally:
+        stopped.set()  # a cancelled wait does not stop the device thread
 
 
 async def _score(place: LocalPlace) -> float | None:

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from headrace import api
+import headrace  # its functions load torch when first called; checking settings and books does without
 from headrace.config import Config
-from headrace.config_file import explain, load_config, to_toml
+from headrace.config_file import DEMO, explain, load_config, to_toml
 from headrace.errors import HeadraceError
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
@@ -37,6 +37,9 @@ def _messages() -> Iterator[None]:
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from error
 
 
 @app.command()
@@ -48,7 +51,7 @@ def train(
 ) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
     with _messages(), Terminal(quiet=quiet) as terminal:
-        terminal.summary(api.train(_load(settings), terminal))
+        terminal.summary(headrace.train(_load(settings), terminal))
 
 
 @app.command("eval")
@@ -57,7 +60,7 @@ def evaluate(
 ) -> None:
     """The held-out score of a run's weights."""
     with _messages():
-        score = api.evaluate_run(run, samples=samples)
+        score = headrace.evaluate_run(run, samples=samples)
         print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
 
 
@@ -65,7 +68,7 @@ def evaluate(
 def export(run: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="directory to make")]) -> None:
     """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
     with _messages():
-        print(f"wrote {api.export(run, out)}")
+        print(f"wrote {headrace.export(run, out)}")
 
 
 @app.command()
@@ -109,7 +112,7 @@ def _load(words: list[str] | None) -> Config:
     """Settings from a file, if the first word is one, and overrides; without a file, the demo's."""
     words = list(words or [])
     is_file = bool(words) and "=" not in words[0]
-    return load_config(Path(words.pop(0)) if is_file else api.DEMO, words)
+    return load_config(Path(words.pop(0)) if is_file else DEMO, words)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 
 COMMAND_LINE = "command line"
+DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 
 
 class Explained(NamedTuple):
@@ -34,10 +35,10 @@ class Given(NamedTuple):
     place: str
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """The settings of `path` (the defaults if None) with `overrides` on top."""
     given: dict[str, Given] = {}
-    file_problems = [] if path is None else _read_file(path, given)
+    file_problems = [] if path is None else _read_file(Path(path), given)
     problems = file_problems + _read_overrides(overrides, given)
     known = settings()
     for key in [key for key in given if key not in known]:

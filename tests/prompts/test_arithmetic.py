@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from headrace.prompts.arithmetic import ArithmeticSource, Problem, score
+from headrace.prompts.arithmetic import ArithmeticSource, score, work
 from headrace.types import Completion
 
 
@@ -12,36 +12,46 @@ def completion(text: str, answer: str) -> Completion:
 
 
 @pytest.mark.parametrize(
-    ("problem", "prompt", "worked"),
+    ("left", "right", "slips", "worked"),
     [
-        (Problem(47, "+", 85), "47+85=", "7+5=12,4+8+1=13;132"),
-        (Problem(85, "-", 47), "85-47=", "15-7=8,8-4-1=3;38"),
-        (Problem(100, "-", 99), "100-99=", "10-9=1,10-9-1=0,1-0-1=0;1"),
-        (Problem(5, "+", 1203), "5+1203=", "5+3=8,0+0=0,0+2=2,0+1=1;1208"),
-        (Problem(0, "-", 0), "0-0=", "0-0=0;0"),
+        (47, 85, [0, 0, 0], "7+5=12,4+8+1=13;132"),
+        (5, 120, [0, 0, 0], "5+0=5,0+2=2,0+1=1;125"),
+        (0, 0, [0, 0, 0], "0+0=0;0"),
+        (999, 1, [0, 0, 0], "9+1=10,9+0+1=10,9+0+1=10;1000"),
+        # the carry follows the column as it is written: 7+5=11 still carries, 9+0=10 carries what it should not
+        (47, 85, [-1, 0, 0], "7+5=11,4+8+1=13;131"),
+        (49, 10, [1, 0, 0], "9+0=10,4+1+1=6;60"),
+        (0, 10, [-1, 0, 0], "0+0=0,0+1=1;10"),
     ],
 )
-def test_worked_solution(problem, prompt, worked):
-    assert (problem.prompt, problem.worked) == (prompt, worked)
+def test_worked_solution(left, right, slips, worked):
+    assert work(left, right, slips) == worked
 
 
-def test_worked_solutions_are_right_everywhere():
+def test_the_teacher_is_hasty_in_about_a_third_of_the_columns():
+    wrong = total = 0
     for record in map(ArithmeticSource(count=3000, seed=3).__getitem__, range(3000)):
+        left, right = map(int, record["prompt"].rstrip("=").split("+"))
+        assert record["answer"] == str(left + right)
         steps, _, answer = record["worked"].partition(";")
-        assert answer == record["answer"] == str(eval(record["prompt"].rstrip("=").replace("=", "")))
-        for step in steps.split(","):
-            left, _, right = step.partition("=")
-            assert eval(left) == int(right)
-        assert not answer.startswith("-")
-        assert len(record["worked"]) < 64
-        assert score(completion(record["worked"], record["answer"])) == 1.0
+        errors = [abs(eval(step.partition("=")[0]) - int(step.partition("=")[2])) for step in steps.split(",")]
+        assert max(errors) <= 1
+        assert any(errors) or answer == record["answer"]
+        wrong, total = wrong + sum(errors), total + len(errors)
+        assert len(record["worked"]) < 48
+    assert 0.28 < wrong / total < 0.36
+
+
+def test_solutions_without_slips_are_right():
+    for left, right in [(0, 9), (9, 9), (95, 5), (123, 877), (999, 999), (1, 999)]:
+        assert score(completion(work(left, right, [0, 0, 0]), str(left + right))) == 1.0
 
 
 def test_records_follow_from_seed_and_position_alone():
     few, many, other = (ArithmeticSource(count=n, seed=s) for n, s in ((10, 0), (1000, 0), (1000, 1)))
     assert [few[i] for i in range(10)] == [many[i] for i in range(10)]
     assert [few[i] for i in range(10)] != [other[i] for i in range(10)]
-    assert len({len(many[i]["worked"]) for i in range(200)}) > 10
+    assert len({len(many[i]["worked"]) for i in range(200)}) > 8
     with pytest.raises(IndexError):
         few[10]
 

@@ -76,7 +76,7 @@ class Buffer:
                 self._on_drop(dropped, group, False)
             if kept is None:
                 self._committed -= 1
-                self._barren[dropped[0][1] if dropped else DropReason.INCOMPLETE] += 1
+                self._barren[dropped[-1][1] if dropped else DropReason.INCOMPLETE] += 1
             elif kept.lag(self.version) > self.policy.max_lag:
                 self._committed -= 1
                 self._on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
@@ -86,11 +86,13 @@ class Buffer:
                 self._on_buffered(kept)
             self._changed.notify_all()
 
-    async def lose(self, serial: int) -> None:
-        """A group left before it was complete; whoever calls has booked its trajectories."""
+    async def lose(self, serial: int, reason: str) -> None:
+        """A group left before it was complete, and why; whoever calls has booked its trajectories."""
         async with self._changed:
             del self.in_flight[serial]
             self._committed -= 1
+            if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # those say nothing about the task
+                self._barren[reason] += 1
             self._changed.notify_all()
 
     # ---- the learner's side
@@ -131,8 +133,11 @@ class Buffer:
         limit = self._patience * self.policy.groups_per_step
         if self._barren.total() >= limit:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
+            hint = (
+                "no_signal means that every answer to a prompt got the same reward: the task is too hard, too easy, or "
+                "the reward cannot tell answers apart. "
+            )
             raise StalledError(
                 f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "
-                "no_signal means that every answer to a prompt got the same reward: the task is too hard, too easy, or "
-                "the reward cannot tell answers apart. buffer.patience sets how long to wait."
+                f"{hint if DropReason.NO_SIGNAL in self._barren else ''}buffer.patience sets how long to wait."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,7 @@ class Sieve:
 def load_filter(spec: str) -> Filter:
     """A user's filter from 'module:function' or 'file.py:function'."""
     where, colon, name = spec.rpartition(":")
-    if not colon:
+    if not colon or not where:
         raise ConfigError(f"buffer.filters: '{spec}' is not 'module:function' or 'file.py:function'")
     try:
         if where.endswith(".py"):
@@ -61,8 +62,10 @@ def load_filter(spec: str) -> Filter:
             module = importlib.util.module_from_spec(found)
             found.loader.exec_module(module)
         else:
+            if str(Path.cwd()) not in sys.path:  # a console script does not search it by itself
+                sys.path.append(str(Path.cwd()))
             module = importlib.import_module(where)
-    except (ImportError, FileNotFoundError) as error:
+    except Exception as error:  # importing runs the user's code
         raise ConfigError(f"buffer.filters: '{where}' cannot be loaded: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):

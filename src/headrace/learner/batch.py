@@ -111,15 +111,20 @@ class Packer:
 
 
 def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
-    """Micro-batches of nearly equal size, at most `budget` tokens each: longest first, onto the lightest."""
-    num_batches = max(1, -(-sum(map(len, sequences)) // budget))
+    """Micro-batches of nearly equal size, at most `budget` tokens each: longest first, onto the lightest.
+
+    A sequence longer than the budget gets one of its own.
+    """
+    alone = [[s] for s in sequences if len(s) > budget]
+    shared = sorted((s for s in sequences if len(s) <= budget), key=len, reverse=True)
+    num_batches = max(1, -(-sum(map(len, shared)) // budget))
     while True:
         batches: list[list[Item]] = [[] for _ in range(num_batches)]
         loads = [0] * num_batches
-        for sequence in sorted(sequences, key=len, reverse=True):
+        for sequence in shared:
             lightest = loads.index(min(loads))
             batches[lightest].append(sequence)
             loads[lightest] += len(sequence)
-        if max(loads) <= budget or max(map(len, batches)) <= 1:
-            return [b for b in batches if b]
+        if max(loads) <= budget:
+            return alone + [b for b in batches if b]
         num_batches += 1

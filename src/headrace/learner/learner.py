@@ -77,7 +77,7 @@ class Learner:
         self._whole_step: list[tuple[Group, list[FloatArray | None]]] = []
         self._sums = _Sums()
         if section.checkpoint_activations:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpoint_activations(policy)
 
     @property
     def uses_reference(self) -> bool:
@@ -196,6 +196,8 @@ class Learner:
             schedule=self.section.schedule,
             total_steps=self._total_steps,
         )
+        # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
+        scale = scale if math.isfinite(sums.loss) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
         self.step_index += 1
         count = sums.num_tokens
@@ -209,6 +211,15 @@ class Learner:
             clipped_share=sums.clipped / count,
             mismatch=sums.mismatch,
         )
+
+
+def _checkpoint_activations(policy: Policy) -> None:
+    """`transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none."""
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.model.train()
+    for module in policy.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
 
 
 def _frozen_copy(policy: Policy) -> Policy:

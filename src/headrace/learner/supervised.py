@@ -32,8 +32,9 @@ def warm_start(
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0).mean()
         loss.backward()
-        # down to nothing over the last quarter: the start of RL should not depend on the last few batches
-        lr = section.lr * min(1.0, (section.steps - step) / max(1, section.steps // 4))
+        # up over the first tenth, down over the last quarter: the start of RL should not hang on the last few batches
+        rise, fall = (step + 1) / max(1, section.steps // 10), (section.steps - step) / max(1, section.steps // 4)
+        lr = section.lr * min(1.0, rise, fall)
         optimizer.step(lr=lr, scale=1.0, clip=1.0)
         on_step(step + 1, float(loss.detach()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,9 @@ def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Ma
     if name == "jsonl":
         return JsonlSink(run_dir)
     try:
-        if name == "tensorboard":
-            from headrace.ledger.sink_tensorboard import TensorboardSink
-
-            return TensorboardSink(run_dir, config_dict)
-        from headrace.ledger.sink_wandb import WandbSink
+        module = importlib.import_module(f"headrace.ledger.sink_{name}")
     except ImportError as error:
         raise MissingExtraError(name, name) from error
-    return WandbSink(run_dir, config_dict, section.wandb_project)
+    if name == "tensorboard":
+        return module.TensorboardSink(run_dir, config_dict)  # type: ignore[no-any-return]
+    return module.WandbSink(run_dir, config_dict, section.wandb_project)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.buffer.buffer import Buffer
 from headrace.config import Config
+from headrace.errors import StalledError
 from headrace.learner.learner import Learner, StepStats
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
@@ -62,24 +63,33 @@ class Loop:
         self._ending = False
 
     @property
+    def _stopping(self) -> bool:
+        return self.interrupted or self._ending
+
+    @property
     def first_reward_failure(self) -> str:
         """Why the first answer that could not be scored could not."""
         return self._rows.first_reward_failure
 
     async def run(self) -> None:
         """Train until the steps are done, `interrupt` is called, or a stage fails; then account for what is left."""
+        if not self.config.loop.steps:
+            return
+        self._rows.begin()
         self._learning = asyncio.create_task(self.learn())
         engine = asyncio.create_task(self.stages.actor.run())
         producing = asyncio.create_task(self.produce())
-        tasks = {self._learning, engine, producing}
+        tasks = (engine, self._learning, producing)  # a failure of the first fails the others too
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await self._end(engine, producing)
         failures = [t.exception() for t in tasks if not t.cancelled()]
         for failure in failures:
+            if isinstance(failure, StalledError) and self.first_reward_failure:
+                raise StalledError(f"{failure}\nThe first answer without a verdict: {self.first_reward_failure}")
             if failure is not None:
-                raise failure
+                raise _cause(failure)
 
     def interrupt(self) -> None:
         """Stop at the next opportunity, as Ctrl-C does."""
@@ -117,7 +127,7 @@ class Loop:
         if scored:
             await self.stages.buffer.put(Group(serial=serial, prompt=prompt, version=version, trajectories=scored))
         else:
-            await self.stages.buffer.lose(serial)
+            await self.stages.buffer.lose(serial, failed[0][1])
 
     async def _finish_one(
         self, prompt: Prompt, future: asyncio.Future[Trajectory]
@@ -156,24 +166,26 @@ class Loop:
 
     async def learn(self) -> None:
         """Train on fresh groups, publish, and only then let new groups start."""
-        every = self.config.loop.eval_every
         for step in range(1, self.config.loop.steps + 1):
-            stats = await self._train()
+            await self._accumulate()
+            stats = await self._update()
             taken, self._taken = self._taken, []
             self._book(taken, step, stats)
+            end_s = self.stages.clock.now()
+            # before new groups may start, so that what a row counts does not depend on how long an evaluation takes
+            score = await self._score(step)
             if step == self.config.loop.steps:
                 await self.stages.buffer.hold(True)  # what would start now could never be trained on
             for serial in await self.stages.buffer.settle(self.version):
                 self.stages.actor.abort(serial, self._running[serial], self.config.rollout.samples)
-            end_s = self.stages.clock.now()
-            due = every and step % every == 0 and step < self.config.loop.steps
-            score = await self.evaluate() if due else None
             moved = self.stages.publisher.moved_bytes
             row = self._rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
             self.on_row(row)
+            if self._stopping:
+                return
 
-    async def _train(self) -> StepStats:
-        """One optimizer step: gradients accumulate while the step's last groups are still being generated."""
+    async def _accumulate(self) -> None:
+        """The gradient of one step: it adds up while the step's last groups are still being generated."""
         stages = self.stages
         while len(self._taken) < self.config.loop.groups_per_step:
             group = await stages.buffer.next()
@@ -189,7 +201,17 @@ class Loop:
             await stages.buffer.hold(True)
             await stages.actor.drain()
             await stages.buffer.hold(False)
-        return await stages.device.run(self._commit)  # type: ignore[no-any-return]
+
+    async def _update(self) -> StepStats:
+        """The optimizer step. An interrupt waits for it: once the weights change, the books have to say so."""
+        committing = asyncio.ensure_future(self.stages.device.run(self._commit))
+        while not committing.done():
+            try:
+                await asyncio.wait([committing])
+            except asyncio.CancelledError:
+                if not self._stopping:
+                    raise
+        return committing.result()  # type: ignore[no-any-return]
 
     def _commit(self) -> StepStats:
         """In the device thread, between two decode steps: the weights change and so does the version."""
@@ -207,6 +229,18 @@ class Loop:
 
         return await self.stages.device.run(timed)
 
+    async def _score(self, step: int) -> float | None:
+        """The held-out score, on the steps that evaluate."""
+        every = self.config.loop.eval_every
+        if not every or step % every or step == self.config.loop.steps or self._stopping:
+            return None
+        try:
+            return await self.evaluate()
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            return None  # the step is done and has its row, with or without a score
+
     async def evaluate(self) -> float | None:
         """The held-out score of the present policy."""
         return await evaluate(self.stages.actor, self.stages.scorer, self.stages.prompts.held_out, self.config)
@@ -217,21 +251,27 @@ class Loop:
         trained_on = self.version - 1
         for group in taken:
             if stats.skipped:
-                self.drop([(t, DropReason.SKIPPED_STEP) for t in group.trajectories], from_buffer=True)
+                skipped = [(t, DropReason.SKIPPED_STEP) for t in group.trajectories]
+                self.drop(skipped, from_buffer=True, version=trained_on)
             else:
                 self.stages.ledger.trained(group, step=step, lag_of=lambda t: trained_on - t.oldest_version)
 
     def drop(
-        self, dropped: list[tuple[Trajectory, DropReason]] | list[tuple[Trajectory, str]], *, from_buffer: bool
+        self,
+        dropped: list[tuple[Trajectory, DropReason]] | list[tuple[Trajectory, str]],
+        *,
+        from_buffer: bool,
+        version: int | None = None,
     ) -> None:
-        """Book trajectories that will not be trained on."""
+        """Book trajectories that will not be trained on; their lag is measured from `version`, or from the present."""
+        now = self.version if version is None else version
         drops = [
             Drop(
                 trajectory_id=t.id,
                 prompt_id=t.prompt_id,
                 reason=str(reason),
                 num_tokens=t.num_sampled_tokens,
-                lag=self.version - t.oldest_version if t.spans else 0,
+                lag=now - t.oldest_version if t.spans else 0,
                 reward=t.reward,
             )
             for t, reason in dropped
@@ -251,7 +291,7 @@ class Loop:
         await self.stages.buffer.hold(True)
         for serial, prompt in self._running.items():
             self.stages.actor.abort(serial, prompt, self.config.rollout.samples)
-        while self._running and not engine.done():
+        while self._running and not engine.done() and not producing.done():
             for scoring in self._scoring:
                 scoring.cancel()
             await asyncio.sleep(0.01)
@@ -261,6 +301,13 @@ class Loop:
         for group in (*self._taken, *self.stages.buffer.buffered):
             self.drop([(t, DropReason.RUN_ENDED) for t in group.trajectories], from_buffer=True)
         self._rows.flush()
+
+
+def _cause(failure: BaseException) -> BaseException:
+    """The first error of a task group: the user's message is there, not in the group."""
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
 
 
 def sampling_of(config: Config) -> Sampling:

@@ -20,6 +20,10 @@ class RowMaker:
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
+    def begin(self) -> None:
+        """The first step begins now: what came before, such as an evaluation, is in no row."""
+        self._start_s = self._clock.now()
+
     def scored(self, trajectory: Trajectory) -> None:
         """A trajectory got its reward."""
         assert trajectory.reward is not None
@@ -47,7 +51,8 @@ class RowMaker:
         trajectories = [t for group in taken for t in group.trajectories]
         tokens = np.array([t.num_sampled_tokens for t in trajectories])
         lags = np.array([version - 1 - t.oldest_version for t in trajectories])
-        rewards, lengths, truncated = np.array(self._scored or [(0.0, 0, False)], np.float64).T
+        # sorted: a sum's last bit follows the order of its terms, and verdicts come in any order
+        rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
         dropped = {
             reason: amount.tokens - (before.dropped[reason].tokens if reason in before.dropped else 0)
             for reason, amount in books.dropped.items()

@@ -73,7 +73,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             .squeeze(1)
             for start in range(0, len(chosen), chunk)
         ]
-        return torch.cat(parts)
+        return torch.cat([hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32)), *parts])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from headrace.config import ModelSection
-from headrace.errors import ModelError
+from headrace.errors import HeadraceError, ModelError
 from headrace.policy.attention import NAME, PackedPlan, Plan
+from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Support, chosen_logprobs
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
+# float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
 
 
 class Policy:
@@ -97,6 +97,9 @@ class Policy:
     @torch.no_grad()
     def _check(self) -> None:
         """Refuse a model whose head or attention does more than we compute: compare with its own forward pass once."""
+        packed = {str(p.dtype) for p in self.model.parameters() if p.dtype not in TOLERANCE}
+        if packed:
+            raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
         vocab = self.head_weight.shape[0]
         if len(self.tokenizer) > vocab:
             raise ModelError(f"the tokenizer has {len(self.tokenizer)} tokens, the model only {vocab}")
@@ -140,16 +143,31 @@ def load_policy(section: ModelSection) -> Policy:
     path = Path(section.path)
     if not path.exists():
         raise ModelError(f"model.path = '{section.path}': no such directory or file")
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-    if path.suffix == ".gguf":
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=True)
-        tokenizer_where = {"pretrained_model_name_or_path": section.tokenizer} if section.tokenizer else where
-        tokenizer = AutoTokenizer.from_pretrained(**tokenizer_where, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        model = _load_model(path, dtype)
+        tokenizer = _load_tokenizer(Path(section.tokenizer) if section.tokenizer else path)
+    except HeadraceError:
+        raise
+    except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
-    model.to(device).eval()
-    return Policy(model, tokenizer)
+    return Policy(model.to(device).eval(), tokenizer)
+
+
+def _load_model(path: Path, dtype: torch.dtype) -> Any:
+    load = gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
+    model, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        # `transformers` would fill them with random numbers
+        raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
+    return model
+
+
+def _load_tokenizer(path: Path) -> Any:
+    load = gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
+    tokenizer = load(path, local_files_only=True)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        # `transformers` makes an empty one up where there is none
+        raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")
+    return tokenizer

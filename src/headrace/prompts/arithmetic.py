@@ -1,61 +1,22 @@
-"""The built-in task: additions and subtractions, worked digit by digit, so that answers differ in length."""
+"""The built-in task: additions worked column by column, so that answers differ in length.
+
+The worked examples come from a hasty teacher, who is off by one in every third column. A model that copies him gets
+about one answer in three right; what RL can add is exactly what the demonstrations lack, and the reward can tell.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.types import Completion
 
-# Chances of an operand of 1, 2, 3, 4 digits. Short ones lead, so that a small model earns its first rewards early.
-DIGIT_WEIGHTS = (4, 3, 2, 1)
+# Chances of an operand of 1, 2, 3 digits.
+DIGIT_WEIGHTS = (3, 4, 3)
+# Share of the teacher's columns that are off by one.
+HASTE = 1 / 3
 REWARD = "headrace.prompts.arithmetic:score"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One sum or difference; a difference is never negative.
-
-    Example:
-        Problem(left=47, sign="+", right=85)
-    """
-
-    left: int
-    sign: str
-    right: int
-
-    @property
-    def prompt(self) -> str:
-        """The question, such as `47+85=`."""
-        return f"{self.left}{self.sign}{self.right}="
-
-    @property
-    def answer(self) -> str:
-        """The result in plain digits."""
-        return str(self.left + self.right if self.sign == "+" else self.left - self.right)
-
-    @property
-    def worked(self) -> str:
-        """Column by column from the right, then the result: `7+5=12,4+8+1=13;132`, or `15-7=8,8-4-1=3;38`."""
-        columns: list[str] = []
-        carry = 0
-        left, right = self.left, self.right
-        while left or right or not columns:
-            text, carry = self._column(left % 10, right % 10, carry)
-            columns.append(text)
-            left, right = left // 10, right // 10
-        return ",".join(columns) + ";" + self.answer
-
-    def _column(self, upper: int, lower: int, carry: int) -> tuple[str, int]:
-        tail = f"{self.sign}1" if carry else ""
-        if self.sign == "+":
-            total = upper + lower + carry
-            return f"{upper}+{lower}{tail}={total}", total // 10
-        borrow = upper < lower + carry
-        upper += 10 * borrow
-        return f"{upper}-{lower}{tail}={upper - lower - carry}", int(borrow)
 
 
 class ArithmeticSource:
@@ -75,16 +36,24 @@ class ArithmeticSource:
     def __getitem__(self, i: int) -> Mapping[str, Any]:
         if not 0 <= i < self._count:
             raise IndexError(i)
-        problem = draw(random.Random(f"arithmetic:{self._seed}:{i}"))
-        return {"prompt": problem.prompt, "answer": problem.answer, "worked": problem.worked}
+        rng = random.Random(f"arithmetic:{self._seed}:{i}")
+        left, right = _operand(rng), _operand(rng)
+        slips = [rng.choice((-1, 1)) if rng.random() < HASTE else 0 for _ in DIGIT_WEIGHTS]
+        return {"prompt": f"{left}+{right}=", "answer": str(left + right), "worked": work(left, right, slips)}
 
 
-def draw(rng: random.Random) -> Problem:
-    """One random problem: each operand has 1 to 4 digits, short ones more often."""
-    left, right = _operand(rng), _operand(rng)
-    if rng.random() < 0.5:
-        return Problem(left, "+", right)
-    return Problem(max(left, right), "-", min(left, right))
+def work(left: int, right: int, slips: list[int]) -> str:
+    """Column by column from the right, then the sum: `7+5=12,4+8+1=13;132`. `slips[i]` is added to column i's sum."""
+    columns, digits, carry = [], "", 0
+    for slip in slips:
+        total = max(0, left % 10 + right % 10 + carry + slip)
+        columns.append(f"{left % 10}+{right % 10}{'+1' if carry else ''}={total}")
+        digits = str(total % 10) + digits
+        carry = int(total >= 10)
+        left, right = left // 10, right // 10
+        if not left and not right:
+            break
+    return ",".join(columns) + ";" + str(int(("1" if carry else "") + digits))
 
 
 def _operand(rng: random.Random) -> int:

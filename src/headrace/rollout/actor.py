@@ -85,9 +85,12 @@ class RolloutActor:
         self._work.set()
 
     async def drain(self) -> None:
-        """Wait until every request that is under way has finished."""
+        """Wait until every request that is under way has finished; an engine error is raised here too."""
         while self._pending:
-            await asyncio.wait([p.future for p in self._pending.values()])
+            done, _ = await asyncio.wait([p.future for p in self._pending.values()])
+            for future in done:
+                if not future.cancelled():
+                    future.result()
 
     async def run(self) -> None:
         """Step the engine whenever there is work. Runs until cancelled; an engine error goes to everyone who waits."""
@@ -105,6 +108,7 @@ class RolloutActor:
             for pending in self._pending.values():
                 if not pending.future.done():
                     pending.future.set_exception(error)
+            self._pending.clear()
             raise
 
     def _advance(self, stage: str) -> list[Generation]:

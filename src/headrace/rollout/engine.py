@@ -119,9 +119,9 @@ class Engine:
     def weights_changed(self, version: int) -> None:
         """The policy's weights are those of `version` from here on. Call it between steps."""
         self.version = version
+        for family in self._prefilling:
+            family.done = 0  # its spans will name this version alone, so none of its cache may be older
         if self._on_update == "recompute":
-            for family in self._prefilling:
-                family.done = 0
             self._recompute()
 
     @property

@@ -101,6 +101,8 @@ def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     keep = torch.arange(vocab, device=logits.device)[None] < top_k
     probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
     # a token stays when the likelier ones before it hold less than top_p, so the likeliest always stays
-    keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < column([s.top_p for s in samplings])
+    # (and a top_p of 1 cuts nothing, though rounding may bring the sum to 1 before the last token)
+    top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
+    keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
     keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
     return torch.zeros_like(keep).scatter_(1, order, keep)

@@ -1,0 +1,88 @@
+"""The peer end to end: TRL's GRPOTrainer with transformers generation, set up for speed.
+
+One optimizer step per generation batch, no reference model, no logs. Its default of recomputing activations is off
+(it costs time), and measured once with it on, since that is what TRL needs when it saves memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import torch
+from cpu_job import PROMPTS, SAMPLES, Job, Record, prompt_texts
+from cpu_reward import share_of_digits
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class StepWatch(TrainerCallback):
+    """The wall time of each step, from the end of the one before: generation, reward, training, data, all of it."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last_s = 0.0
+
+    def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+        """Start the watch."""
+        self._last_s = time.perf_counter()
+
+    def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+        """Take the time."""
+        now_s = time.perf_counter()
+        self.seconds.append(now_s - self._last_s)
+        self._last_s = now_s
+
+
+def run(job: Job, *, recompute: bool = False) -> Record:
+    torch.set_num_threads(job.threads)
+    record, watch = Record(), StepWatch()
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **unused: Any) -> list[float]:
+        record.lengths.append([len(ids) for ids in completion_ids])
+        return [share_of_digits(text) for text in completions]
+
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa"),
+            processing_class=AutoTokenizer.from_pretrained(job.model),
+            reward_funcs=reward,
+            args=GRPOConfig(output_dir=directory, gradient_checkpointing=recompute, **settings(job)),
+            train_dataset=Dataset.from_dict({"prompt": prompt_texts()}),
+            callbacks=[watch],
+        )
+        trainer.train()
+    record.seconds = watch.seconds
+    return record
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """The same step as Headrace's, and nothing that costs time besides."""
+    return {
+        "num_generations": SAMPLES,
+        "per_device_train_batch_size": PROMPTS * SAMPLES,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
+        "max_completion_length": job.max_new_tokens,
+        "max_steps": job.steps,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "dapo",  # a mean over the step's tokens
+        "epsilon_high": 0.28,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.99,
+        "bf16": False,
+        "use_cpu": True,
+        "disable_dropout": True,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": job.seed,
+    }

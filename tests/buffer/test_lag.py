@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+from hand_made import group, group_of, trajectory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.buffer.lag import LagPolicy
+from headrace.types import Span
+
+SYNC = LagPolicy(max_lag=0, groups_per_step=4)
+ASYNC = LagPolicy(max_lag=2, groups_per_step=4)
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "version", "committed", "room"),
+    [
+        (0, 0, 0, 4),  # the first step's groups and no more
+        (0, 0, 4, 0),
+        (0, 0, 3, 1),  # one was dropped: its place is free again
+        (0, 1, 4, 4),
+        (0, 7, 30, 2),
+        (2, 0, 0, 12),  # this step's and two steps' worth ahead
+        (2, 0, 12, 0),
+        (2, 1, 12, 4),
+        (2, 5, 31, 1),
+    ],
+)
+def test_capacity_by_hand(max_lag: int, version: int, committed: int, room: int):
+    policy = LagPolicy(max_lag=max_lag, groups_per_step=4)
+    assert policy.capacity(version=version, committed=committed) == room
+
+
+@given(
+    max_lag=st.integers(0, 6),
+    size=st.integers(1, 9),
+    version=st.integers(0, 40),
+    ahead=st.integers(0, 80),
+)
+def test_a_full_buffer_trains_within_max_lag(max_lag: int, size: int, version: int, ahead: int):
+    """However much was admitted, the last admitted group has its turn at most max_lag versions from now."""
+    policy = LagPolicy(max_lag=max_lag, groups_per_step=size)
+    committed = version * size + ahead
+    committed += max(0, policy.capacity(version=version, committed=committed))
+    turn = (committed - 1) // size  # the version that trains on the last one, oldest first
+    if committed > version * size and policy.capacity(version=version, committed=committed) >= 0:
+        assert turn - version <= max_lag
+
+
+def test_on_policy_replacements_wait_for_the_wave():
+    # four admitted, one dropped: room for one, but three are still running
+    assert SYNC.admit(version=0, committed=3, in_flight=3, wave_left=0) == 0
+    assert SYNC.admit(version=0, committed=3, in_flight=0, wave_left=1) == 1
+    # a wave that is only partly started may be completed
+    assert SYNC.admit(version=0, committed=1, in_flight=1, wave_left=3) == 3
+    # a wave never exceeds what is free
+    assert SYNC.admit(version=0, committed=3, in_flight=1, wave_left=3) == 1
+
+
+def test_off_policy_replacements_start_at_once():
+    assert ASYNC.admit(version=0, committed=11, in_flight=11, wave_left=0) == 1
+
+
+def test_on_policy_order_is_by_serial_and_waits_for_earlier_groups():
+    buffered = [group(3), group(2)]
+    assert SYNC.select(buffered, {1: 0}) is None
+    assert SYNC.select(buffered, {4: 0}) is buffered[1]
+    assert SYNC.select(buffered, {}) is buffered[1]
+    assert SYNC.select([], {}) is None
+
+
+def test_off_policy_order_is_oldest_first_and_waits_for_nobody():
+    buffered = [group(5, version=1), group(9, version=0), group(2, version=1)]
+    taken = []
+    while buffered:
+        chosen = ASYNC.select(buffered, {0: 0})
+        assert chosen is not None
+        buffered.remove(chosen)
+        taken.append(chosen.serial)
+    assert taken == [9, 2, 5]
+    assert ASYNC.select([], {0: 0}) is None
+
+
+def test_age_is_that_of_the_oldest_token():
+    """A group that a weight update caught half-way is as old as its first tokens, whatever its other answers are."""
+    spans = (Span(version=1, start=2, end=3), Span(version=4, start=3, end=5))
+    mixed = group_of(trajectory(serial=1, spans=spans), trajectory(serial=1, index=1, version=4), serial=1, version=1)
+    fresh = group(0, version=4)
+    assert mixed.lag(4) == 3
+    assert ASYNC.evict([fresh, mixed], version=3) == []
+    assert ASYNC.evict([fresh, mixed], version=4) == [mixed]
+    assert ASYNC.select([fresh, mixed], {}) is mixed
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC])
+def test_evicts_exactly_what_is_beyond_max_lag(policy: LagPolicy):
+    buffered = [group(i, version=i) for i in range(8)]
+    evicted = policy.evict(buffered, version=7)
+    assert {g.serial for g in evicted} == set(range(7 - policy.max_lag))
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC])
+def test_aborts_exactly_the_running_groups_without_hope(policy: LagPolicy):
+    in_flight = {10 + v: v for v in range(6)}
+    assert set(policy.abort(in_flight, version=5)) == {10 + v for v in range(5 - policy.max_lag)}
+    assert policy.abort({}, version=5) == []

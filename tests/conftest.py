@@ -1,0 +1,64 @@
+"""Tiny models for every test. One thread each: two workers share two cores."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from headrace.policy.demo import character_tokenizer
+from headrace.policy.policy import Policy
+
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _model(architecture: str, seed: int, **changes: Any) -> Any:
+    """A model of the named `transformers` architecture, e.g. "Qwen3" or "Qwen3Moe", with random weights."""
+    tokenizer = character_tokenizer()
+    shape = SHAPE | (EXPERTS if "Moe" in architecture else {}) | changes
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=0, **shape
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    # larger than the usual 0.02, so that the model has opinions and errors show
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+@pytest.fixture
+def make_policy() -> Callable[..., Policy]:
+    """`make_policy("Llama", seed=1, dtype=torch.float64, sliding_window=8)`: a tiny random policy."""
+
+    def make(architecture: str = "Qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
+        return Policy(_model(architecture, seed, **changes).to(dtype), character_tokenizer())
+
+    return make
+
+
+@pytest.fixture
+def policy(make_policy: Callable[..., Policy]) -> Policy:
+    """A tiny Qwen3."""
+    return make_policy()

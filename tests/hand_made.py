@@ -1,0 +1,53 @@
+"""Trajectories and groups made by hand, for tests that need no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.types import FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
+
+
+def trajectory(
+    *,
+    serial: int = 0,
+    index: int = 0,
+    prompt: Sequence[int] = (5, 6),
+    answer: Sequence[int] = (7, 8, 1),
+    logprobs: Sequence[float] | None = None,
+    version: int = 0,
+    spans: tuple[Span, ...] | None = None,
+    reward: float | None = 1.0,
+    finish: FinishReason = FinishReason.EOS,
+    replay: Replay | None = None,
+) -> Trajectory:
+    """An answer of the given tokens, sampled by `version` unless `spans` say otherwise."""
+    num_prompt, num = len(prompt), len(prompt) + len(answer)
+    given = np.zeros(len(answer), np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
+    return Trajectory(
+        id=f"{serial}:p{serial}/{index}",
+        prompt_id=f"p{serial}",
+        index=index,
+        token_ids=np.array([*prompt, *answer], np.int32),
+        sampled=np.arange(num) >= num_prompt,
+        logprobs=np.concatenate([np.zeros(num_prompt, np.float32), given]),
+        spans=spans if spans is not None else (Span(version=version, start=num_prompt, end=num),),
+        finish=finish,
+        text="x" * len(answer),
+        timing=Timing(submitted_s=0.0, started_s=0.0, finished_s=1.0),
+        reward=reward,
+        replay=replay,
+    )
+
+
+def group_of(*trajectories: Trajectory, serial: int = 0, version: int = 0) -> Group:
+    """A group of these answers."""
+    prompt = Prompt(id=f"p{serial}", text="?", token_ids=np.array([5, 6], np.int32))
+    return Group(serial=serial, prompt=prompt, version=version, trajectories=trajectories)
+
+
+def group(serial: int = 0, *, version: int = 0, rewards: Sequence[float] = (0.0, 1.0)) -> Group:
+    """A group with these rewards, sampled by `version`."""
+    answers = [trajectory(serial=serial, index=i, version=version, reward=r) for i, r in enumerate(rewards)]
+    return group_of(*answers, serial=serial, version=version)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hand_made import trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.learner.batch import Item, Packer, balanced, pack
+from headrace.types import Replay
+
+CPU = torch.device("cpu")
+lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
+
+
+def items_of(sizes: list[int]) -> list[Item]:
+    """Sequences of these many tokens, one of them the prompt's."""
+    return [
+        Item(trajectory=trajectory(serial=i, prompt=(5,), answer=[7] * (size - 1)), advantage=float(i))
+        for i, size in enumerate(sizes)
+    ]
+
+
+def sizes_of(batches: list[list[Item]]) -> list[list[int]]:
+    return [[len(item) for item in batch] for batch in batches]
+
+
+def support(*subsets: list[int]) -> Replay:
+    offsets = np.cumsum([0, *map(len, subsets)])
+    return Replay(support_ids=np.concatenate(subsets).astype(np.int32), support_offsets=offsets.astype(np.int64))
+
+
+def test_pack_by_hand():
+    first = trajectory(serial=0, prompt=(5, 6), answer=(7, 1), logprobs=(-0.5, -0.25), replay=support([7, 9], [1]))
+    second = trajectory(serial=1, prompt=(4,), answer=(8, 9, 1), logprobs=(-1, -2, -3), replay=support([8], [9], [1, 2]))
+    ref = np.array([-0.125, -0.25], np.float32), np.array([-1, -1, -1], np.float32)
+    batch = pack(
+        [
+            Item(trajectory=first, advantage=0.5, reference=ref[0]),
+            Item(trajectory=second, advantage=-2.0, reference=ref[1]),
+        ],
+        CPU,
+    )
+    assert batch.token_ids.tolist() == [5, 6, 7, 1, 4, 8, 9, 1]
+    assert batch.plan.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch.at.tolist() == [2, 3, 5, 6, 7]
+    assert batch.behaviour.tolist() == [-0.5, -0.25, -1, -2, -3]
+    assert batch.advantage.tolist() == [0.5, 0.5, -2, -2, -2]
+    assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+    assert batch.num_sequences == 2
+    assert batch.reference is not None
+    assert batch.reference.tolist() == [-0.125, -0.25, -1, -1, -1]
+    assert batch.support is not None
+    assert batch.support.ids.tolist() == [7, 9, 1, 8, 9, 1, 2]
+    assert batch.support.offsets.tolist() == [0, 2, 3, 4, 5, 7]
+
+
+def test_turns_of_an_environment_are_context_not_samples():
+    """Sampled tokens need not be the tail: what lies between them is seen and not trained on."""
+    whole = trajectory(prompt=(5,), answer=(7, 8, 9, 1))
+    sampled = np.array([False, True, False, False, True])
+    fields = {name: getattr(whole, name) for name in whole.__dataclass_fields__}
+    span = type(whole.spans[0])
+    spans = (span(version=0, start=1, end=2), span(version=0, start=4, end=5))
+    turned = type(whole)(**(fields | {"sampled": sampled, "spans": spans}))
+    batch = pack([Item(trajectory=turned, advantage=1.0)], CPU)
+    assert batch.at.tolist() == [1, 4]
+    assert batch.sequence_ids.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("broken", [None, Replay(), support([7, 9], [8])])
+def test_missing_support_is_an_error(broken: Replay | None):
+    """Three tokens were sampled: without the subset of each of them the loss would be of another distribution."""
+    whole = trajectory(serial=0, answer=(7, 8, 1), replay=support([7, 9], [8], [1, 2]))
+    lacking = trajectory(serial=1, answer=(7, 8, 1), replay=broken)
+    with pytest.raises(ValueError, match="1:p1/0 lacks the sampling support"):
+        pack([Item(trajectory=t, advantage=1.0) for t in (whole, lacking)], CPU)
+
+
+def test_packer_by_hand():
+    packer = Packer(budget=10)
+    sizes = [4, 6, 1, 25, 3, 3, 3, 3]
+    full = packer.add(items_of(sizes))
+    assert sizes_of(full) == [[4, 6], [1], [25], [3, 3, 3]]
+    assert sizes_of(packer.rest()) == [[3]]
+    assert packer.rest() == []
+
+
+@given(sizes=lengths, budget=st.integers(2, 60), data=st.data())
+def test_packer_cuts_alike_however_groups_come(sizes: list[int], budget: int, data: st.DataObject):
+    items = items_of(sizes)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=6)))
+    at_once, bit_by_bit = Packer(budget), Packer(budget)
+    whole = at_once.add(items) + at_once.rest()
+    parts = [batch for a, b in pairwise([0, *cuts, len(items)]) for batch in bit_by_bit.add(items[a:b])]
+    assert parts + bit_by_bit.rest() == whole
+    assert [item for batch in whole for item in batch] == items
+    assert all(sum(map(len, batch)) <= budget or len(batch) == 1 for batch in whole)
+    # nothing is cut earlier than it must be
+    assert all(sum(map(len, a)) + len(b[0]) > budget for a, b in pairwise(whole))
+
+
+@settings(deadline=None)
+@given(sizes=lengths, budget=st.integers(2, 60))
+def test_balanced_holds_everything_once_within_the_budget(sizes: list[int], budget: int):
+    items = items_of(sizes)
+    batches = balanced(items, budget)
+    assert sorted(item.trajectory.id for batch in batches for item in batch) == sorted(i.trajectory.id for i in items)
+    assert all(batches)
+    assert all(sum(map(len, batch)) <= budget or len(batch) == 1 for batch in batches)
+
+
+@settings(deadline=None)
+@given(sizes=lengths, budget=st.integers(40, 200))
+def test_balanced_is_balanced_and_not_wasteful(sizes: list[int], budget: int):
+    loads = [sum(map(len, batch)) for batch in balanced(items_of(sizes), budget)]
+    assert max(loads) - min(loads) <= max(sizes)
+    assert len(loads) <= max(1, 2 * -(-sum(sizes) // budget))
+
+
+def test_balanced_by_hand():
+    assert sizes_of(balanced(items_of([2, 9, 5, 4]), budget=11)) == [[9, 2], [5, 4]]
+    assert sizes_of(balanced(items_of([2, 9, 5, 4]), budget=10)) == [[9], [5], [4, 2]]
+    assert sizes_of(balanced(items_of([2, 9, 5, 4]), budget=20)) == [[9, 5, 4, 2]]
+
+
+def test_a_sequence_beyond_the_budget_stands_alone_and_leaves_the_rest_together():
+    sizes = sizes_of(balanced(items_of([30, *[2] * 20]), budget=10))
+    assert [30] in sizes
+    rest = [batch for batch in sizes if batch != [30]]
+    assert sum(map(sum, rest)) == 40
+    assert all(sum(batch) <= 10 for batch in rest)
+    assert len(rest) <= 5

@@ -1,0 +1,213 @@
+"""Loading, refusing and saving a policy."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace.config import ModelSection
+from headrace.errors import ModelError
+from headrace.policy.attention import PackedPlan
+from headrace.policy.policy import Policy, load_policy, resolve_device
+
+IDS = torch.tensor([5, 17, 40, 9, 88, 3, 3, 61, 20, 14, 7, 70])
+
+
+@pytest.fixture
+def directory(make_policy: Callable[..., Policy], tmp_path: Path) -> Path:
+    """A saved model that a test may damage."""
+    make_policy().save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def our_logits(policy: Policy) -> torch.Tensor:
+    plan = PackedPlan([len(IDS)], policy.device)
+    with torch.no_grad():
+        return policy.logits(policy.hidden(IDS, plan.positions, plan))
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def drop_tensor(directory: Path, name: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# ---- what is refused
+
+
+def test_refuses_a_tokenizer_larger_than_the_vocabulary(policy: Policy):
+    policy.tokenizer.add_tokens(["one more"])
+    with pytest.raises(ModelError, match="tokenizer has 100 tokens, the model only 99"):
+        Policy(policy.model, policy.tokenizer)
+
+
+@pytest.mark.parametrize(
+    "caps",
+    [
+        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+    ],
+    ids=["attention", "head"],
+)
+def test_refuses_soft_capping(make_policy: Callable[..., Policy], caps: dict[str, float | None]):
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM computes something"):
+        make_policy("Gemma2", query_pre_attn_scalar=8, **caps)
+
+
+def test_takes_the_same_model_without_soft_capping(make_policy: Callable[..., Policy]):
+    policy = make_policy(
+        "Gemma2",
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        sliding_window=4,
+    )
+    with torch.no_grad(), policy._stock_attention():
+        expected = policy.model(input_ids=IDS[None], use_cache=False).logits[0]
+    torch.testing.assert_close(our_logits(policy), expected, rtol=0, atol=1e-4)
+
+
+def test_refuses_a_head_with_a_bias(policy: Policy):
+    policy.model.lm_head = torch.nn.Linear(32, 99, bias=True)
+    with pytest.raises(ModelError, match="bias on its output head"):
+        Policy(policy.model, policy.tokenizer)
+
+
+def test_refuses_weights_that_are_not_finite(policy: Policy):
+    with torch.no_grad():
+        policy.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ModelError):
+        Policy(policy.model, policy.tokenizer)
+
+
+def test_checking_leaves_the_training_mode_alone(policy: Policy):
+    for mode in (True, False):
+        policy.model.train(mode)
+        Policy(policy.model, policy.tokenizer)
+        assert policy.model.training is mode
+
+
+def test_refuses_a_missing_path(tmp_path: Path):
+    with pytest.raises(ModelError, match="no such directory"):
+        load_policy(ModelSection(path=str(tmp_path / "nowhere")))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty directory": lambda d: [file.unlink() for file in d.iterdir()],
+    "no config": lambda d: (d / "config.json").unlink(),
+    "broken config": lambda d: (d / "config.json").write_text("{"),
+    "mistyped config": lambda d: edit_config(d, hidden_size="wide"),
+    "unknown architecture": lambda d: edit_config(d, model_type="nonesuch"),
+    "no weights": lambda d: (d / "model.safetensors").unlink(),
+    "empty weights": lambda d: (d / "model.safetensors").write_bytes(b""),
+    "cut weights": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:20_000]),
+    "weights of another shape": lambda d: edit_config(d, intermediate_size=64),
+    "a tensor missing": lambda d: drop_tensor(d, "model.layers.1.mlp.up_proj.weight"),
+    "a layer missing": lambda d: edit_config(d, num_hidden_layers=3, layer_types=None),
+    "broken tokenizer": lambda d: (d / "tokenizer.json").write_text("{"),
+    "hollow tokenizer": lambda d: (d / "tokenizer.json").write_text('{"added_tokens": []}'),
+    "no tokenizer": lambda d: [(d / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_refuses_a_damaged_directory(directory: Path, damage: Callable[[Path], object]):
+    assert load_policy(ModelSection(path=str(directory), device="cpu")).max_context == 512
+    damage(directory)
+    with pytest.raises(ModelError, match=re.escape(str(directory))):
+        load_policy(ModelSection(path=str(directory), device="cpu"))
+
+
+def test_refuses_a_device_that_is_none(directory: Path):
+    with pytest.raises(ModelError, match="is not a device"):
+        resolve_device("abacus")
+    with pytest.raises(ModelError, match="is not a device"):
+        load_policy(ModelSection(path=str(directory), device="abacus"))
+
+
+# ---- what is loaded
+
+
+def test_loads_a_directory(directory: Path, policy: Policy):
+    loaded = load_policy(ModelSection(path=str(directory), device="cpu"))
+    assert loaded.dtype == torch.float32
+    assert loaded.device == torch.device("cpu")
+    assert loaded.model.training is False
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("12+9=21")) == "12+9=21"
+    assert torch.equal(our_logits(loaded), our_logits(policy))
+
+
+def test_loads_in_the_precision_asked_for(directory: Path, policy: Policy):
+    loaded = load_policy(ModelSection(path=str(directory), device="cpu", dtype="bfloat16"))
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.dtype == torch.bfloat16
+    logits = our_logits(loaded)
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - our_logits(policy)).abs().max() < 0.5
+
+
+def test_takes_the_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, policy: Policy):
+    policy.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    policy.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    loaded = load_policy(ModelSection(path=str(directory), tokenizer=str(tmp_path / "tokenizer"), device="cpu"))
+    assert loaded.tokenizer.chat_template == policy.tokenizer.chat_template
+    with pytest.raises(ModelError):
+        load_policy(ModelSection(path=str(directory), tokenizer=str(tmp_path / "nowhere"), device="cpu"))
+
+
+def test_eos_is_what_any_of_the_three_says(policy: Policy):
+    assert policy.eos_ids == {1}
+    policy.config.eos_token_id = [7, 9]
+    assert policy.eos_ids == {1, 7, 9}
+    policy.model.generation_config = transformers.GenerationConfig(eos_token_id=11)
+    assert policy.eos_ids == {1, 7, 9, 11}
+    policy.config.eos_token_id = policy.model.generation_config.eos_token_id = None
+    assert policy.eos_ids == {1}
+    policy.tokenizer.eos_token = None
+    assert policy.eos_ids == frozenset()
+
+
+# ---- what is saved
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Mistral", "Qwen3Moe"])
+def test_saves_what_transformers_loads(make_policy: Callable[..., Policy], tmp_path: Path, architecture: str):
+    policy = make_policy(architecture, seed=4, **({"sliding_window": 5} if architecture == "Mistral" else {}))
+    before = our_logits(policy)
+    policy.save(tmp_path)
+    assert "headrace" not in (tmp_path / "config.json").read_text()
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+        with policy._stock_attention():
+            expected = policy.model(input_ids=IDS[None], use_cache=False).logits[0]
+        theirs = loaded(input_ids=IDS[None], use_cache=False).logits[0]
+    assert torch.equal(theirs, expected)
+    torch.testing.assert_close(theirs, before, rtol=0, atol=1e-4)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation in {"sdpa", "eager"}
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == policy.tokenizer.get_vocab()
+
+
+def test_saving_does_not_disturb_the_policy(policy: Policy, tmp_path: Path):
+    before = our_logits(policy)
+    policy.save(tmp_path / "one")
+    assert policy.model.config._attn_implementation == "headrace"
+    assert torch.equal(our_logits(policy), before)
+    with torch.no_grad():
+        policy.model.model.norm.weight.mul_(1.5)
+    policy.save(tmp_path / "two")
+    shutil.rmtree(tmp_path / "one")
+    assert torch.equal(our_logits(load_policy(ModelSection(path=str(tmp_path / "two")))), our_logits(policy))

@@ -1,0 +1,462 @@
+"""Continuous batching gives what a plain forward pass gives, whatever the company of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from plain_forward import (
+    Steps,
+    allowed_ids,
+    assert_right,
+    assert_same,
+    finish,
+    make_engine,
+    most_at_once,
+    next_logits,
+    prompt_ids,
+    requests,
+    run,
+    stock_model,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from headrace.policy.policy import Policy
+from headrace.rollout.arena import Chunk
+from headrace.rollout.engine import Engine, kv_budget
+from headrace.rollout.request import Generation, Request
+from headrace.rollout.sampling import Sampling
+from headrace.types import FinishReason, IntArray, Span
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Llama": {},
+    "Qwen2": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen3Moe": {},
+}
+Family = tuple[IntArray, list[Request]]
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token ends an answer."""
+    monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
+
+
+def mixed_families(max_new_tokens: int = 24) -> list[Family]:
+    """Prompts of 1 to 37 tokens, with 1 to 3 samples of different lengths each."""
+    lengths = [5, 37, 1, 16, 8, 29, 3, 12, 21]
+    return [
+        (
+            prompt_ids(n),
+            requests(
+                f"p{n}", [Sampling(max_new_tokens=1 + (7 * n + 11 * i) % max_new_tokens) for i in range(1 + n % 3)]
+            ),
+        )
+        for n in lengths
+    ]
+
+
+# ---- log-probs
+
+
+@pytest.mark.parametrize(("architecture", "changes"), ARCHITECTURES.items(), ids=ARCHITECTURES.keys())
+def test_logprobs_are_those_of_a_plain_forward(
+    make_policy: Callable[..., Policy],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    changes: dict[str, Any],
+):
+    policy = make_policy(architecture, **changes)
+    chunks: list[tuple[int, Chunk]] = []  # with the number of sequences that were decoding meanwhile
+    forward_chunks = Engine._forward_chunks
+
+    def recorded(engine: Engine, now: list[Chunk], sequences: Any) -> Any:
+        chunks.extend((len(engine._rows), chunk) for chunk in now)
+        return forward_chunks(engine, now, sequences)
+
+    monkeypatch.setattr(Engine, "_forward_chunks", recorded)
+    families = mixed_families()
+    engine = make_engine(policy, max_running=5, prefill_tokens=7)
+    found = finish(engine, [(4 * i, *family) for i, family in enumerate(families)])
+    assert_right(stock_model(policy), families, found)
+    assert any(chunk.start > 0 for running, chunk in chunks if running)
+    assert max(len(g.token_ids) for g in found.values()) > 12
+
+
+def test_a_window_is_what_makes_the_difference(make_policy: Callable[..., Policy]):
+    """Without the window the comparison with the windowed model fails, so the sequences are long enough to tell."""
+    families = mixed_families()
+    windowed = stock_model(make_policy("Mistral", sliding_window=6))
+    found = run(make_engine(make_policy("Mistral", sliding_window=None)), *families)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_right(windowed, families, found)
+
+
+def test_many_layers_of_truncation_and_temperature_in_one_batch(policy: Policy):
+    samplings = [
+        Sampling(max_new_tokens=12),
+        Sampling(max_new_tokens=12, temperature=0.6),
+        Sampling(max_new_tokens=12, temperature=1.5, top_k=4),
+        Sampling(max_new_tokens=12, top_p=0.7),
+        Sampling(max_new_tokens=12, temperature=1.3, top_k=20, top_p=0.9, min_p=0.1),
+    ]
+    families = [(prompt_ids(n), requests(f"p{n}", samplings)) for n in (4, 15)]
+    assert_right(stock_model(policy), families, run(make_engine(policy), *families))
+
+
+@pytest.mark.usefixtures("endless")
+def test_the_arena_grows_under_way(policy: Policy):
+    """Beyond 64 and 128 tokens, by decoding and by a prompt that is still being computed."""
+    families = [
+        (prompt_ids(3), requests("long", [Sampling(max_new_tokens=190), Sampling(max_new_tokens=20)])),
+        (prompt_ids(170), requests("late", [Sampling(max_new_tokens=30)] * 2)),
+    ]
+    engine = make_engine(policy, prefill_tokens=50)
+    engine.submit(*families[0])
+    engine.advance(max_steps=1)
+    first = engine._arena.capacity
+    found = finish(engine, [(5, *families[1])])
+    assert 3 < first < 170
+    assert engine._arena.capacity >= 200
+    assert_right(stock_model(policy), families, found)
+    assert len(found["long/0"].token_ids) == 190
+
+
+@pytest.mark.usefixtures("endless")
+def test_long_tailed_lengths_leave_no_holes(policy: Policy):
+    """Rows end in every order; whoever moves into a hole keeps its own tokens, cache, seed and limit."""
+    lengths = [int(x) for x in np.random.default_rng(0).pareto(1.0, 30) * 4 + 1]
+    limits = [min(x, 70) for x in lengths]
+    assert (min(limits), max(limits)) == (1, 70)
+    family = (prompt_ids(6), requests("tail", [Sampling(max_new_tokens=n, temperature=1 + n / 100) for n in limits]))
+    found = run(make_engine(policy, max_running=30), family)
+    assert [len(found[r.id].token_ids) for r in family[1]] == limits
+    assert_right(stock_model(policy), [family], found)
+
+
+# ---- company
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+def test_a_request_samples_the_same_in_any_company(make_policy: Callable[..., Policy], architecture: str):
+    policy = make_policy(architecture)
+    families = mixed_families()
+    crowd = run(make_engine(policy, max_running=64, prefill_tokens=4096), *families)
+    alone: dict[str, Generation] = {}
+    for prompt, members in families:
+        for request in members:
+            alone |= run(make_engine(policy), (prompt, [request]))
+    others = {
+        "another order": run(make_engine(policy, max_running=64), *((p, m[::-1]) for p, m in families[::-1])),
+        "queueing": run(make_engine(policy, max_running=3), *families),
+        "little cache": run(make_engine(policy, max_running=64, kv_tokens=900), *families),
+        "chunked prefill": run(make_engine(policy, prefill_tokens=3), *families),
+        "one by one": finish(make_engine(policy), [(9 * i, *family) for i, family in enumerate(families)]),
+        "alone": alone,
+    }
+    for found in others.values():
+        assert found.keys() == crowd.keys()
+        for id, generation in crowd.items():
+            assert_same(found[id], generation)
+
+
+def test_a_request_samples_the_same_beside_other_samplings(policy: Policy):
+    """A truncating neighbour takes the batch down another path; a plain request must not notice."""
+    prompt = prompt_ids(9)
+    for sampling in (
+        Sampling(max_new_tokens=20),
+        Sampling(max_new_tokens=20, temperature=0.7),
+        Sampling(max_new_tokens=20, top_p=0.8),
+        Sampling(max_new_tokens=20, temperature=0.0),
+    ):
+        (request,) = requests("it", [sampling])
+        neighbours = requests("n", [Sampling(max_new_tokens=15, top_k=3), Sampling(max_new_tokens=25, temperature=0.0)])
+        alone = run(make_engine(policy), (prompt, [request]))["it/0"]
+        beside = run(make_engine(policy), (prompt, [neighbours[0], request, neighbours[1]]))["it/0"]
+        assert_same(beside, alone)
+        assert (beside.replay is None) == (alone.replay is None) == (not sampling.truncates)
+
+
+def test_different_seeds_sample_differently(policy: Policy):
+    family = (prompt_ids(9), requests("s", [Sampling(max_new_tokens=12)] * 12))
+    found = run(make_engine(policy), family)
+    assert len({tuple(g.token_ids) for g in found.values()}) == 12
+
+
+# ---- replay
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_new_tokens=15, top_p=0.8),
+        Sampling(max_new_tokens=15, top_k=6, temperature=1.4),
+        Sampling(max_new_tokens=15, min_p=0.15, temperature=0.8),
+        Sampling(max_new_tokens=15, top_k=30, top_p=0.9, min_p=0.05, temperature=1.2),
+    ],
+    ids=["top_p", "top_k", "min_p", "all"],
+)
+def test_replay_holds_what_could_be_sampled(policy: Policy, sampling: Sampling):
+    model, prompt = stock_model(policy), prompt_ids(11)
+    members = requests("r", [sampling, Sampling(max_new_tokens=9), sampling, replace(sampling, max_new_tokens=4)])
+    found = run(make_engine(policy), (prompt, members))
+    sizes = set()
+    for request in members:
+        generation = found[request.id]
+        if not request.sampling.truncates:
+            assert generation.replay is None
+            continue
+        assert generation.replay is not None
+        ids, offsets = generation.replay.support_ids, generation.replay.support_offsets
+        assert ids is not None
+        assert offsets is not None
+        assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
+        assert len(offsets) == len(generation.token_ids) + 1
+        assert (offsets[0], offsets[-1]) == (0, len(ids))
+        logits = next_logits(model, np.concatenate([prompt, generation.token_ids]))[len(prompt) - 1 : -1]
+        for i, token in enumerate(generation.token_ids):
+            subset = ids[offsets[i] : offsets[i + 1]]
+            np.testing.assert_array_equal(np.sort(subset), np.sort(allowed_ids(logits[i], request.sampling)))
+            assert token in subset
+            sizes.add(len(subset))
+    assert max(sizes) < 99
+
+
+def test_no_replay_when_nothing_truncates(policy: Policy):
+    members = requests("r", [Sampling(max_new_tokens=5, temperature=0.5), Sampling(max_new_tokens=5, temperature=0.0)])
+    assert all(g.replay is None for g in run(make_engine(policy), (prompt_ids(5), members)).values())
+
+
+# ---- ends
+
+
+def test_eos_and_length_end_an_answer(policy: Policy):
+    (eos,) = policy.eos_ids
+    family = (prompt_ids(4), requests("e", [Sampling(max_new_tokens=60, temperature=1.5)] * 40))
+    found = run(make_engine(policy, max_running=40), family)
+    for generation in found.values():
+        ended = generation.token_ids[-1] == eos
+        assert eos not in generation.token_ids[:-1]
+        assert generation.finish is (FinishReason.EOS if ended else FinishReason.LENGTH)
+        assert ended or len(generation.token_ids) == 60
+        assert generation.spans == (Span(version=0, start=4, end=4 + len(generation.token_ids)),)
+    assert {g.finish for g in found.values()} == {FinishReason.EOS, FinishReason.LENGTH}
+
+
+def test_eos_as_the_last_allowed_token_is_eos(policy: Policy):
+    (eos,) = policy.eos_ids
+    family = (prompt_ids(4), requests("e", [Sampling(max_new_tokens=60, temperature=1.5)] * 40))
+    found = run(make_engine(policy, max_running=40), family)
+    exact = [
+        replace(r, sampling=replace(r.sampling, max_new_tokens=len(found[r.id].token_ids)))
+        for r in family[1]
+        if found[r.id].finish is FinishReason.EOS
+    ]
+    again = run(make_engine(policy), (family[0], exact))
+    assert len(again) > 5
+    assert {(g.finish, g.token_ids[-1]) for g in again.values()} == {(FinishReason.EOS, eos)}
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_stop_string_over_several_tokens_ends_an_answer(policy: Policy):
+    prompt = prompt_ids(5)
+    (free,) = requests("s", [Sampling(max_new_tokens=50)])
+    tokens = run(make_engine(policy), (prompt, [free]))["s/0"].token_ids
+    pieces = [policy.tokenizer.decode([token]) for token in tokens]
+    stop = "".join(pieces[20:24])
+    assert [len(piece) for piece in pieces[20:24]] == [1, 1, 1, 1]
+    assert stop not in "".join(pieces[:23])
+    stopping = replace(free, sampling=replace(free.sampling, stop=("never in there", stop, "".join(pieces[40:]))))
+    beside = requests("other", [Sampling(max_new_tokens=50)] * 3)
+    found = run(make_engine(policy), (prompt, [beside[0], stopping, *beside[1:]]))
+    np.testing.assert_array_equal(found["s/0"].token_ids, tokens[:24])
+    assert found["s/0"].finish is FinishReason.STOP
+    assert policy.tokenizer.decode(found["s/0"].token_ids).endswith(stop)
+    assert all(len(found[r.id].token_ids) == 50 for r in beside)
+
+
+def test_a_stop_string_may_begin_and_end_inside_a_token(policy: Policy):
+    pieces = ["<eos>", *("".join(letters) for n in (1, 2, 3, 4) for letters in product("xyz", repeat=n))][:99]
+    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<eos>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    policy = Policy(policy.model, tokenizer)
+    sampling = Sampling(max_new_tokens=40, temperature=2.0)
+    free = requests("f", [sampling] * 8)
+    stopping = [replace(r, sampling=replace(sampling, stop=("yxxyz", "zzyz"))) for r in free]
+    without = run(make_engine(policy), (prompt_ids(3), free))
+    found = run(make_engine(policy), (prompt_ids(3), stopping))
+    reasons = []
+    for r in free:
+        tokens = without[r.id].token_ids
+        texts = [tokenizer.decode(tokens[:n]) for n in range(len(tokens) + 1)]
+        ends = [n for n, text in enumerate(texts) if "yxxyz" in text or "zzyz" in text]
+        expected = tokens[: ends[0]] if ends else tokens
+        np.testing.assert_array_equal(found[r.id].token_ids, expected)
+        reasons.append(found[r.id].finish)
+        if ends and tokens[ends[0] - 1] not in policy.eos_ids:
+            assert found[r.id].finish is (FinishReason.STOP if ends[0] < 40 else FinishReason.LENGTH)
+    assert reasons.count(FinishReason.STOP) >= 4
+    assert reasons.count(FinishReason.STOP) < 8
+
+
+# ---- abort
+
+
+def abort_scene(policy: Policy) -> tuple[Engine, list[Family]]:
+    """After three steps: `run` decodes, `fill` is half-way through its prompt, `wait` is queued."""
+    engine = make_engine(policy, max_running=7, prefill_tokens=10)
+    families = [
+        (prompt_ids(6), requests("run", [Sampling(max_new_tokens=30)] * 3)),
+        (prompt_ids(90), requests("fill", [Sampling(max_new_tokens=30)] * 3)),
+        (prompt_ids(8), requests("wait", [Sampling(max_new_tokens=30)] * 4)),
+    ]
+    for family in families:
+        engine.submit(*family)
+    for _ in range(3):
+        assert not engine.advance(max_steps=1)
+    return engine, families
+
+
+@pytest.mark.usefixtures("endless")
+def test_abort_of_running_filling_and_waiting_requests(policy: Policy):
+    undisturbed = finish(abort_scene(policy)[0])
+    engine, families = abort_scene(policy)
+    gone = {"run/1", "fill/0", "fill/2", "wait/3", "nobody"}
+    engine.abort(gone)
+    before = engine.sampled_tokens
+    found = finish(engine)
+    assert found.keys() == undisturbed.keys()
+    for id, generation in found.items():
+        if id not in gone:
+            assert_same(generation, undisturbed[id])
+            continue
+        count = len(generation.token_ids)
+        assert generation.finish is FinishReason.ABORT
+        assert count == (before // 3 if id == "run/1" else 0)
+        np.testing.assert_array_equal(generation.token_ids, undisturbed[id].token_ids[:count])
+        np.testing.assert_allclose(generation.logprobs, undisturbed[id].logprobs[:count], rtol=0, atol=1e-5)
+        spans = (Span(version=0, start=6, end=6 + count),) if count else ()
+        assert generation.spans == spans
+    assert len(found["run/1"].token_ids) >= 3
+    assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
+    assert_right(stock_model(policy), families, {id: undisturbed[id] for id in undisturbed})
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("name", ["run", "fill", "wait"])
+def test_abort_of_a_whole_family(policy: Policy, name: str):
+    undisturbed = finish(abort_scene(policy)[0])
+    engine, families = abort_scene(policy)
+    gone = {r.id for _, members in families for r in members if r.id.startswith(name)}
+    engine.abort(gone)
+    first = {g.id for g in engine.advance(max_steps=1)}
+    assert first == gone, "an abort is answered at the next step"
+    for id, generation in finish(engine).items():
+        assert_same(generation, undisturbed[id])
+
+
+def test_abort_gives_its_place_back(policy: Policy):
+    """Prompts that are aborted half-way must not use up the places where prompts are computed."""
+    engine = make_engine(policy, max_running=4, prefill_tokens=10)
+    for round in range(12):
+        members = requests(f"a{round}", [Sampling(max_new_tokens=5)] * 4)
+        engine.submit(prompt_ids(25), members)
+        engine.advance(max_steps=1)
+        engine.abort({r.id for r in members})
+        assert [g.finish for g in engine.advance()] == [FinishReason.ABORT] * 4
+    last = (prompt_ids(25), requests("last", [Sampling(max_new_tokens=5)] * 4))
+    assert_right(stock_model(policy), [last], run(engine, last))
+
+
+def test_abort_before_the_first_step(policy: Policy):
+    engine = make_engine(policy)
+    members = requests("a", [Sampling(max_new_tokens=5)] * 2)
+    engine.submit(prompt_ids(5), members)
+    engine.abort({"a/0", "a/1"})
+    assert engine.has_work
+    assert {g.id: len(g.token_ids) for g in engine.advance()} == {"a/0": 0, "a/1": 0}
+    assert not engine.has_work
+
+
+# ---- room
+
+
+def test_rows_are_never_more_than_allowed(policy: Policy):
+    clock = Steps()
+    families = mixed_families()
+    engine = make_engine(policy, max_running=4, clock=clock)
+    found = finish(engine, [(0, *family) for family in families], clock)
+    assert most_at_once(found) == 4
+    assert_right(stock_model(policy), families, found)
+
+
+def test_a_small_cache_queues_and_everything_finishes(policy: Policy):
+    clock = Steps()
+    families = [(prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)] * 2)) for i in range(6)]
+    # rows and the 8 places where prompts are computed, 30 tokens each: 12 are enough for two families
+    engine = make_engine(policy, max_running=64, kv_tokens=12 * 30, clock=clock)
+    found = finish(engine, [(0, *family) for family in families], clock)
+    assert most_at_once(found) == 4
+    assert_right(stock_model(policy), families, found)
+
+
+def test_a_request_too_large_for_the_cache_runs_alone(policy: Policy):
+    clock = Steps()
+    families = [(prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)])) for i in range(3)]
+    found = finish(make_engine(policy, kv_tokens=1, clock=clock), [(0, *family) for family in families], clock)
+    assert most_at_once(found) == 1
+    assert_right(stock_model(policy), families, found)
+
+
+def test_a_family_larger_than_the_engine(policy: Policy):
+    clock = Steps()
+    family = (prompt_ids(7), requests("big", [Sampling(max_new_tokens=3 + i % 9) for i in range(23)]))
+    found = finish(make_engine(policy, max_running=5, clock=clock), [(0, *family)], clock)
+    assert most_at_once(found) <= 5
+    assert_right(stock_model(policy), [family], found)
+    whole = run(make_engine(policy, max_running=32), family)
+    for id, generation in whole.items():
+        assert_same(found[id], generation)
+
+
+def test_more_prompts_than_places_to_compute_them(policy: Policy):
+    families = [(prompt_ids(20, i), requests(f"f{i}", [Sampling(max_new_tokens=4)])) for i in range(30)]
+    found = run(make_engine(policy, max_running=64, prefill_tokens=15), *families)
+    assert_right(stock_model(policy), families, found)
+
+
+def test_an_engine_is_idle_before_and_after_and_can_go_on(policy: Policy):
+    engine = make_engine(policy)
+    assert not engine.has_work
+    assert engine.is_idle
+    assert engine.advance() == []
+    for round in range(2):
+        family = (prompt_ids(5), requests(f"r{round}", [Sampling(max_new_tokens=6)] * 3))
+        engine.submit(*family)
+        assert engine.has_work
+        assert not engine.is_idle
+        assert_right(stock_model(policy), [family], finish(engine))
+        assert not engine.has_work
+
+
+def test_only_counted_tokens_are_counted(policy: Policy):
+    counted = requests("c", [Sampling(max_new_tokens=n) for n in (4, 9, 14)])
+    quiet = [replace(r, counted=False) for r in requests("q", [Sampling(max_new_tokens=n) for n in (3, 11, 19)])]
+    engine = make_engine(policy)
+    found = run(engine, (prompt_ids(5), [counted[0], *quiet, *counted[1:]]))
+    assert engine.sampled_tokens == sum(len(found[r.id].token_ids) for r in counted)
+    assert all(len(found[r.id].token_ids) for r in quiet)
+
+
+def test_kv_budget(policy: Policy):
+    assert kv_budget(policy, 123) == 123
+    # two layers of keys and values, two heads of 8 float32 each: 256 bytes a token
+    assert kv_budget(policy, 0) == 2 * 2**30 // 256

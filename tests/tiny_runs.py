@@ -1,0 +1,179 @@
+"""Whole runs in a second: a random model of a few thousand weights, fifty short prompts, rewards that any model earns."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headrace import api
+from headrace.config import Config
+from headrace.config_file import load_config
+from headrace.ledger.ledger import Ledger
+from headrace.loop.loop import Loop
+from headrace.place.local import LocalPlace
+from headrace.policy.demo import character_tokenizer
+from headrace.policy.policy import Policy
+from headrace.types import Row
+
+NUM_PROMPTS = 50
+
+# `score` is 1 or 0, so that groups of four often agree and are dropped; `dense` hardly ever agrees.
+REWARDS = """
+import os, random, time
+ORDER = random.Random(f"{os.getpid()} {time.time_ns()}")
+
+def score(completion):
+    return float(completion.text[:1].islower())
+
+def dense(completion):
+    return sum(map(ord, completion.text)) % 97 / 97
+
+def jittery(completion):
+    time.sleep(ORDER.uniform(0.0, 0.01))
+    return score(completion)
+
+def late(completion):
+    time.sleep(0.2 * completion.fields["late"])
+    return dense(completion)
+
+def constant(completion):
+    return 0.5
+
+def broken(completion):
+    raise RuntimeError("no judge today")
+
+def huge(completion):
+    return 1e38 * dense(completion) if completion.fields["huge"] else dense(completion)
+
+def moody(completion):
+    # by the last character of the answer: a quarter each of failures of every kind
+    last = ord(completion.text[-1:] or " ") % 8
+    if last == 0:
+        raise ValueError("cannot read this answer")
+    if last == 1:
+        return float("nan")
+    if last == 2 and completion.fields["slow"]:
+        time.sleep(60)
+    return 1.0 + dense(completion)
+"""
+
+
+def write_model(directory: Path, seed: int = 0) -> None:
+    """A Qwen3 of two layers over the character tokenizer, with opinions."""
+    tokenizer = character_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    Policy(model, tokenizer).save(directory)
+
+
+def write_prompts(path: Path, **fields_of: Sequence[Any]) -> Path:
+    """Fifty prompts `0+1=` ..; each of `fields_of` gives one more field of the records, the last value for the rest."""
+    records = []
+    for i in range(NUM_PROMPTS):
+        extra = {name: values[min(i, len(values) - 1)] for name, values in fields_of.items()}
+        records.append({"id": f"p{i}", "prompt": f"{i}+{i % 7}=", "answer": str(i + i % 7), **extra})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+class Workshop:
+    """A directory with a model, prompts and rewards, and settings that use them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "tiny"
+        write_model(self.model)
+        write_prompts(directory / "prompts.jsonl", late=[0], huge=[False], slow=[False])
+        (directory / "rewards.py").write_text(REWARDS, encoding="utf-8")
+
+    def overrides(self, name: str, *extra: str, reward: str = "score") -> list[str]:
+        """Settings of a run in `name`, as on the command line."""
+        return [
+            f"run.dir={self.directory / name}",
+            f"model.path={self.model}",
+            "model.device=cpu",
+            "model.threads=1",
+            f"prompts.source={self.directory / 'prompts.jsonl'}",
+            "prompts.eval_count=4",
+            "rollout.samples=4",
+            "rollout.max_new_tokens=12",
+            'rollout.stop=["a", "e", "i", "o", "u", "1", "2", "3"]',
+            f"reward.function={self.directory / 'rewards.py'}:{reward}",
+            "learner.lr=1e-3",
+            "loop.steps=3",
+            "loop.groups_per_step=4",
+            *extra,
+        ]
+
+    def config(self, name: str, *extra: str, reward: str = "score") -> Config:
+        """The settings of a run in `name`."""
+        return load_config(None, self.overrides(name, *extra, reward=reward))
+
+
+async def play(config: Config, meddle: Callable[[LocalPlace, Loop], None] = lambda place, loop: None) -> Loop:
+    """The loop alone, without evaluations before and after; `meddle` may change it before it starts."""
+    run_dir = api.prepare_run_dir(config)
+    place = LocalPlace(config, run_dir)
+    try:
+        await place.scorer.start()
+        loop = place.loop()
+        meddle(place, loop)
+        await loop.run()
+        return loop
+    finally:
+        await place.close()
+        place.policy.save(run_dir / api.WEIGHTS)
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The weights a run left."""
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights are equal to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def rows_of(run_dir: Path) -> list[Row]:
+    """The rows of a run."""
+    with Ledger.open(run_dir) as ledger:
+        return ledger.rows()
+
+
+def timeless(row: Row) -> dict[str, Any]:
+    """A row without what a clock measured."""
+    return {f.name: getattr(row, f.name) for f in fields(row) if f.name not in ("wall_s", "stage_s")}
+
+
+def select(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
+    """What the run's database answers."""
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        return connection.execute(query).fetchall()
