@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 import torch
 from cpu_job import prompt_texts
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from headrace.config import ModelSection, WarmstartSection
-from headrace.learner.supervised import warm_start
 from headrace.policy.demo import ALPHABET, character_tokenizer
-from headrace.policy.policy import load_policy
-from headrace.types import Prompt
 
 VOCAB = 320
 MEAN_TOKENS, CV, CAP_TOKENS = 32, 1.0, 256
-WARM_STEPS, WARM_EXAMPLES, WARM_LR = 160, 48, 3e-3
+WARM_STEPS, WARM_EXAMPLES, WARM_LR = 160, 4, 3e-3
 STAIRS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ!#$%&'()*+,-./:;<=>?@[]^_{|}~"
 TREAD = 3  # of each character, so that 256 tokens need 86 characters
 
@@ -78,37 +74,39 @@ def _only_characters(model: Any, tokenizer: Any) -> None:
         first[characters] = 1.0
 
 
-def draw_length(share: float, longer_than: int = 0) -> int:
-    """The length, end token and all, below which `share` of the answers that are longer than `longer_than` lie."""
+def end_chances() -> torch.Tensor:
+    """The chance that an answer ends with its i-th token, given that it came so far; the cap ends what is left."""
     variance = math.log(1 + CV**2)
     normal = NormalDist(math.log(MEAN_TOKENS) - variance / 2, math.sqrt(variance))
-    passed = normal.cdf(math.log(longer_than + 0.5)) if longer_than else 0.0
-    length = round(math.exp(normal.inv_cdf(passed + share * (1 - passed))))
-    return min(max(length, longer_than + 1), CAP_TOKENS)
-
-
-def answer(length: int) -> str:
-    """A staircase that stops somewhere: where it stands says how long it is, so the chance to stop is learnt fast."""
-    return "".join(STAIRS[i // TREAD] for i in range(length - 1))
+    longer = [1.0] + [1 - normal.cdf(math.log(i + 0.5)) for i in range(1, CAP_TOKENS)]
+    return torch.tensor([1 - after / before for before, after in pairwise(longer)] + [1.0])
 
 
 def build_tail(directory: Path, seed: int = 0) -> int:
-    """A model that samples log-normal lengths."""
+    """A model that samples answers of log-normal length.
+
+    An answer climbs a staircase of characters and stops somewhere: the step it stands on says how long it is. Each
+    place is trained towards the exact chance to end there, which is what examples of drawn lengths would give on
+    average, so a few hundred of them are enough even for the rare long answers.
+    """
     num_weights = build(directory, endless=False, seed=seed)
-    policy = load_policy(ModelSection(path=str(directory), device="cpu"))
-    rng = np.random.default_rng(seed)
-    section = WarmstartSection(steps=WARM_STEPS, lr=WARM_LR, examples=WARM_EXAMPLES)
-    warm_start(policy, section, lambda n: _examples(policy.tokenizer, n, rng), lambda step, loss: None)
-    policy.save(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = character_tokenizer()
+    stairs = "".join(STAIRS[i // TREAD] for i in range(CAP_TOKENS - 1))
+    ids = torch.tensor(tokenizer([text + stairs for text in prompt_texts()])["input_ids"])
+    num_prompt = ids.shape[1] - len(stairs)
+    following = torch.tensor([*tokenizer(stairs)["input_ids"], tokenizer.eos_token_id])
+    ends = end_chances()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    for step in range(WARM_STEPS):
+        batch = ids[torch.randint(len(ids), (WARM_EXAMPLES,))]
+        logprobs = model(batch).logits[:, num_prompt - 1 :].log_softmax(-1)
+        climb = logprobs.gather(2, following.expand(WARM_EXAMPLES, -1)[:, :, None]).squeeze(2)
+        loss = -(ends * logprobs[:, :, tokenizer.eos_token_id] + (1 - ends) * climb).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = WARM_LR * min(1.0, 2 * (WARM_STEPS - step) / WARM_STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
     return num_weights
-
-
-def _examples(tokenizer: Any, n: int, rng: np.random.Generator) -> list[tuple[Prompt, str]]:
-    """Answers of log-normal length; a third of them begin half-way, or the rare long ones would be learnt badly."""
-    examples = []
-    for i, text in enumerate(rng.choice(prompt_texts(), size=n)):
-        begun = int(rng.integers(CAP_TOKENS - 1)) if i % 3 == 0 else 0
-        whole = answer(draw_length(share=(i + rng.uniform(1e-6, 1 - 1e-6)) / n, longer_than=begun))
-        ids = np.array(tokenizer(text + whole[:begun])["input_ids"], np.int32)
-        examples.append((Prompt(id=text, text=text, token_ids=ids), whole[begun:]))
-    return examples

@@ -15,6 +15,7 @@ SUMMARY: dict[str, Any] = {
     "score_before": 0.148,
     "score_after": 0.836,
     "wall_s": 84.3,
+    "loop_s": 84.3,
     "steps": 60,
     "version": 60,
     "generated_tokens": 258_600,

@@ -45,6 +45,13 @@ def late(completion):
     time.sleep(0.2 * completion.fields["late"])
     return dense(completion)
 
+def tardy(completion):
+    # a verdict that only comes when the run has that many rows
+    wanted, rows = completion.fields["rows"], completion.fields["file"]
+    while wanted and (not os.path.exists(rows) or len(open(rows).readlines()) < wanted):
+        time.sleep(0.01)
+    return dense(completion)
+
 def constant(completion):
     return 0.5
 
@@ -55,13 +62,12 @@ def huge(completion):
     return 1e38 * dense(completion) if completion.fields["huge"] else dense(completion)
 
 def moody(completion):
-    # by the last character of the answer: a quarter each of failures of every kind
-    last = ord(completion.text[-1:] or " ") % 8
-    if last == 0:
+    mood = sum(map(ord, completion.text)) % 4
+    if mood == 0:
         raise ValueError("cannot read this answer")
-    if last == 1:
+    if mood == 1:
         return float("nan")
-    if last == 2 and completion.fields["slow"]:
+    if mood == 2 and completion.fields["slow"]:
         time.sleep(60)
     return 1.0 + dense(completion)
 """

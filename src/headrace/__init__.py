@@ -23,7 +23,7 @@ __all__ = ["evaluate_run", "export", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public functions, loaded when asked for: reward processes and the planner do without torch."""
+    """The public functions, loaded when asked for: reward processes and the lighter commands do without torch."""
     if name in __all__:
         return getattr(importlib.import_module("headrace.api"), name)
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")

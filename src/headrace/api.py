@@ -31,7 +31,7 @@ from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop
 from headrace.loop.summary import summarise
-from headrace.place.local import LocalPlace
+from headrace.place.local import START, LocalPlace
 from headrace.roles import Sink
 from headrace.types import Row
 
@@ -76,17 +76,18 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
 
 
-def evaluate_run(run_dir: Path, *, samples: int | None = None) -> float | None:
+def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:
     """The held-out score of a finished run's weights."""
+    run_dir = Path(run_dir)
     config = run_config(run_dir)
     loop = config.loop if samples is None else config.loop.model_copy(update={"eval_samples": samples})
     model = config.model.model_copy(update={"path": str(weights_dir(run_dir)), "tokenizer": ""})
     return asyncio.run(_evaluate(config.model_copy(update={"model": model, "loop": loop}), run_dir))
 
 
-def export(run_dir: Path, out: Path) -> Path:
+def export(run_dir: Path | str, out: Path | str) -> Path:
     """Copy a run's weights and tokenizer to `out`, as a directory that `transformers` and engines load."""
-    source = weights_dir(run_dir)
+    source, out = weights_dir(Path(run_dir)), Path(out)
     if out.exists() and any(out.iterdir()):
         raise RunError(f"{out} exists and is not empty")
     shutil.copytree(source, out, dirs_exist_ok=True)
@@ -101,15 +102,22 @@ def prepare_run_dir(config: Config) -> Path:
             raise RunError(
                 f"{run_dir} holds an earlier run. Choose another run.dir, or replace it with run.overwrite=true"
             )
-        remove_database(run_dir)
-        for name in (SUMMARY, SETTINGS, "rows.jsonl"):
-            (run_dir / name).unlink(missing_ok=True)
+        _remove_run(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         dump(config, run_dir / SETTINGS)
     except OSError as error:
         raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
     return run_dir
+
+
+def _remove_run(run_dir: Path) -> None:
+    """Delete what an earlier run left, and nothing else: a new run that fails must not pass off old weights."""
+    remove_database(run_dir)
+    for name in (SUMMARY, SETTINGS, "rows.jsonl"):
+        (run_dir / name).unlink(missing_ok=True)
+    for name in (WEIGHTS, START, "tensorboard", "wandb"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
 def run_config(run_dir: Path) -> Config:
@@ -149,18 +157,37 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
         watcher.phase("evaluation before")
         before = await _score(place)
         watcher.phase("training")
-        await _interruptible(loop)
+        summary = _Summary(place, loop, run_dir, before)
+        try:
+            await _interruptible(loop)
+        finally:  # whatever ended the steps, what they led to is kept
+            place.policy.save(run_dir / WEIGHTS)
+            summary.write(finished=False, after=None)
+        if loop.interrupted:
+            return summary.content
         watcher.phase("evaluation after")
-        after = None if loop.interrupted else await _score(place)
-        place.policy.save(run_dir / WEIGHTS)
-        assert place.ledger is not None
-        summary = summarise(place.ledger, wall_s=place.clock.now(), before=before, after=after, loop=loop)
-        (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        return summary
+        return summary.write(finished=True, after=await _score(place))
     finally:
         for sink in sinks:
             sink.close()
         await place.close()
+
+
+class _Summary:
+    """`summary.json`, written when the steps end and again with the last evaluation."""
+
+    def __init__(self, place: LocalPlace, loop: Loop, run_dir: Path, before: float | None) -> None:
+        self.content: dict[str, Any] = {}
+        self._place, self._loop, self._run_dir, self._before = place, loop, run_dir, before
+
+    def write(self, *, finished: bool, after: float | None) -> dict[str, Any]:
+        """Bring the file up to date; returns its content."""
+        assert self._place.ledger is not None
+        totals = summarise(self._place.ledger, self._loop, wall_s=self._place.clock.now())
+        scores = {"score_before": self._before, "score_after": after}
+        self.content = {"run_dir": str(self._run_dir), "finished": finished, **scores, **totals}
+        (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
+        return self.content
 
 
 async def _interruptible(loop: Loop) -> None:

@@ -142,7 +142,9 @@ class LearnerSection(Section):
     )
     correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
     correction_high: PositiveFloat = setting(2.0, "truncated: largest weight; masked: a larger weight drops the token")
-    kl_coef: NonNegativeFloat = setting(0.0, "strength of the pull towards the reference (the start weights); 0 is off")
+    kl_coef: NonNegativeFloat = setting(
+        0.0, "pull towards the reference, the weights before the first RL step; 0 is off"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the divergence from the reference")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the divergence to the loss, or subtract it from the reward")
 
@@ -155,7 +157,7 @@ class LoopSection(Section):
     max_lag: NonNegativeInt = setting(0, "how many versions old a trained token may be; 0 is strictly on-policy")
     eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")
     eval_samples: PositiveInt = setting(1, "answers per held-out prompt")
-    eval_temperature: NonNegativeFloat = setting(1.0, "for evaluation; 0 is greedy")
+    eval_temperature: NonNegativeFloat = setting(1.0, "for evaluation, over the whole vocabulary; 0 is greedy")
 
 
 class WarmstartSection(Section):
@@ -226,6 +228,11 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"learner.loss = 'reinforce' and loop.max_lag = {config.loop.max_lag}: nothing corrects for old samples; "
             "set learner.correction = 'truncated', or take another loss"
+        )
+    if config.learner.correction == "truncated" and config.learner.loss in ("cispo", "gspo"):
+        found.append(
+            f"learner.correction = 'truncated' and learner.loss = '{config.learner.loss}': that loss bounds its weight "
+            "itself; use learner.correction = 'masked' or 'none'"
         )
     kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
     if 0 < config.rollout.kv_tokens < kv_needed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from headrace.types import Row
@@ -28,4 +28,12 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write what is still held back."""
+        ...
+
+
+class Device(Protocol):
+    """Runs one piece of device work at a time, off the event loop."""
+
+    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """The result of `work(*args)`."""
         ...

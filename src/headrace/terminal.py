@@ -78,7 +78,7 @@ class Terminal:
         self._progress: tuple[int, int, str] | None = None
         self._quarter = 0
         self._training = False
-        self._run_dir: Path | str = "runs/latest"
+        self._run_dir: Path | str = ""
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -238,11 +238,11 @@ class Terminal:
         self._print(Text(f"  held-out score  {scores}", style="bold"))
 
     def _show_stages(self, summary: Mapping[str, Any]) -> None:
-        self._section("time", "how long each stage was busy; stages can overlap")
-        wall, wall_s = str(summary["wall"]), float(summary["wall_s"])
+        self._section("time", "how long each stage was busy during the steps; stages can overlap")
+        wall, loop_s = str(summary["wall"]), float(summary["loop_s"])
         for stage in STAGES:
             busy_s = float(summary["stage_s"].get(stage, 0.0))
-            share = busy_s / wall_s if wall_s else 0.0
+            share = busy_s / loop_s if loop_s else 0.0
             mark = self._glyphs.mark if stage == wall else " "
             line = f"{mark} {stage:<9} {busy_s:>9,.1f} s {self._bar(share, 20)} {share:>5.0%}  {STAGE_WORDS[stage]}"
             self._print(Text(line, style="bold" if stage == wall else ""))
@@ -276,6 +276,8 @@ class Terminal:
                 "kept in": str(run_dir),
             }
         )
+        if summary.get("reward_failure"):
+            self._paragraph(f"The first answer without a verdict: {summary['reward_failure']}")
         self._section("next")
         for command, effect in ((f"audit {run_dir}", "check the books"), (f"export {run_dir} OUT", "get the model")):
             self._print(Text(f"  {f'headrace {command}':<40}  # {effect}"), one_line=True)

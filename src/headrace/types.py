@@ -45,7 +45,7 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem, with a stable id. `fields` is the data set's own record, handed to the reward unchanged.
+    """One problem, with a stable id. `fields` is the rest of the data set's record, for the reward.
 
     Example:
         Prompt(id="train-17", text="12+9=", token_ids=np.array([5, 6, 14, 13, 15], np.int32), fields={"answer": "21"})
@@ -197,6 +197,17 @@ class Completion:
     fields: Mapping[str, Any]
     num_tokens: int
     finish: str
+
+    @classmethod
+    def of(cls, prompt: Prompt, trajectory: Trajectory) -> Completion:
+        """What the reward function is to see."""
+        return cls(
+            prompt=prompt.text,
+            text=trajectory.text,
+            fields=prompt.fields,
+            num_tokens=trajectory.num_sampled_tokens,
+            finish=str(trajectory.finish),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

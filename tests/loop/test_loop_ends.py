@@ -84,10 +84,10 @@ async def test_a_reward_that_always_fails_stalls_and_says_why(workshop: Workshop
 
 @pytest.fixture(scope="module")
 def moody_run(workshop: Workshop) -> Path:
-    """A reward that raises, hangs and returns NaN for some answers, by their last character."""
-    path = write_prompts(workshop.directory / "moody.jsonl", slow=[False, True, False])
-    extra = (f"prompts.source={path}", "prompts.shuffle=false", "reward.timeout_s=0.3", "reward.retries=0")
-    api.train(workshop.config("moody", *extra, "rollout.samples=6", "loop.steps=4", reward="moody"))
+    """A reward that raises, hangs and returns NaN for some answers, by their characters."""
+    path = write_prompts(workshop.directory / "moody.jsonl", slow=[True, True, False])
+    extra = (f"prompts.source={path}", "prompts.shuffle=false", "reward.timeout_s=0.3", "reward.retries=0", "reward.workers=2")
+    api.train(workshop.config("moody", *extra, "rollout.samples=6", "loop.steps=3", reward="moody"))
     return workshop.directory / "moody"
 
 

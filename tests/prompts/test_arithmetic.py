@@ -28,7 +28,7 @@ def test_worked_solution(left, right, slips, worked):
     assert work(left, right, slips) == worked
 
 
-def test_the_teacher_is_hasty_in_about_a_third_of_the_columns():
+def test_the_teacher_is_hasty_in_two_columns_of_five():
     wrong = total = 0
     for record in map(ArithmeticSource(count=3000, seed=3).__getitem__, range(3000)):
         left, right = map(int, record["prompt"].rstrip("=").split("+"))
@@ -39,7 +39,7 @@ def test_the_teacher_is_hasty_in_about_a_third_of_the_columns():
         assert any(errors) or answer == record["answer"]
         wrong, total = wrong + sum(errors), total + len(errors)
         assert len(record["worked"]) < 48
-    assert 0.28 < wrong / total < 0.36
+    assert 0.34 < wrong / total < 0.42  # a slip below zero is none
 
 
 def test_solutions_without_slips_are_right():
@@ -51,7 +51,7 @@ def test_records_follow_from_seed_and_position_alone():
     few, many, other = (ArithmeticSource(count=n, seed=s) for n, s in ((10, 0), (1000, 0), (1000, 1)))
     assert [few[i] for i in range(10)] == [many[i] for i in range(10)]
     assert [few[i] for i in range(10)] != [other[i] for i in range(10)]
-    assert len({len(many[i]["worked"]) for i in range(200)}) > 8
+    assert len({len(many[i]["worked"]) for i in range(200)}) > 6
     with pytest.raises(IndexError):
         few[10]
 

@@ -13,6 +13,7 @@ import pytest
 from plain_forward import Steps, make_engine, prompt_ids, stock_model
 from plain_forward import plain_logprobs as expected_logprobs
 
+from headrace.errors import DataError
 from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor, trajectory_id
 from headrace.rollout.engine import Engine
@@ -234,6 +235,16 @@ async def test_abort_gives_what_was_sampled_so_far(policy: Policy):
     assert sum(scene.booked) == 25 + sum(t.num_sampled_tokens for t in aborted)
 
 
+async def test_a_group_that_starts_as_another_is_aborted_finishes(policy: Policy):
+    async with acting(policy) as scene:
+        old = scene.actor.start(0, PROMPTS[0], [LONG] * 2)
+        scene.actor.abort(0, PROMPTS[0], 2)
+        new = scene.actor.start(1, PROMPTS[1], [SHORT] * 2)
+        async with asyncio.timeout(30):
+            trajectories = await asyncio.gather(*old, *new)
+    assert [t.num_sampled_tokens for t in trajectories] == [0, 0, 6, 6]
+
+
 async def test_abort_leaves_evaluation_alone(policy: Policy):
     async with acting(policy) as scene:
         counted = scene.actor.start(0, PROMPTS[0], [LONG])
@@ -260,7 +271,7 @@ async def test_drain_waits_for_everything_under_way(policy: Policy):
         futures = [f for serial, p in enumerate(PROMPTS) for f in scene.actor.start(serial, p, [MIDDLE, SHORT])]
         await scene.actor.drain()
         assert all(future.done() for future in futures)
-        assert scene.actor.engine.is_idle
+        assert not scene.actor.engine.has_work
         await asyncio.wait_for(scene.actor.drain(), 5)
 
 
@@ -296,6 +307,16 @@ async def test_an_engine_error_reaches_everyone_who_waits(policy: Policy, monkey
             await scene.running
         with pytest.raises(ZeroDivisionError, match="the engine broke"):
             await draining
+        await asyncio.wait_for(scene.actor.drain(), 5)
+
+
+async def test_what_cannot_fit_the_context_is_refused(make_policy: Callable[..., Policy]):
+    policy = make_policy(max_position_embeddings=20)
+    async with acting(policy) as scene:
+        with pytest.raises(DataError, match="prompt 'p17' has 17 tokens and may get 6 new ones"):
+            scene.actor.start(0, PROMPTS[2], [Sampling(max_new_tokens=3), SHORT])
+        (trajectory,) = await asyncio.gather(*scene.actor.start(0, PROMPTS[2], [Sampling(max_new_tokens=3)]))
+        assert len(trajectory.token_ids) == 20
         await asyncio.wait_for(scene.actor.drain(), 5)
 
 

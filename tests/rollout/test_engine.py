@@ -27,7 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.policy.policy import Policy
-from headrace.rollout.arena import Chunk
+from headrace.rollout import engine as engine_module
+from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling
@@ -74,19 +75,26 @@ def test_logprobs_are_those_of_a_plain_forward(
     changes: dict[str, Any],
 ):
     policy = make_policy(architecture, **changes)
-    chunks: list[tuple[int, Chunk]] = []  # with the number of sequences that were decoding meanwhile
-    forward_chunks = Engine._forward_chunks
+    events: list[str] = []
 
-    def recorded(engine: Engine, now: list[Chunk], sequences: Any) -> Any:
-        chunks.extend((len(engine._rows), chunk) for chunk in now)
-        return forward_chunks(engine, now, sequences)
+    class RecordedPrefill(PrefillPlan):
+        def __init__(self, arena: Arena, chunks: list[Chunk], device: Any) -> None:
+            super().__init__(arena, chunks, device)
+            events.extend("later chunk" if chunk.start else "first chunk" for chunk in chunks)
 
-    monkeypatch.setattr(Engine, "_forward_chunks", recorded)
+    class RecordedDecode(DecodePlan):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            events.append("decode")
+
+    monkeypatch.setattr(engine_module, "PrefillPlan", RecordedPrefill)
+    monkeypatch.setattr(engine_module, "DecodePlan", RecordedDecode)
     families = mixed_families()
     engine = make_engine(policy, max_running=5, prefill_tokens=7)
     found = finish(engine, [(4 * i, *family) for i, family in enumerate(families)])
     assert_right(stock_model(policy), families, found)
-    assert any(chunk.start > 0 for running, chunk in chunks if running)
+    # prompts were cut, and decoding went on between their parts
+    assert "later chunk, decode, later chunk" in ", ".join(events)
     assert max(len(g.token_ids) for g in found.values()) > 12
 
 
@@ -124,7 +132,7 @@ def test_the_arena_grows_under_way(policy: Policy):
     first = engine._arena.capacity
     found = finish(engine, [(5, *families[1])])
     assert 3 < first < 170
-    assert engine._arena.capacity >= 200
+    assert engine._arena.capacity > 170
     assert_right(stock_model(policy), families, found)
     assert len(found["long/0"].token_ids) == 190
 
@@ -273,13 +281,14 @@ def test_a_stop_string_over_several_tokens_ends_an_answer(policy: Policy):
     stop = "".join(pieces[20:24])
     assert [len(piece) for piece in pieces[20:24]] == [1, 1, 1, 1]
     assert stop not in "".join(pieces[:23])
-    stopping = replace(free, sampling=replace(free.sampling, stop=("never in there", stop, "".join(pieces[40:]))))
     beside = requests("other", [Sampling(max_new_tokens=50)] * 3)
-    found = run(make_engine(policy), (prompt, [beside[0], stopping, *beside[1:]]))
-    np.testing.assert_array_equal(found["s/0"].token_ids, tokens[:24])
-    assert found["s/0"].finish is FinishReason.STOP
-    assert policy.tokenizer.decode(found["s/0"].token_ids).endswith(stop)
-    assert all(len(found[r.id].token_ids) == 50 for r in beside)
+    for stops in ((stop,), ("never in there", stop, "".join(pieces[40:]))):
+        stopping = replace(free, sampling=replace(free.sampling, stop=stops))
+        found = run(make_engine(policy), (prompt, [beside[0], stopping, *beside[1:]]))
+        np.testing.assert_array_equal(found["s/0"].token_ids, tokens[:24])
+        assert found["s/0"].finish is FinishReason.STOP
+        assert policy.tokenizer.decode(found["s/0"].token_ids).endswith(stop)
+        assert all(len(found[r.id].token_ids) == 50 for r in beside)
 
 
 def test_a_stop_string_may_begin_and_end_inside_a_token(policy: Policy):
@@ -386,6 +395,34 @@ def test_abort_before_the_first_step(policy: Policy):
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("gone", [[0], [1], [3], [1, 2], [0, 1, 2, 3]])
+def test_abort_of_any_that_wait(policy: Policy, gone: list[int]):
+    engine = make_engine(policy, max_running=2)
+    first = (prompt_ids(5), requests("first", [Sampling(max_new_tokens=9)] * 2))
+    waiting = [(prompt_ids(7, i), requests(f"w{i}", [Sampling(max_new_tokens=4)] * 2)) for i in range(4)]
+    for family in (first, *waiting):
+        engine.submit(*family)
+    engine.advance(max_steps=1)
+    engine.abort({f"w{i}/{j}" for i in gone for j in (0, 1)})
+    found = finish(engine)
+    aborted = {id for id, generation in found.items() if generation.finish is FinishReason.ABORT}
+    assert aborted == {f"w{i}/{j}" for i in gone for j in (0, 1)}
+    stayed = [first, *(family for i, family in enumerate(waiting) if i not in gone)]
+    assert_right(stock_model(policy), stayed, {id: g for id, g in found.items() if id not in aborted})
+
+
+def test_what_comes_right_after_an_abort_is_not_lost(policy: Policy):
+    engine = make_engine(policy)
+    old = (prompt_ids(5), requests("old", [Sampling(max_new_tokens=5)] * 2))
+    new = (prompt_ids(6), requests("new", [Sampling(max_new_tokens=5)] * 2))
+    engine.submit(*old)
+    engine.abort({"old/0", "old/1"})
+    engine.submit(*new)
+    found = finish(engine)
+    assert found.keys() == {"old/0", "old/1", "new/0", "new/1"}
+    assert_right(stock_model(policy), [new], {id: found[id] for id in ("new/0", "new/1")})
+
+
 # ---- room
 
 
@@ -401,8 +438,7 @@ def test_rows_are_never_more_than_allowed(policy: Policy):
 def test_a_small_cache_queues_and_everything_finishes(policy: Policy):
     clock = Steps()
     families = [(prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)] * 2)) for i in range(6)]
-    # rows and the 8 places where prompts are computed, 30 tokens each: 12 are enough for two families
-    engine = make_engine(policy, max_running=64, kv_tokens=12 * 30, clock=clock)
+    engine = make_engine(policy, max_running=64, kv_tokens=4 * 30, clock=clock)
     found = finish(engine, [(0, *family) for family in families], clock)
     assert most_at_once(found) == 4
     assert_right(stock_model(policy), families, found)
@@ -436,13 +472,11 @@ def test_more_prompts_than_places_to_compute_them(policy: Policy):
 def test_an_engine_is_idle_before_and_after_and_can_go_on(policy: Policy):
     engine = make_engine(policy)
     assert not engine.has_work
-    assert engine.is_idle
     assert engine.advance() == []
     for round in range(2):
         family = (prompt_ids(5), requests(f"r{round}", [Sampling(max_new_tokens=6)] * 3))
         engine.submit(*family)
         assert engine.has_work
-        assert not engine.is_idle
         assert_right(stock_model(policy), [family], finish(engine))
         assert not engine.has_work
 

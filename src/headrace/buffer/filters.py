@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.config import BufferSection
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.types import DropReason, FinishReason, Group, Trajectory
 
 Filter = Callable[[Group], bool]
@@ -41,7 +41,11 @@ class Sieve:
         if not group.trajectories:
             return DropReason.INCOMPLETE
         for name, keep in self._own:
-            if not keep(group):
+            try:
+                kept = keep(group)
+            except Exception as error:
+                raise HeadraceError(f"the filter '{name}' failed on prompt '{group.prompt.id}': {error!r}") from error
+            if not kept:
                 return f"filter:{name}"
         rewards = {t.reward for t in group.trajectories}
         if self._section.drop_no_signal and len(rewards) == 1:

@@ -1,6 +1,6 @@
 """The lag policy: every decision about how far generation may run ahead of training, in one object.
 
-The buffer asks it, the simulator asks the same object, and nothing else in the system decides about staleness.
+The buffer asks it, and nothing else in the system decides about staleness. It knows no clock and no tensor.
 """
 
 from __future__ import annotations

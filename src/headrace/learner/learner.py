@@ -74,7 +74,7 @@ class Learner:
         self._optimizer = Optimizer(policy.model.parameters(), section)
         self._reference = _frozen_copy(policy) if section.kl_coef else None
         self._packer = Packer(section.micro_batch_tokens)
-        self._whole_step: list[tuple[Group, list[FloatArray | None]]] = []
+        self._pending: list[tuple[Group, list[FloatArray | None]]] = []
         self._sums = _Sums()
         if section.checkpoint_activations:
             _checkpoint_activations(policy)
@@ -101,7 +101,7 @@ class Learner:
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
         known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
-        self._whole_step.append((group, known))
+        self._pending.append((group, known))
         if needs_whole_step(self.section.advantage):
             return []
         return self._packer.add(self._items())
@@ -114,7 +114,7 @@ class Learner:
 
     def _items(self) -> list[Item]:
         """The groups taken in so far, with their advantages."""
-        pending, self._whole_step = self._whole_step, []
+        pending, self._pending = self._pending, []
         rewards = [self._rewards(group, references) for group, references in pending]
         found = advantages(self.section.advantage, rewards)
         return [

@@ -24,14 +24,7 @@ async def evaluate(actor: RolloutActor, scorer: Scorer, prompts: list[Prompt], c
 
     async def one(prompt: Prompt, future: asyncio.Future[Trajectory]) -> float | None:
         trajectory = await future
-        completion = Completion(
-            prompt=prompt.text,
-            text=trajectory.text,
-            fields=prompt.fields,
-            num_tokens=trajectory.num_sampled_tokens,
-            finish=str(trajectory.finish),
-        )
-        return (await scorer.score(completion)).reward
+        return (await scorer.score(Completion.of(prompt, trajectory))).reward
 
     answers = [
         one(prompt, future)

@@ -25,7 +25,8 @@ from headrace.loop.rows import RowMaker
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
-from headrace.rollout.actor import Device, RolloutActor
+from headrace.roles import Device
+from headrace.rollout.actor import RolloutActor
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
@@ -136,13 +137,7 @@ class Loop:
         trajectory = await future
         if trajectory.finish is FinishReason.ABORT:
             return trajectory, DropReason.RUN_ENDED if self._ending else DropReason.STALE
-        completion = Completion(
-            prompt=prompt.text,
-            text=trajectory.text,
-            fields=prompt.fields,
-            num_tokens=trajectory.num_sampled_tokens,
-            finish=str(trajectory.finish),
-        )
+        completion = Completion.of(prompt, trajectory)
         with self.stages.clock.span("reward", version=self.version):
             scoring = asyncio.create_task(self.stages.scorer.score(completion))
             self._scoring.add(scoring)

@@ -9,17 +9,12 @@ from headrace.loop.loop import Loop
 from headrace.types import STAGES, StageTimes
 
 
-def summarise(
-    ledger: Ledger, *, wall_s: float, before: float | None, after: float | None, loop: Loop
-) -> dict[str, Any]:
+def summarise(ledger: Ledger, loop: Loop, *, wall_s: float) -> dict[str, Any]:
     """Totals of the run. `wall_s` is the whole command, `loop_s` the steps alone; goodput is over the latter."""
     rows, books = ledger.rows(), ledger.totals()
     loop_s = sum(row.wall_s for row in rows)
     stage_s = StageTimes(**{stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES})
     return {
-        "finished": not loop.interrupted,
-        "score_before": before,
-        "score_after": after,
         "wall_s": wall_s,
         "loop_s": loop_s,
         "steps": len(rows),

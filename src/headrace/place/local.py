@@ -25,6 +25,8 @@ from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.types import Group, Trajectory
 
+START = "start"  # where the demo model is made
+
 
 class LocalPlace:
     """Builds the stages from settings and puts them where they run."""
@@ -109,7 +111,7 @@ class LocalPlace:
     def _load(self) -> Policy:
         section = self.config.model
         if section.path == "demo":
-            start = self.run_dir / "start"
+            start = self.run_dir / START
             build_demo(start, self.config.run.seed)
             section = section.model_copy(update={"path": str(start)})
         return load_policy(section)

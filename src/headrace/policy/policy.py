@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ class Policy:
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
+        self.num_layers: int = self.config.num_hidden_layers
+        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        per_head = self.config.hidden_size // self.config.num_attention_heads
+        self.head_size: int = getattr(self.config, "head_dim", None) or per_head
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -45,7 +50,7 @@ class Policy:
         """Longest sequence the model was made for."""
         return int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
 
-    @property
+    @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end an answer: the tokenizer's and the model's own."""
         ids = {self.tokenizer.eos_token_id}

@@ -6,22 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.errors import DataError
+from headrace.roles import Device
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling, request_seed
 from headrace.types import Prompt, Timing, Trajectory
-
-
-class Device(Protocol):
-    """Runs one piece of device work at a time, off the event loop."""
-
-    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """The result of `work(*args)`."""
-        ...
 
 
 @dataclass(slots=True)
@@ -65,6 +58,13 @@ class RolloutActor:
 
         What is not `counted` (evaluation) draws other noise and stays out of the books.
         """
+        needed = len(prompt.token_ids) + max(s.max_new_tokens for s in samplings)
+        if needed > self.engine.policy.max_context:
+            raise DataError(
+                f"prompt '{prompt.id}' has {len(prompt.token_ids)} tokens and may get "
+                f"{needed - len(prompt.token_ids)} new ones (rollout.max_new_tokens): more than the model's context of "
+                f"{self.engine.policy.max_context}; lower rollout.max_new_tokens or prompts.max_tokens"
+            )
         loop = asyncio.get_running_loop()
         now_s = self._clock()
         requests, futures = [], []

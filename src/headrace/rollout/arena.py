@@ -16,45 +16,36 @@ GROWTH_TOKENS = 64
 
 
 class Arena:
-    """Keys and values of every layer, growing in length as sequences do."""
+    """Keys and values of every layer. It grows, in rows and in length, as far as the running sequences need."""
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_rows: int,
-        num_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, *, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.num_rows = num_rows
+        self.num_rows = 0
         self.capacity = 0
-        self._shape = (num_rows, num_heads, head_size)
-        self.keys = [
-            torch.empty(num_rows, num_heads, 0, head_size, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
+        self.keys = [torch.empty(0, num_heads, 0, head_size, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty_like(keys) for keys in self.keys]
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for sequences of this length."""
-        if num_tokens <= self.capacity:
+    def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0) -> None:
+        """Make room for so many sequences of this length; none will grow beyond `most_tokens`."""
+        if num_rows <= self.num_rows and num_tokens <= self.capacity:
             return
-        capacity = max(num_tokens, min(2 * self.capacity, self.capacity + 1024))
-        capacity = -(-capacity // GROWTH_TOKENS) * GROWTH_TOKENS
-        rows, heads, size = self._shape
+        rows, capacity = max(num_rows, self.num_rows), self.capacity
+        if num_tokens > capacity:
+            ahead = min(max(num_tokens, most_tokens), max(num_tokens, 2 * capacity, GROWTH_TOKENS))
+            capacity = -(-ahead // 8) * 8
         for caches in (self.keys, self.values):
             for layer, old in enumerate(caches):
                 # zeros, not empty: masked places are multiplied by a probability of zero, and 0 * NaN is NaN
-                caches[layer] = old.new_zeros(rows, heads, capacity, size)
-                caches[layer][:, :, : self.capacity] = old
-        self.capacity = capacity
+                caches[layer] = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
+                caches[layer][: self.num_rows, :, : self.capacity] = old
+        self.num_rows, self.capacity = rows, capacity
 
-    def copy(self, source: int, start: int, end: int, num_tokens: int) -> None:
-        """Copy the first tokens of row `source` into rows `start` to `end`."""
-        for caches in (self.keys, self.values):
-            for cache in caches:
-                cache[start:end, :, :num_tokens] = cache[source, :, :num_tokens]
+    def copy(self, other: Arena, source: int, start: int, end: int, num_tokens: int) -> None:
+        """Copy the first tokens of row `source` of an arena (this or another) into rows `start` to `end` of this."""
+        pairs = zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True)
+        for mine, theirs in pairs:
+            mine[start:end, :, :num_tokens] = theirs[source, :, :num_tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from headrace.types import FinishReason, IntArray
 STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Family:
     """Requests that share one prompt, from submission until their prompt is in the arena."""
 
@@ -56,32 +56,24 @@ class Engine:
         self.sampled_tokens = 0  # counted ones, ever
         self.prefill_tokens = prefill_tokens
         self._kv_tokens, self._on_update, self._clock = kv_tokens, on_update, clock
-        config = policy.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._max_running = max_running
-        self._arena = Arena(
-            num_layers=config.num_hidden_layers,
-            num_rows=max_running + STAGING_ROWS,
-            num_heads=heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            dtype=policy.dtype,
-            device=policy.device,
-        )
+        self._arena, self._staging = _arena(policy), _arena(policy)
         self._rows = Rows()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
         self._prefilling: list[_Family] = []
-        self._free_staging = list(range(max_running, max_running + STAGING_ROWS))
+        self._free_staging = list(range(STAGING_ROWS))
         self._finished: list[Generation] = []
 
     # ---- called from any thread
 
     def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
         """Queue the samples of one prompt."""
-        for start in range(0, len(requests), self._max_running):
-            part = list(requests[start : start + self._max_running])
-            longest = len(prompt) + max(r.sampling.max_new_tokens for r in part)
-            self._inbox.append(partial(self._waiting.append, _Family(prompt, part, longest)))
+        longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
+        at_once = max(1, min(self._max_running, self._kv_tokens // longest))
+        for start in range(0, len(requests), at_once):
+            family = _Family(prompt, list(requests[start : start + at_once]), longest)
+            self._inbox.append(partial(self._waiting.append, family))
 
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step; they come back with the tokens they have and finish ABORT."""
@@ -124,11 +116,6 @@ class Engine:
         if self._on_update == "recompute":
             self._recompute()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is running: what `on_update = "drain"` waits for."""
-        return not (self._inbox or self._waiting or self._prefilling or len(self._rows))
-
     # ---- inside
 
     def _admit(self) -> None:
@@ -138,7 +125,7 @@ class Engine:
             family = self._waiting[0]
             num_rows = len(self._rows) + reserved + len(family.requests)
             longest = max([family.longest, self._rows.longest_possible, *(f.longest for f in self._prefilling)])
-            fits = num_rows <= self._max_running and (num_rows + STAGING_ROWS) * longest <= self._kv_tokens
+            fits = num_rows <= self._max_running and num_rows * longest <= self._kv_tokens
             alone = not len(self._rows) and not self._prefilling
             if not (fits or alone):
                 break
@@ -159,17 +146,18 @@ class Engine:
                 complete.append((family, len(chunks) - 1))
             if not budget:
                 break
-        last_hidden = self._forward_chunks([c for _, c in chunks], [family.prompt for family, _ in chunks])
+        self._staging.reserve(STAGING_ROWS, max(c.end for _, c in chunks))
+        sequences = [family.prompt for family, _ in chunks]
+        last_hidden = self._forward_chunks(self._staging, [c for _, c in chunks], sequences)
         logits = self.policy.logits(last_hidden)
         for family, at in complete:
             self._start(family, logits[at])
         self._prefilling = [f for f in self._prefilling if f.row >= 0]
 
-    def _forward_chunks(self, chunks: list[Chunk], sequences: Sequence[IntArray]) -> torch.Tensor:
+    def _forward_chunks(self, arena: Arena, chunks: list[Chunk], sequences: Sequence[IntArray]) -> torch.Tensor:
         """Write the chunks' cache; return the hidden state of each chunk's last token."""
-        self._arena.reserve(max(c.end for c in chunks))
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        plan = PrefillPlan(self._arena, chunks, self.policy.device)
+        plan = PrefillPlan(arena, chunks, self.policy.device)
         hidden = self.policy.hidden(self._to_device(tokens.astype(np.int64)), plan.positions, plan)
         ends = np.cumsum([c.end - c.start for c in chunks]) - 1
         return hidden[self._to_device(ends)]
@@ -179,11 +167,12 @@ class Engine:
         requests = [r for r in family.requests if r.id not in family.aborted]
         num_prompt = len(family.prompt)
         first = len(self._rows)
-        self._arena.copy(family.row, first, first + len(requests), num_prompt)
         self._free_staging.append(family.row)
-        family.row = -1
+        source, family.row = family.row, -1
         if not requests:
             return
+        self._arena.reserve(first + len(requests), num_prompt + 1, most_tokens=family.longest)
+        self._arena.copy(self._staging, source, first, first + len(requests), num_prompt)
         self._rows.add(family.prompt, requests, self._clock())
         seeds = np.array([r.seed for r in requests], np.uint64)
         noise = uniforms(seeds, np.full(len(requests), num_prompt, np.int64))
@@ -195,7 +184,7 @@ class Engine:
         rows = self._rows
         positions = rows.lengths - 1  # the last token has no cache yet
         longest = int(positions.max()) + 1
-        self._arena.reserve(longest)
+        self._arena.reserve(len(rows), longest, most_tokens=rows.longest_possible)
         equal = longest == int(positions.min()) + 1
         plan = DecodePlan(self._arena, self._to_device(positions), longest, equal)
         hidden = self.policy.hidden(self._to_device(rows.last_tokens), plan.positions, plan)
@@ -218,7 +207,7 @@ class Engine:
         self._finished.append(rows.generation(row, finish, self._clock()))
         last = len(rows) - 1
         if row != last:
-            self._arena.copy(last, row, row + 1, int(rows.lengths[last]) - 1)
+            self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
         rows.remove(row)
 
     def _abort(self, ids: set[str]) -> None:
@@ -230,7 +219,9 @@ class Engine:
                 if request.id in ids and request.id not in family.aborted:
                     family.aborted.add(request.id)
                     self._finished.append(_nothing_sampled(request, self._clock()))
-        self._waiting = deque(f for f in self._waiting if len(f.aborted) < len(f.requests))
+        hopeless = [f for f in self._waiting if len(f.aborted) == len(f.requests)]
+        for family in hopeless:
+            self._waiting.remove(family)
 
     def _recompute(self) -> None:
         """Compute the cache of every running sequence again, under the present weights."""
@@ -239,11 +230,22 @@ class Engine:
         for row in range(len(sequences)):
             batch.append(row)
             if sum(len(sequences[r]) for r in batch) >= self.prefill_tokens or row == len(sequences) - 1:
-                self._forward_chunks([Chunk(r, 0, len(sequences[r])) for r in batch], [sequences[r] for r in batch])
+                chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
+                self._forward_chunks(self._arena, chunks, [sequences[r] for r in batch])
                 batch = []
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.policy.device)
+
+
+def _arena(policy: Policy) -> Arena:
+    return Arena(
+        num_layers=policy.num_layers,
+        num_heads=policy.num_kv_heads,
+        head_size=policy.head_size,
+        dtype=policy.dtype,
+        device=policy.device,
+    )
 
 
 def _nothing_sampled(request: Request, now_s: float) -> Generation:
@@ -262,9 +264,6 @@ def kv_budget(policy: Policy, kv_tokens: int) -> int:
     """Tokens of cache to use: the setting, or what half of the free GPU memory (2 GiB on a CPU) holds."""
     if kv_tokens:
         return kv_tokens
-    config = policy.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_token = 2 * config.num_hidden_layers * heads * head_size * policy.dtype.itemsize
+    bytes_per_token = 2 * policy.num_layers * policy.num_kv_heads * policy.head_size * policy.dtype.itemsize
     free = torch.cuda.mem_get_info(policy.device)[0] // 2 if policy.device.type == "cuda" else 2 * 2**30
     return int(free // bytes_per_token)

@@ -1,0 +1,88 @@
+"""What only a CUDA device can show. Run on a GPU machine: pytest -m gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.policy.attention import PackedPlan
+from headrace.policy.policy import Policy
+from headrace.rollout.engine import Engine
+from headrace.rollout.request import Generation, Request
+from headrace.rollout.sampling import Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
+
+
+def on_cuda(make_policy: Callable[..., Policy], architecture: str, dtype: torch.dtype, **changes: object) -> Policy:
+    cpu = make_policy(architecture, **SHAPE, **changes)
+    return Policy(cpu.model.to("cuda", dtype), cpu.tokenizer)
+
+
+def generate(policy: Policy, prompts: list[np.ndarray]) -> dict[str, Generation]:
+    engine = Engine(policy, max_running=32, prefill_tokens=16, kv_tokens=10**5, on_update="keep")
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(max_new_tokens=8 + 7 * i)
+        engine.submit(prompt, [Request(id=f"{i}/{k}", sampling=sampling, seed=100 * i + k) for k in range(4)])
+    found: dict[str, Generation] = {}
+    while engine.has_work:
+        found |= {g.id: g for g in engine.advance()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "tolerance"),
+    [
+        ("Qwen3", torch.float32, 2e-3),  # the GPU multiplies float32 in tf32 or in another order
+        ("Qwen3", torch.bfloat16, 0.1),
+        ("Llama", torch.bfloat16, 0.1),
+        ("Qwen3Moe", torch.bfloat16, 0.3),
+        ("Mistral", torch.bfloat16, 0.1),
+    ],
+)
+def test_the_learner_finds_the_log_probs_that_were_sampled(
+    make_policy: Callable[..., Policy], architecture: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    changes = {"sliding_window": 12} if architecture == "Mistral" else {}
+    policy = on_cuda(make_policy, architecture, dtype, **changes)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 90, size=n).astype(np.int32) for n in (5, 21, 40)]
+    generations = generate(policy, prompts)
+    sequences = [np.concatenate([prompts[int(g.id[0])], g.token_ids]) for g in generations.values()]
+    plan = PackedPlan([len(s) for s in sequences], policy.device)
+    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(policy.device)
+    starts = np.cumsum([0, *(len(s) for s in sequences[:-1])])
+    at = [
+        np.arange(start + len(s) - len(g.token_ids), start + len(s))
+        for start, s, g in zip(starts, sequences, generations.values(), strict=True)
+    ]
+    with torch.no_grad():
+        ours = policy.logprobs(tokens, plan, torch.from_numpy(np.concatenate(at)).to(policy.device), 1.0)
+    sampled = np.concatenate([g.logprobs for g in generations.values()])
+    difference = np.abs(ours.float().cpu().numpy() - sampled)
+    assert difference.max() < tolerance
+    assert difference.mean() < tolerance / 5
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_the_varlen_kernel_agrees_with_rectangles(window: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [3, 17, 17, 40]
+    q, k, v = (torch.randn(sum(lengths), h, 64, device="cuda", generator=generator) for h in (4, 2, 2))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    halves = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    plan = PackedPlan(lengths, torch.device("cuda"))
+    exact = plan.attend(0, *inputs, 0.125, window)
+    fast = plan.attend(0, *halves, 0.125, window)
+    assert (exact - fast.float()).abs().max() < 0.05
+    for output in (exact, fast):
+        output.float().square().sum().backward()
+    for precise, half in zip(inputs, halves, strict=True):
+        assert precise.grad is not None
+        assert half.grad is not None
+        error = (precise.grad - half.grad.float()).norm() / precise.grad.norm()
+        assert error < 0.03

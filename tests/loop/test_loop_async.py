@@ -1,0 +1,146 @@
+"""Generation runs ahead of training, as far as max_lag allows and no further."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Workshop, play, rows_of, select, write_prompts
+
+from headrace import api
+from headrace.ledger.audit import audit, books
+from headrace.ledger.ledger import Amount, Ledger
+
+LONG_TAILED = (
+    "rollout.max_new_tokens=100",
+    'rollout.stop=["a", "e", "i", "o"]',
+    "rollout.max_running=24",
+    "learner.correction=truncated",
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trajectory that was trained on, from the ledger."""
+
+    step: int
+    lag: int
+    num_tokens: int
+    spans: list[tuple[int, int, int]]
+
+
+def trained_in(run: Path) -> list[Trained]:
+    found = select(run, "SELECT trained_step, lag, num_tokens, spans FROM trajectories WHERE state = 'trained'")
+    return [Trained(step, lag, num, [tuple(s) for s in json.loads(spans)]) for step, lag, num, spans in found]
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def ahead(workshop: Workshop, request: pytest.FixtureRequest) -> tuple[Path, int]:
+    """A run with long-tailed lengths, and how far ahead it might run."""
+    max_lag = request.param
+    name = f"ahead{max_lag}"
+    api.train(workshop.config(name, f"loop.max_lag={max_lag}", "loop.steps=8", *LONG_TAILED, reward="dense"))
+    return workshop.directory / name, max_lag
+
+
+def test_nothing_trained_on_is_older_than_max_lag(ahead: tuple[Path, int]):
+    run, max_lag = ahead
+    trained = trained_in(run)
+    assert {t.step for t in trained} == set(range(1, 9))
+    for t in trained:
+        oldest = min(version for version, _, _ in t.spans)
+        assert t.lag == t.step - 1 - oldest
+        assert 0 <= t.lag <= max_lag
+
+
+def test_the_run_does_go_ahead(ahead: tuple[Path, int]):
+    run, _ = ahead
+    assert max(t.lag for t in trained_in(run)) > 0
+
+
+def test_updates_reach_answers_in_flight(ahead: tuple[Path, int]):
+    """Some answers were sampled by more than one version; every token knows by which."""
+    run, _ = ahead
+    trained = trained_in(run)
+    assert any(len(t.spans) > 1 for t in trained)
+    for t in trained:
+        versions = [version for version, _, _ in t.spans]
+        assert versions == sorted(set(versions))
+        assert max(versions) <= t.step - 1
+        assert all(a[2] == b[1] for a, b in zip(t.spans, t.spans[1:], strict=False))
+        assert t.spans[-1][2] - t.spans[0][1] == t.num_tokens
+
+
+def test_rows_tell_the_lag(ahead: tuple[Path, int]):
+    run, _ = ahead
+    by_step: dict[int, list[Trained]] = defaultdict(list)
+    for t in trained_in(run):
+        by_step[t.step].append(t)
+    for row in rows_of(run):
+        step = by_step[row.step]
+        assert row.lag_max == max(t.lag for t in step)
+        tokens = sum(t.num_tokens for t in step)
+        assert row.lag_mean == pytest.approx(sum(t.lag * t.num_tokens for t in step) / tokens)
+        assert row.trained_tokens == tokens
+
+
+def test_old_samples_show_in_the_mismatch(ahead: tuple[Path, int]):
+    """What older weights sampled has other log-probs now; what the present weights sampled has the same."""
+    run, _ = ahead
+    rows = rows_of(run)
+    assert max(row.mismatch_mean for row in rows) > 1e-3
+    assert rows[0].lag_max == 0
+    assert rows[0].mismatch_mean < 1e-5
+
+
+def test_the_books_balance(ahead: tuple[Path, int]):
+    run, _ = ahead
+    assert audit(run) == []
+    assert books(run).in_flight == books(run).buffered == Amount()
+
+
+async def test_late_groups_are_dropped_as_stale(workshop: Workshop):
+    """One prompt's verdicts come three versions later, where one is allowed."""
+    run = workshop.directory / "late"
+    path = workshop.directory / "late.jsonl"
+    write_prompts(path, rows=[0, 0, 3, 0], file=[str(run / "seen.txt")])
+    extra = (f"prompts.source={path}", "prompts.shuffle=false", "loop.max_lag=1", "loop.steps=6", "reward.workers=5")
+
+    def meddle(place: Any, loop: Any) -> None:
+        def on_row(row: Any) -> None:
+            with (run / "seen.txt").open("a") as file:
+                file.write(f"{row.step}\n")
+
+        loop.on_row = on_row
+
+    await play(workshop.config("late", *extra, "reward.timeout_s=1000", reward="tardy"), meddle)
+    with Ledger.open(run) as ledger:
+        stale = [drop for drop in ledger.drops() if drop.reason == "stale"]
+    late = [drop for drop in stale if drop.prompt_id == "p2"]
+    assert len(late) == 4
+    lengths = dict(select(run, "SELECT id, num_tokens FROM trajectories"))
+    for drop in late:
+        assert drop.lag >= 3
+        assert drop.num_tokens == lengths[drop.trajectory_id] > 0
+        assert drop.reward is not None
+    assert max(t.lag for t in trained_in(run)) <= 1
+    assert len(rows_of(run)) == 6  # its place was given back
+    assert sum(row.dropped_tokens.get("stale", 0) for row in rows_of(run)) == sum(d.num_tokens for d in stale)
+    assert audit(run) == []
+
+
+@pytest.mark.parametrize(("on_update", "several_versions"), [("drain", False), ("recompute", True)])
+async def test_what_becomes_of_running_answers_when_weights_change(
+    workshop: Workshop, on_update: str, several_versions: bool
+):
+    extra = ("loop.max_lag=2", "loop.steps=4", f"rollout.on_update={on_update}", *LONG_TAILED)
+    await play(workshop.config(on_update, *extra, reward="dense"))
+    run = workshop.directory / on_update
+    trained = trained_in(run)
+    assert any(len(t.spans) > 1 for t in trained) == several_versions
+    assert max(t.lag for t in trained) <= 2
+    assert audit(run) == []
