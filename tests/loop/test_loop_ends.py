@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_runs import Workshop, play, rows_of, same_bits, select, weights, write_prompts
 
 from headrace import api
-from headrace.errors import RewardError, StalledError
+from headrace.errors import HeadraceError, RewardError, StalledError
 from headrace.learner.learner import StepStats
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
@@ -274,7 +274,7 @@ async def test_an_exception_in_a_filter_ends_the_run_with_it(workshop: Workshop)
     path = workshop.directory / "bad_filters.py"
     path.write_text("def explode(group):\n    raise ZeroDivisionError('my filter is broken')\n")
     config = workshop.config("exploded", f'buffer.filters=["{path}:explode"]', reward="dense")
-    with pytest.raises(ZeroDivisionError, match="my filter is broken"):
+    with pytest.raises(HeadraceError, match="the filter 'explode' failed .*my filter is broken"):
         async with asyncio.timeout(PATIENT_S):
             await play(config)
     assert audit(workshop.directory / "exploded") == []

@@ -444,6 +444,29 @@ def test_a_small_cache_queues_and_everything_finishes(policy: Policy):
     assert_right(stock_model(policy), families, found)
 
 
+@pytest.mark.usefixtures("endless")
+def test_the_cache_stays_within_its_budget(policy: Policy):
+    """Many short answers, few long ones, many short ones: neither the rows nor the length of the past is paid for."""
+    engine = make_engine(policy, max_running=64, kv_tokens=1280)
+    families = [
+        (prompt_ids(4), requests("short", [Sampling(max_new_tokens=16)] * 60)),
+        (prompt_ids(300), requests("long", [Sampling(max_new_tokens=100)] * 3)),
+        (prompt_ids(6), requests("again", [Sampling(max_new_tokens=18)] * 50)),
+        (prompt_ids(60), requests("last", [Sampling(max_new_tokens=60)] * 6)),
+    ]
+    found: dict[str, Generation] = {}
+    worst = 0
+    for family in families:
+        engine.submit(*family)
+    while engine.has_work:
+        found |= {generation.id: generation for generation in engine.advance(max_steps=1)}
+        # lengths are rounded up to eights
+        worst = max(worst, engine._arena.num_rows * (engine._arena.capacity - 7))
+        assert engine._arena.keys[0].shape[::2] == (engine._arena.num_rows, engine._arena.capacity)
+    assert 900 < worst <= 1280
+    assert_right(stock_model(policy), families, found)
+
+
 def test_a_request_too_large_for_the_cache_runs_alone(policy: Policy):
     clock = Steps()
     families = [(prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)])) for i in range(3)]

@@ -26,19 +26,25 @@ class Arena:
         self.keys = [torch.empty(0, num_heads, 0, head_size, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty_like(keys) for keys in self.keys]
 
-    def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0) -> None:
-        """Make room for so many sequences of this length; none will grow beyond `most_tokens`."""
+    def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0, budget_tokens: int = 2**62) -> None:
+        """Make room for so many sequences of this length; none in use will grow beyond `most_tokens`.
+
+        Rows and length that only earlier sequences needed are given up when they do not fit the budget.
+        """
         if num_rows <= self.num_rows and num_tokens <= self.capacity:
             return
+        most_tokens = max(num_tokens, most_tokens)
         rows, capacity = max(num_rows, self.num_rows), self.capacity
         if num_tokens > capacity:
-            ahead = min(max(num_tokens, most_tokens), max(num_tokens, 2 * capacity, GROWTH_TOKENS))
-            capacity = -(-ahead // 8) * 8
+            capacity = _in_eights(min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS)))
+        if rows * capacity > budget_tokens:
+            rows, capacity = num_rows, min(capacity, _in_eights(most_tokens))
+        kept_rows, kept_tokens = min(rows, self.num_rows), min(capacity, self.capacity)
         for caches in (self.keys, self.values):
             for layer, old in enumerate(caches):
                 # zeros, not empty: masked places are multiplied by a probability of zero, and 0 * NaN is NaN
                 caches[layer] = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
-                caches[layer][: self.num_rows, :, : self.capacity] = old
+                caches[layer][:kept_rows, :, :kept_tokens] = old[:kept_rows, :, :kept_tokens]
         self.num_rows, self.capacity = rows, capacity
 
     def copy(self, other: Arena, source: int, start: int, end: int, num_tokens: int) -> None:
@@ -46,6 +52,10 @@ class Arena:
         pairs = zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True)
         for mine, theirs in pairs:
             mine[start:end, :, :num_tokens] = theirs[source, :, :num_tokens]
+
+
+def _in_eights(num_tokens: int) -> int:
+    return -(-num_tokens // 8) * 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class Engine:
         source, family.row = family.row, -1
         if not requests:
             return
-        self._arena.reserve(first + len(requests), num_prompt + 1, most_tokens=family.longest)
+        self._reserve(first + len(requests), num_prompt + 1, family.longest)
         self._arena.copy(self._staging, source, first, first + len(requests), num_prompt)
         self._rows.add(family.prompt, requests, self._clock())
         seeds = np.array([r.seed for r in requests], np.uint64)
@@ -184,12 +184,16 @@ class Engine:
         rows = self._rows
         positions = rows.lengths - 1  # the last token has no cache yet
         longest = int(positions.max()) + 1
-        self._arena.reserve(len(rows), longest, most_tokens=rows.longest_possible)
+        self._reserve(len(rows), longest)
         equal = longest == int(positions.min()) + 1
         plan = DecodePlan(self._arena, self._to_device(positions), longest, equal)
         hidden = self.policy.hidden(self._to_device(rows.last_tokens), plan.positions, plan)
         noise = uniforms(rows.seeds, rows.lengths)
         self._record(draw(self.policy.logits(hidden), rows.samplings, noise), 0)
+
+    def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int = 0) -> None:
+        most_tokens = max(most_tokens, self._rows.longest_possible)
+        self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
 
     def _record(self, outcome: Draw, first: int) -> None:
         """Book the drawn tokens to rows `first`.., and retire the rows that are done."""
