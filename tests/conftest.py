@@ -52,7 +52,9 @@ def _model(architecture: str, seed: int, **changes: Any) -> Any:
 def make_policy() -> Callable[..., Policy]:
     """`make_policy("Llama", seed=1, dtype=torch.float64, sliding_window=8)`: a tiny random policy."""
 
-    def make(architecture: str = "Qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
+    def make(
+        architecture: str = "Qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> Policy:
         return Policy(_model(architecture, seed, **changes).to(dtype), character_tokenizer())
 
     return make

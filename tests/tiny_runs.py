@@ -52,6 +52,9 @@ def tardy(completion):
         time.sleep(0.01)
     return dense(completion)
 
+def dull(completion):
+    return 0.0 if completion.fields["dull"] else dense(completion)
+
 def constant(completion):
     return 0.5
 
@@ -135,6 +138,7 @@ class Workshop:
             "learner.lr=1e-3",
             "loop.steps=3",
             "loop.groups_per_step=4",
+            "warmstart.steps=0",
             *extra,
         ]
 

@@ -82,14 +82,15 @@ def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | 
     config = run_config(run_dir)
     loop = config.loop if samples is None else config.loop.model_copy(update={"eval_samples": samples})
     model = config.model.model_copy(update={"path": str(weights_dir(run_dir)), "tokenizer": ""})
-    return asyncio.run(_evaluate(config.model_copy(update={"model": model, "loop": loop}), run_dir))
+    buffer = config.buffer.model_copy(update={"filters": ()})  # their files may be gone, and nothing is trained on
+    return asyncio.run(_evaluate(config.model_copy(update={"model": model, "loop": loop, "buffer": buffer}), run_dir))
 
 
 def export(run_dir: Path | str, out: Path | str) -> Path:
     """Copy a run's weights and tokenizer to `out`, as a directory that `transformers` and engines load."""
     source, out = weights_dir(Path(run_dir)), Path(out)
-    if out.exists() and any(out.iterdir()):
-        raise RunError(f"{out} exists and is not empty")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists and is not an empty directory")
     shutil.copytree(source, out, dirs_exist_ok=True)
     return out
 
@@ -141,10 +142,10 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
     sinks: list[Sink] = []
     try:
         await place.scorer.start()
+        sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"))
         watcher.header(config, run_dir, _facts(place))
         await _warm_start(place, watcher)
         loop = place.loop()
-        sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"))
 
         def on_row(row: Row) -> None:
             for sink in sinks:

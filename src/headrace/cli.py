@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 import headrace  # its functions load torch when first called; checking settings and books does without
 from headrace.config import Config
@@ -102,7 +102,8 @@ def config(
         if not show:
             print(to_toml(_load(settings)), end="")
             return
-        table = Table("setting", "type", "default", "what it does", box=None)
+        key = Column("setting", no_wrap=True)  # a key that is cut cannot be copied
+        table = Table(key, "type", "default", "what it does", box=None)
         for setting in explain(settings[0] if settings else None):
             table.add_row(setting.key, setting.type_text, setting.default, setting.doc)
         terminal.console.print(table)

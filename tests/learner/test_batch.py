@@ -35,7 +35,9 @@ def support(*subsets: list[int]) -> Replay:
 
 def test_pack_by_hand():
     first = trajectory(serial=0, prompt=(5, 6), answer=(7, 1), logprobs=(-0.5, -0.25), replay=support([7, 9], [1]))
-    second = trajectory(serial=1, prompt=(4,), answer=(8, 9, 1), logprobs=(-1, -2, -3), replay=support([8], [9], [1, 2]))
+    second = trajectory(
+        serial=1, prompt=(4,), answer=(8, 9, 1), logprobs=(-1, -2, -3), replay=support([8], [9], [1, 2])
+    )
     ref = np.array([-0.125, -0.25], np.float32), np.array([-1, -1, -1], np.float32)
     batch = pack(
         [

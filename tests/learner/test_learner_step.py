@@ -103,9 +103,7 @@ class Outcome:
 
 
 def learner_for(policy: Policy, section: LearnerSection) -> Learner:
-    return Learner(
-        policy, section, temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, total_steps=TOTAL_STEPS
-    )
+    return Learner(policy, section, temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, total_steps=TOTAL_STEPS)
 
 
 def take_step(learner: Learner, groups: Sequence[Group], references: References = None) -> tuple[Outcome, int]:

@@ -86,7 +86,13 @@ async def test_a_reward_that_always_fails_stalls_and_says_why(workshop: Workshop
 def moody_run(workshop: Workshop) -> Path:
     """A reward that raises, hangs and returns NaN for some answers, by their characters."""
     path = write_prompts(workshop.directory / "moody.jsonl", slow=[True, True, False])
-    extra = (f"prompts.source={path}", "prompts.shuffle=false", "reward.timeout_s=0.3", "reward.retries=0", "reward.workers=2")
+    extra = (
+        f"prompts.source={path}",
+        "prompts.shuffle=false",
+        "reward.timeout_s=0.3",
+        "reward.retries=0",
+        "reward.workers=2",
+    )
     api.train(workshop.config("moody", *extra, "rollout.samples=6", "loop.steps=3", reward="moody"))
     return workshop.directory / "moody"
 
@@ -214,7 +220,9 @@ async def test_an_interrupt_during_slow_verdicts(workshop: Workshop):
         asyncio.get_running_loop().call_later(0.5, loop.interrupt)
 
     async with asyncio.timeout(PATIENT_S):
-        await play(workshop.config("endless", f"prompts.source={path}", "reward.timeout_s=10000", reward="late"), meddle)
+        await play(
+            workshop.config("endless", f"prompts.source={path}", "reward.timeout_s=10000", reward="late"), meddle
+        )
     run = workshop.directory / "endless"
     assert_all_accounted_for(run)
     assert drop_reasons(run) == {"run_ended": 16}

@@ -170,15 +170,16 @@ def test_takes_the_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, pol
 
 
 def test_eos_is_what_any_of_the_three_says(policy: Policy):
+    model, tokenizer = policy.model, policy.tokenizer
     assert policy.eos_ids == {1}
-    policy.config.eos_token_id = [7, 9]
-    assert policy.eos_ids == {1, 7, 9}
-    policy.model.generation_config = transformers.GenerationConfig(eos_token_id=11)
-    assert policy.eos_ids == {1, 7, 9, 11}
-    policy.config.eos_token_id = policy.model.generation_config.eos_token_id = None
-    assert policy.eos_ids == {1}
-    policy.tokenizer.eos_token = None
-    assert policy.eos_ids == frozenset()
+    model.config.eos_token_id = [7, 9]
+    assert Policy(model, tokenizer).eos_ids == {1, 7, 9}
+    model.generation_config = transformers.GenerationConfig(eos_token_id=11)
+    assert Policy(model, tokenizer).eos_ids == {1, 7, 9, 11}
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    assert Policy(model, tokenizer).eos_ids == {1}
+    tokenizer.eos_token = None
+    assert Policy(model, tokenizer).eos_ids == frozenset()
 
 
 # ---- what is saved

@@ -20,6 +20,7 @@ from headrace.rollout.sampling import Sampling, request_seed
 from headrace.types import IntArray
 
 Doubles = npt.NDArray[np.float64]
+Family = tuple[IntArray, list[Request]]
 Arrival = tuple[int, IntArray, list[Request]]  # the engine step at which it comes
 
 
@@ -49,6 +50,20 @@ def requests(name: str, samplings: Sequence[Sampling], seed: int = 0) -> list[Re
     ]
 
 
+def mixed_families(max_new_tokens: int = 24) -> list[Family]:
+    """Prompts of 1 to 37 tokens, with 1 to 3 samples of different lengths each."""
+    lengths = [5, 37, 1, 16, 8, 29, 3, 12, 21]
+    return [
+        (
+            prompt_ids(n),
+            requests(
+                f"p{n}", [Sampling(max_new_tokens=1 + (7 * n + 11 * i) % max_new_tokens) for i in range(1 + n % 3)]
+            ),
+        )
+        for n in lengths
+    ]
+
+
 def finish(engine: Engine, arrivals: Iterable[Arrival] = (), clock: Steps | None = None) -> dict[str, Generation]:
     """Step the engine until nothing is left, with requests that come at their steps."""
     waiting = sorted(arrivals, key=lambda arrival: arrival[0])
@@ -67,7 +82,7 @@ def finish(engine: Engine, arrivals: Iterable[Arrival] = (), clock: Steps | None
     return found
 
 
-def run(engine: Engine, *families: tuple[IntArray, list[Request]]) -> dict[str, Generation]:
+def run(engine: Engine, *families: Family) -> dict[str, Generation]:
     return finish(engine, [(0, prompt, members) for prompt, members in families])
 
 
@@ -123,9 +138,7 @@ def plain_logprobs(model: Any, prompt: IntArray, tokens: IntArray, sampling: Sam
         return np.array([np.log(distribution(row, sampling)[t]) for row, t in zip(logits, tokens, strict=True)])
 
 
-def assert_right(
-    model: Any, families: Iterable[tuple[IntArray, list[Request]]], found: dict[str, Generation], atol: float = 1e-5
-) -> None:
+def assert_right(model: Any, families: Iterable[Family], found: dict[str, Generation], atol: float = 1e-5) -> None:
     """Every request came back once, with the log-probs of a plain forward pass."""
     families = list(families)
     assert found.keys() == {r.id for _, members in families for r in members}

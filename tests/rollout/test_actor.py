@@ -21,6 +21,8 @@ from headrace.rollout.request import Generation
 from headrace.rollout.sampling import Sampling
 from headrace.types import FinishReason, Prompt, Span, Trajectory
 
+pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known
+
 PROMPTS = [Prompt(id=f"p{n}", text="?" * n, token_ids=prompt_ids(n)) for n in (4, 9, 17)]
 LONG, MIDDLE, SHORT = (Sampling(max_new_tokens=n) for n in (90, 25, 6))
 
@@ -41,12 +43,6 @@ class Scene:
     clock: Steps
     booked: list[int] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
-
-
-@pytest.fixture(autouse=True)
-def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token ends an answer, so that its length is known."""
-    monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 from plain_forward import (
     Doubles,
+    Family,
     assert_right,
     assert_same,
     finish,
@@ -22,12 +23,13 @@ from plain_forward import (
 from transformers import DynamicCache
 
 from headrace.policy.policy import Policy
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.request import Generation
 from headrace.rollout.sampling import Sampling
 from headrace.types import FinishReason, IntArray, Span
 
+pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known
+
 MODES = ["keep", "recompute"]
-Family = tuple[IntArray, list[Request]]
 Maker = Callable[..., Policy]
 Updates = Sequence[tuple[int, int]]  # (the step before which it comes, the version)
 
@@ -40,12 +42,6 @@ FAMILIES: list[Family] = [
     (prompt_ids(7), requests("d", SHORT)),
     (prompt_ids(21), requests("e", SHORT[:2])),
 ]
-
-
-@pytest.fixture(autouse=True)
-def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token ends an answer, so that its length is known."""
-    monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
 
 
 @torch.no_grad()

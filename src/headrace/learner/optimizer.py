@@ -36,7 +36,7 @@ class Optimizer:
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, scale)
-        norm = float(nn.utils.get_total_norm(gradients))
+        norm = float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
         if norm == norm and norm != float("inf"):
             if clip and norm > clip:
                 torch._foreach_mul_(gradients, clip / norm)

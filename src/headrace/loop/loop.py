@@ -122,7 +122,8 @@ class Loop:
         failed = [(trajectory, reason) for trajectory, reason in outcomes if reason is not None]
         scored = tuple(trajectory for trajectory, reason in outcomes if reason is None)
         if len(scored) < min(2, len(futures)):
-            failed += [(trajectory, DropReason.INCOMPLETE) for trajectory in scored]
+            reason = DropReason.RUN_ENDED if self._ending else DropReason.INCOMPLETE
+            failed += [(trajectory, reason) for trajectory in scored]
             scored = ()
         self.drop(failed, from_buffer=False)
         if scored:

@@ -38,6 +38,7 @@ class LocalPlace:
         self.policy = self._load()
         self.prompts = PromptStream(config.prompts, self.policy.tokenizer, config.run.seed)
         self._check_context()
+        self._sieve = Sieve(config.buffer)
         self.scorer = Scorer(
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
@@ -75,7 +76,7 @@ class LocalPlace:
 
         buffer = Buffer(
             lag,
-            Sieve(config.buffer),
+            self._sieve,
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,
             on_drop=on_drop,

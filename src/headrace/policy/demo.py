@@ -25,6 +25,7 @@ def build_demo(directory: Path, seed: int) -> None:
         num_key_value_heads=3,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.06,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

@@ -20,7 +20,7 @@ from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Support, chosen_logprobs
 
 # float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 class Policy:
@@ -119,11 +119,14 @@ class Policy:
         plan = PackedPlan([9, 9], self.device)
         ours = self.logits(self.hidden(ids.flatten(), plan.positions, plan)).view_as(expected).float()
         self.model.train(was_training)
-        worst = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
-        if not worst < TOLERANCE[self.dtype]:
+        ours, expected = ours.log_softmax(-1), expected.log_softmax(-1)
+        # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
+        if not gap.item() < TOLERANCE[self.dtype]:
             raise ModelError(
                 f"{type(self.model).__name__} computes something that Headrace's attention does not: "
-                f"its log-probs differ by {worst:.2g} from ours on a probe"
+                f"its log-probs differ by {gap.item():.2g} from ours on a probe"
             )
 
 
