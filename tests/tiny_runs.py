@@ -1,4 +1,4 @@
-"""Whole runs in a second: a random model of a few thousand weights, fifty short prompts, rewards that any model earns."""
+"""Whole runs in a second: a random model of a few thousand weights, fifty prompts, rewards that any model earns."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from hand_made import group, group_of, trajectory
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.buffer.lag import LagPolicy
@@ -31,6 +31,7 @@ def test_capacity_by_hand(max_lag: int, version: int, committed: int, room: int)
     assert policy.capacity(version=version, committed=committed) == room
 
 
+@settings(deadline=None)
 @given(
     max_lag=st.integers(0, 6),
     size=st.integers(1, 9),

@@ -91,6 +91,7 @@ def test_packer_by_hand():
     assert packer.rest() == []
 
 
+@settings(deadline=None)
 @given(sizes=lengths, budget=st.integers(2, 60), data=st.data())
 def test_packer_cuts_alike_however_groups_come(sizes: list[int], budget: int, data: st.DataObject):
     items = items_of(sizes)

@@ -32,7 +32,8 @@ class Twins:
 def twins(workshop: Workshop) -> Twins:
     dirs = []
     for name, seed in (("one", 7), ("other", 7), ("stranger", 8)):
-        extra = (f"run.seed={seed}", "reward.workers=2", "loop.steps=4", "loop.eval_every=2")
+        # the prompts come in one order, so that what a seed changes is what is sampled
+        extra = (f"run.seed={seed}", "prompts.shuffle=false", "reward.workers=2", "loop.steps=4", "loop.eval_every=2")
         api.train(workshop.config(name, *extra, reward="jittery"))
         dirs.append(workshop.directory / name)
     return Twins(*dirs)
@@ -97,13 +98,13 @@ def test_training_moves_the_weights(twins: Twins, workshop: Workshop):
 
 
 def test_rows_do_not_depend_on_how_long_an_evaluation_takes(workshop: Workshop):
-    """What is generated and scored meanwhile belongs to the next row, so a slow verdict on a held-out answer is nothing."""
+    """A slow verdict on a held-out answer changes nothing: what comes of later groups belongs to later rows."""
     runs = []
     for name, late in (("quick_eval", 0), ("slow_eval", 1)):
         path = workshop.directory / f"{name}.jsonl"
         write_prompts(path, late=[0] * (NUM_PROMPTS - 4) + [late])
         extra = (f"prompts.source={path}", "loop.steps=2", "loop.eval_every=1", "reward.workers=2")
-        api.train(workshop.config(name, *extra, reward="late"))
+        api.train(workshop.config(name, *extra, "reward.cache=false", reward="late"))
         runs.append(workshop.directory / name)
     rows = [rows_of(run) for run in runs]
     assert [row.score is None for row in rows[0]] == [False, True]
@@ -158,8 +159,4 @@ async def test_gradients_accumulate_while_groups_are_still_under_way(
     one, other = workshop.directory / "streamed", workshop.directory / "waited"
     assert same_bits(weights(one), weights(other))
     assert [timeless(row) for row in rows_of(one)] == [timeless(row) for row in rows_of(other)]
-
-
-def test_a_streamed_step_costs_no_staleness(workshop: Workshop):
-    run = workshop.directory / "streamed"
-    assert select(run, "SELECT DISTINCT lag FROM trajectories WHERE state = 'trained'") == [(0,)]
+    assert select(one, "SELECT DISTINCT lag FROM trajectories WHERE state = 'trained'") == [(0,)]  # at no cost

@@ -60,7 +60,7 @@ def finished(workshop: Workshop) -> Finished:
     path = write_prompts(workshop.directory / "examiner.jsonl", late=[0] * (NUM_PROMPTS - 4) + [1])
     watch = Stopwatch()
     extra = (f"prompts.source={path}", "learner.kl_coef=0.1", "loop.max_lag=1", "loop.steps=4", "loop.eval_every=2")
-    summary = api.train(workshop.config("summed", *extra, reward="late"), watch)
+    summary = api.train(workshop.config("summed", *extra, "reward.cache=false", reward="late"), watch)
     return Finished(workshop.directory / "summed", summary, watch)
 
 

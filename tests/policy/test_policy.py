@@ -212,3 +212,11 @@ def test_saving_does_not_disturb_the_policy(policy: Policy, tmp_path: Path):
     policy.save(tmp_path / "two")
     shutil.rmtree(tmp_path / "one")
     assert torch.equal(our_logits(load_policy(ModelSection(path=str(tmp_path / "two")))), our_logits(policy))
+
+
+def test_code_that_comes_with_a_model_is_not_run(directory: Path):
+    (directory / "own.py").write_text("raise SystemExit('it ran')\n")
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    edit_config(directory, model_type="own", architectures=["OwnModel"], auto_map=own)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_policy(ModelSection(path=str(directory), device="cpu"))

@@ -21,6 +21,8 @@ from headrace.policy.logprobs import Support, chosen_logprobs
 
 # float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+# no downloads, and no code that comes with a model
+NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Policy:
@@ -164,7 +166,7 @@ def load_policy(section: ModelSection) -> Policy:
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:
     load = gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
-    model, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
     missing = sorted(info["missing_keys"])
     if missing:
         # `transformers` would fill them with random numbers
@@ -174,7 +176,7 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
 
 def _load_tokenizer(path: Path) -> Any:
     load = gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
-    tokenizer = load(path, local_files_only=True)
+    tokenizer = load(path, **NOTHING_FOREIGN)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # `transformers` makes an empty one up where there is none
         raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")
