@@ -1,7 +1,7 @@
 """The built-in task: additions worked column by column, so that answers differ in length.
 
-The worked examples come from a hasty teacher, who is off by one in nearly every other column. A model that copies him gets
-about one answer in three right; what RL can add is exactly what the demonstrations lack, and the reward can tell.
+The worked examples come from a hasty teacher, who is off by one in nearly every other column. A model that copies him
+gets about one answer in three right; what RL can add is exactly what the demonstrations lack, and the reward can tell.
 """
 
 from __future__ import annotations
