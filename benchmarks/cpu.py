@@ -32,7 +32,7 @@ OUT = Path("docs/results/cpu.json")
 SKIPPED = 2  # the first steps warm up caches, allocators and thread pools
 MAX_NEW_TOKENS = {"equal": 32, "tail": 256}
 CONTENDERS = ("generate", "engine", "trl", "headrace")
-ONCE = ("trl_recompute",)  # in the first repeat only: its memory is of interest, not its speed
+ONCE = ("trl_small", "headrace_small")  # in the first repeat only: their memory is of interest, not their speed
 
 
 def main() -> None:
@@ -208,8 +208,9 @@ def _contend(name: str, job: Job, result: Path) -> None:
         "generate": lambda: import_module("cpu_generate").run,
         "engine": lambda: import_module("cpu_headrace").run_engine,
         "trl": lambda: import_module("cpu_trl").run,
-        "trl_recompute": lambda: partial(import_module("cpu_trl").run, recompute=True),
+        "trl_small": lambda: partial(import_module("cpu_trl").run, small=True),
         "headrace": lambda: import_module("cpu_headrace").run_loop,
+        "headrace_small": lambda: partial(import_module("cpu_headrace").run_loop, small=True),
     }
     record: Record = runs[name]()(job)
     record.peak_rss_bytes = max(record.peak_rss_bytes, peak_rss_bytes())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cpu_job import PROMPTS, SAMPLES, Job, Record, peak_rss_bytes, prompt_batches
+from cpu_job import PROMPTS, SAMPLES, SMALL_SEQUENCES, Job, Record, peak_rss_bytes, prompt_batches
 
 from headrace.config import Config, ModelSection
 from headrace.ledger.database import FILE_NAME
@@ -23,6 +23,7 @@ from headrace.rollout.sampling import Sampling, request_seed
 from headrace.types import Row
 
 PREFILL_TOKENS = 2048  # the setting's default
+SMALL_TOKENS = SMALL_SEQUENCES * 40  # a prompt has 6 tokens, an answer 32 on average
 REWARD = Path(__file__).with_name("cpu_reward.py")
 
 
@@ -53,17 +54,19 @@ def run_engine(job: Job) -> Record:
     return record
 
 
-def run_loop(job: Job) -> Record:
-    """The whole loop, strictly on-policy; every group is trained on."""
+def run_loop(job: Job, *, small: bool = False) -> Record:
+    """The whole loop, strictly on-policy; every group is trained on. `small` saves memory with small micro-batches."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory)
-        record, rows = asyncio.run(_train(settings(job), run_dir))
+        record, rows = asyncio.run(
+            _train(settings(job, {"micro_batch_tokens": SMALL_TOKENS} if small else {}), run_dir)
+        )
         record.lengths = _lengths(run_dir, job.steps)
     _check(rows, record)
     return record
 
 
-def settings(job: Job) -> Config:
+def settings(job: Job, learner: dict[str, int]) -> Config:
     """Defaults, but for what makes the step the same as the peer's."""
     return Config.model_validate(
         {
@@ -78,7 +81,7 @@ def settings(job: Job) -> Config:
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
             "buffer": {"drop_no_signal": False},
-            "learner": {"lr": 1e-6},
+            "learner": {"lr": 1e-6, **learner},
             "loop": {"steps": job.steps, "groups_per_step": PROMPTS, "max_lag": 0},
         }
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS, SAMPLES = 16, 8
+SMALL_SEQUENCES = 16  # trained on at a time by the contenders that are to save memory
 NUM_PROMPTS = 528  # the last 16 are held out and never used
 
 

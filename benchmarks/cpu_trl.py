@@ -1,7 +1,8 @@
 """The peer end to end: TRL's GRPOTrainer with transformers generation, set up for speed.
 
-One optimizer step per generation batch, no reference model, no logs. Its default of recomputing activations is off
-(it costs time), and measured once with it on, since that is what TRL needs when it saves memory.
+One optimizer step per generation batch, no reference model, no logs, and its default of recomputing activations is
+off: it costs time. `small` trains on a few sequences at a time, with accumulated gradients: what TRL needs when it is
+to save memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from cpu_job import PROMPTS, SAMPLES, Job, Record, prompt_texts
+from cpu_job import PROMPTS, SAMPLES, SMALL_SEQUENCES, Job, Record, prompt_texts
 from cpu_reward import share_of_digits
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -36,7 +37,7 @@ class StepWatch(TrainerCallback):
         self._last_s = now_s
 
 
-def run(job: Job, *, recompute: bool = False) -> Record:
+def run(job: Job, *, small: bool = False) -> Record:
     torch.set_num_threads(job.threads)
     record, watch = Record(), StepWatch()
 
@@ -49,7 +50,7 @@ def run(job: Job, *, recompute: bool = False) -> Record:
             model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa"),
             processing_class=AutoTokenizer.from_pretrained(job.model),
             reward_funcs=reward,
-            args=GRPOConfig(output_dir=directory, gradient_checkpointing=recompute, **settings(job)),
+            args=GRPOConfig(output_dir=directory, **settings(job, SMALL_SEQUENCES if small else PROMPTS * SAMPLES)),
             train_dataset=Dataset.from_dict({"prompt": prompt_texts()}),
             callbacks=[watch],
         )
@@ -58,13 +59,15 @@ def run(job: Job, *, recompute: bool = False) -> Record:
     return record
 
 
-def settings(job: Job) -> dict[str, Any]:
-    """The same step as Headrace's, and nothing that costs time besides."""
+def settings(job: Job, at_once: int) -> dict[str, Any]:
+    """The same step as Headrace's, trained on `at_once` sequences at a time, and nothing that costs time besides."""
+    passes = PROMPTS * SAMPLES // at_once
     return {
         "num_generations": SAMPLES,
-        "per_device_train_batch_size": PROMPTS * SAMPLES,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 1,
+        "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": passes,
+        "steps_per_generation": passes,
+        "gradient_checkpointing": False,
         "max_completion_length": job.max_new_tokens,
         "max_steps": job.steps,
         "temperature": 1.0,
