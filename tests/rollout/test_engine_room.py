@@ -176,7 +176,7 @@ def test_the_cache_stays_within_its_budget(policy: Policy):
         found |= {generation.id: generation for generation in engine.advance(max_steps=1)}
         # lengths are rounded up to eights
         worst = max(worst, engine._arena.num_rows * (engine._arena.capacity - 7))
-        assert engine._arena.keys[0].shape[::2] == (engine._arena.num_rows, engine._arena.capacity)
+        assert engine._arena.values[0].shape[::2] == (engine._arena.num_rows, engine._arena.capacity)
     assert 900 < worst <= 1280
     assert_right(stock_model(policy), families, found)
 

@@ -77,7 +77,7 @@ class Learner:
         self._pending: list[tuple[Group, list[FloatArray | None]]] = []
         self._sums = _Sums()
         if section.checkpoint_activations:
-            _checkpoint_activations(policy)
+            policy.checkpoint_activations()
 
     @property
     def uses_reference(self) -> bool:
@@ -211,15 +211,6 @@ class Learner:
             clipped_share=sums.clipped / count,
             mismatch=sums.mismatch,
         )
-
-
-def _checkpoint_activations(policy: Policy) -> None:
-    """`transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none."""
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.model.train()
-    for module in policy.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
 
 
 def _frozen_copy(policy: Policy) -> Policy:

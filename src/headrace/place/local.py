@@ -35,7 +35,8 @@ class LocalPlace:
         self.config, self.run_dir = config, run_dir
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
-        self.policy = self._load()
+        self.device = DeviceThread()
+        self.policy = self.device.call(self._load)
         self.prompts = PromptStream(config.prompts, self.policy.tokenizer, config.run.seed)
         self._check_context()
         self._sieve = Sieve(config.buffer)
@@ -44,7 +45,6 @@ class LocalPlace:
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
         )
-        self.device = DeviceThread()
         self.clock = StageClock()
         self.ledger: Ledger | None = None
         r = config.rollout
@@ -81,12 +81,14 @@ class LocalPlace:
             on_buffered=self.ledger.buffered,
             on_drop=on_drop,
         )
-        learner = Learner(
-            self.policy,
-            config.learner,
-            temperature=config.rollout.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
-            total_steps=config.loop.steps,
+        learner = self.device.call(
+            lambda: Learner(
+                self.policy,
+                config.learner,
+                temperature=config.rollout.temperature,
+                max_new_tokens=config.rollout.max_new_tokens,
+                total_steps=config.loop.steps,
+            )
         )
         stages = Stages(
             prompts=self.prompts,

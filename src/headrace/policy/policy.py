@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.config import ModelSection
 from headrace.errors import HeadraceError, ModelError
 from headrace.policy.attention import NAME, PackedPlan, Plan
+from headrace.policy.dense import DenseBody, is_dense
 from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Support, chosen_logprobs
 
@@ -36,6 +37,7 @@ class Policy:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
+        self._dense = DenseBody(self.body) if is_dense(self.body) else None
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
@@ -44,8 +46,11 @@ class Policy:
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
+        self._check_weights()
+        probe = self._probe_ids()
+        expected = self._stock_logprobs(probe)
         model.set_attn_implementation(NAME)
-        self._check()
+        self._check_same(probe, expected)
 
     @property
     def max_context(self) -> int:
@@ -63,6 +68,8 @@ class Policy:
 
     def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
         """Final hidden states `[T, E]` of tokens laid in one row."""
+        if self._dense is not None:
+            return self._dense(token_ids_T, positions_1T, plan)
         out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
         hidden = out.last_hidden_state[0]
         assert isinstance(hidden, Tensor)
@@ -87,6 +94,18 @@ class Policy:
         hidden = self.hidden(token_ids_T, plan.positions, plan)
         return chosen_logprobs(hidden[at - 1], self.head_weight, token_ids_T[at], temperature, support)
 
+    def checkpoint_activations(self) -> None:
+        """Compute activations again in the backward pass instead of keeping them."""
+        if self._dense is not None:
+            self._dense.checkpoint_activations = True
+            return
+        # `transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
     def save(self, directory: Path) -> None:
         """Write a model directory that `transformers` loads."""
         with self._stock_attention():
@@ -95,15 +114,15 @@ class Policy:
 
     @contextmanager
     def _stock_attention(self) -> Iterator[None]:
+        before = self.config._attn_implementation
         self.model.set_attn_implementation("eager")
         try:
             yield
         finally:
-            self.model.set_attn_implementation(NAME)
+            self.model.set_attn_implementation(before)
 
-    @torch.no_grad()
-    def _check(self) -> None:
-        """Refuse a model whose head or attention does more than we compute: compare with its own forward pass once."""
+    def _check_weights(self) -> None:
+        """Refuse what cannot be trained or decoded."""
         packed = {str(p.dtype) for p in self.model.parameters() if p.dtype not in TOLERANCE}
         if packed:
             raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
@@ -112,16 +131,32 @@ class Policy:
             raise ModelError(f"the tokenizer has {len(self.tokenizer)} tokens, the model only {vocab}")
         if getattr(self.head, "bias", None) is not None:
             raise ModelError(f"{type(self.model).__name__} has a bias on its output head, which is not supported")
+        if unsteady := _unsteady(self.config):
+            raise ModelError(
+                f"{type(self.model).__name__} uses {unsteady}: what a token attends to would depend on how long the "
+                "other sequences of its batch are"
+            )
+
+    def _probe_ids(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocab, (2, 9), generator=generator).to(self.device)
-        was_training = self.model.training
-        self.model.eval()
+        return torch.randint(0, self.head_weight.shape[0], (2, 9), generator=generator).to(self.device)
+
+    @torch.no_grad()
+    def _stock_logprobs(self, probe: Tensor) -> Tensor:
+        """What `transformers` computes for the probe."""
         with self._stock_attention():
-            expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        plan = PackedPlan([9, 9], self.device)
-        ours = self.logits(self.hidden(ids.flatten(), plan.positions, plan)).view_as(expected).float()
-        self.model.train(was_training)
-        ours, expected = ours.log_softmax(-1), expected.log_softmax(-1)
+            return self.model(input_ids=probe, use_cache=False).logits.float().log_softmax(-1)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _check_same(self, probe: Tensor, expected: Tensor) -> None:
+        """Refuse a model that does more than we compute: compare with its own forward pass once."""
+        plan = PackedPlan([probe.shape[1]] * probe.shape[0], self.device)
+        try:
+            hidden = self.hidden(probe.flatten(), plan.positions, plan)
+        except (TypeError, AttributeError) as error:
+            name = type(self.model).__name__
+            raise ModelError(f"{name} does not take its attention from outside, which Headrace needs: {error}") from error
+        ours = self.logits(hidden).view_as(expected).float().log_softmax(-1)
         # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
         half = self.dtype in (torch.bfloat16, torch.float16)
         gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
@@ -130,6 +165,16 @@ class Policy:
                 f"{type(self.model).__name__} computes something that Headrace's attention does not: "
                 f"its log-probs differ by {gap.item():.2g} from ours on a probe"
             )
+
+
+def _unsteady(config: Any) -> str:
+    """The part of a model that the probe cannot judge because it changes with the length of the input, or nothing."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    changing = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+    if changing:
+        return f"'{changing[0]}' position embeddings"
+    return "chunked attention" if getattr(config, "attention_chunk_size", None) else ""
 
 
 def resolve_device(name: str) -> torch.device:

@@ -101,9 +101,11 @@ class Engine:
         """Admit, prefill a chunk, decode a token."""
         while self._inbox:
             self._inbox.popleft()()
+        budget = self.prefill_tokens
         self._admit()
-        if self._prefilling:
-            self._prefill()
+        while self._prefilling and budget:
+            budget -= self._prefill(budget)
+            self._admit()
         if len(self._rows):
             self._decode()
 
@@ -133,26 +135,25 @@ class Engine:
             reserved += len(family.requests)
             self._prefilling.append(self._waiting.popleft())
 
-    def _prefill(self) -> None:
-        """Compute up to `prefill_tokens` of the waiting prompts; a finished prompt starts its requests."""
-        budget, chunks, complete = self.prefill_tokens, [], []
+    def _prefill(self, budget: int) -> int:
+        """Compute at most `budget` tokens of the waiting prompts; a finished prompt starts its requests."""
+        chunks, complete, left = [], [], budget
         for family in self._prefilling:
-            take = min(budget, len(family.prompt) - family.done)
+            take = min(left, len(family.prompt) - family.done)
             if take:
                 chunks.append((family, Chunk(family.row, family.done, family.done + take)))
                 family.done += take
-                budget -= take
+                left -= take
             if family.done == len(family.prompt) and take:
                 complete.append((family, len(chunks) - 1))
-            if not budget:
+            if not left:
                 break
         self._staging.reserve(STAGING_ROWS, max(c.end for _, c in chunks))
         sequences = [family.prompt for family, _ in chunks]
         last_hidden = self._forward_chunks(self._staging, [c for _, c in chunks], sequences)
-        logits = self.policy.logits(last_hidden)
-        for family, at in complete:
-            self._start(family, logits[at])
+        self._start(complete, last_hidden)
         self._prefilling = [f for f in self._prefilling if f.row >= 0]
+        return budget - left
 
     def _forward_chunks(self, arena: Arena, chunks: list[Chunk], sequences: Sequence[IntArray]) -> torch.Tensor:
         """Write the chunks' cache; return the hidden state of each chunk's last token."""
@@ -162,22 +163,26 @@ class Engine:
         ends = np.cumsum([c.end - c.start for c in chunks]) - 1
         return hidden[self._to_device(ends)]
 
-    def _start(self, family: _Family, logits: torch.Tensor) -> None:
-        """Give every request of the family a row with the prompt's cache, and its first token."""
-        requests = [r for r in family.requests if r.id not in family.aborted]
-        num_prompt = len(family.prompt)
-        first = len(self._rows)
-        self._free_staging.append(family.row)
-        source, family.row = family.row, -1
-        if not requests:
-            return
-        self._reserve(first + len(requests), num_prompt + 1, family.longest)
-        self._arena.copy(self._staging, source, first, first + len(requests), num_prompt)
-        self._rows.add(family.prompt, requests, self._clock())
-        seeds = np.array([r.seed for r in requests], np.uint64)
-        noise = uniforms(seeds, np.full(len(requests), num_prompt, np.int64))
-        outcome = draw(logits[None].expand(len(requests), -1), [r.sampling for r in requests], noise)
-        self._record(outcome, first)
+    def _start(self, complete: list[tuple[_Family, int]], last_hidden: torch.Tensor) -> None:
+        """Give every request of the families a row with its prompt's cache, and its first token.
+
+        Each family comes with the index of its prompt's end in `last_hidden`.
+        """
+        first, ends = len(self._rows), []
+        for family, end in complete:
+            requests = [r for r in family.requests if r.id not in family.aborted]
+            row, num_prompt = len(self._rows), len(family.prompt)
+            self._free_staging.append(family.row)
+            source, family.row = family.row, -1
+            if requests:
+                self._reserve(row + len(requests), num_prompt + 1, family.longest)
+                self._arena.copy(self._staging, source, row, row + len(requests), num_prompt)
+                self._rows.add(family.prompt, requests, self._clock())
+                ends += [end] * len(requests)
+        if ends:
+            logits = self.policy.logits(last_hidden)[ends]
+            noise = uniforms(self._rows.seeds[first:], self._rows.lengths[first:])
+            self._record(draw(logits, self._rows.samplings[first:], noise), first)
 
     def _decode(self) -> None:
         """One token for every running sequence."""

@@ -1,0 +1,93 @@
+"""What stands between a decoder's matrices: norm, rotation, gate.
+
+`transformers` writes each as a chain of small operations, and autograd keeps and walks the result of every one. Here
+each is one function with a backward of its own: the same arithmetic in fewer passes over memory. On two cores, the
+norm of 4,864 tokens of width 128, forward and backward, went from 6.4 ms to 1.2 ms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) · weight, over the last dimension."""
+    if x.is_cuda or not torch.is_grad_enabled():
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = x · r · weight with r = 1 / sqrt(mean(x²) + epsilon)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        unit = x * r
+        pull = grad * unit
+        grad_weight = pull.flatten(0, -2).sum(0)
+        along = (pull @ weight).unsqueeze(-1).mul_(-1 / x.shape[-1])
+        return unit.mul_(along).addcmul_(grad, weight).mul_(r), grad_weight, None
+
+
+def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotary position embedding: the two halves of each head are turned by the angle of the token's position.
+
+    Both halves of `cos` hold the same angles, and so do those of `sin`.
+    """
+    if torch.is_grad_enabled():
+        return _Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
+    return _turn(x_THD, cos_T1D, sin_T1D, 1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's backward is the rotation the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grad, *ctx.saved_tensors, -1), None, None
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if torch.is_grad_enabled():
+        return _Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+class _Gated(torch.autograd.Function):
+    """Keeps the two inputs and nothing between them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
