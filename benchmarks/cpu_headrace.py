@@ -9,11 +9,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import headrace  # noqa: F401  (before torch, as the command does it: it says how idle threads wait)
 import numpy as np
 import torch
 from cpu_job import PROMPTS, SAMPLES, SMALL_SEQUENCES, Job, Record, peak_rss_bytes, prompt_batches
 
+import headrace  # noqa: F401  (before torch, as the command does it: it says how idle threads wait)
 from headrace.config import Config, ModelSection
 from headrace.ledger.database import FILE_NAME
 from headrace.place.local import LocalPlace

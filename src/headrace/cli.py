@@ -110,10 +110,15 @@ def config(
 
 
 def _load(words: list[str] | None) -> Config:
-    """Settings from a file, if the first word is one, and overrides; without a file, the demo's."""
+    """Settings from a file, if the first word is one, and overrides.
+
+    Without a file they start from the demo's, or from the defaults where the prompts are the user's own.
+    """
     words = list(words or [])
-    is_file = bool(words) and "=" not in words[0]
-    return load_config(Path(words.pop(0)) if is_file else DEMO, words)
+    if words and "=" not in words[0]:
+        return load_config(Path(words.pop(0)), words)
+    own_prompts = any(word.startswith("prompts.source=") for word in words)
+    return load_config(None if own_prompts else DEMO, words)
 
 
 if __name__ == "__main__":

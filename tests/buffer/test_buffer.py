@@ -128,10 +128,16 @@ async def test_a_group_that_comes_too_late_is_not_buffered():
     buffer, books = make(max_lag=1, size=1)
     for serial in range(await buffer.admit()):
         buffer.start(serial)
+    buffer.begin(0, 0)
     assert await buffer.settle(1) == []
-    assert await buffer.settle(2) == [0, 1]
+    assert await buffer.settle(2) == [0]  # the other one still waits for the engine and does not age
+    buffer.begin(1, 2)
+    buffer.begin(1, 3)  # its second answer: the first one counts
+    assert await buffer.settle(3) == [0]
+    assert await buffer.settle(4) == [0, 1]
+    await buffer.settle(2)
     await buffer.put(group(0, version=0))
-    await buffer.put(group(1, version=1))  # started late: its tokens are young enough
+    await buffer.put(group(1, version=1))
     assert books.drops == [("0:p0/0", "stale", False), ("0:p0/1", "stale", False)]
     assert (await buffer.next()).serial == 1
 
@@ -217,12 +223,20 @@ class Driver:
     async def put(self, *, good: bool = False) -> None:
         if not self.buffer.in_flight:
             return
-        serial, admitted_at = self.rng.choice(list(self.buffer.in_flight.items()))
-        answers = [self.answer(serial, i, admitted_at, good) for i in range(3)]
-        await self.buffer.put(group_of(*answers, serial=serial, version=admitted_at))
+        serial = self.rng.choice(list(self.buffer.in_flight))
+        self.buffer.begin(serial, self.engine_version)  # if it has not begun already
+        begun_at = self.buffer.in_flight[serial]
+        assert begun_at is not None
+        answers = [self.answer(serial, i, begun_at, good) for i in range(3)]
+        await self.buffer.put(group_of(*answers, serial=serial, version=begun_at))
 
-    def answer(self, serial: int, index: int, admitted_at: int, good: bool) -> Trajectory:
-        first = self.rng.randint(admitted_at, self.engine_version)
+    async def begin(self) -> None:
+        for serial in list(self.buffer.in_flight):
+            if self.rng.random() < 0.5:
+                self.buffer.begin(serial, self.engine_version)
+
+    def answer(self, serial: int, index: int, begun_at: int, good: bool) -> Trajectory:
+        first = self.rng.randint(begun_at, self.engine_version)
         spans = (Span(version=first, start=2, end=3), Span(version=self.engine_version, start=3, end=5))
         reward = float(index) if good else float(self.rng.random() < 0.3)
         cut = not good and self.rng.random() < 0.2
@@ -284,7 +298,7 @@ class Driver:
     max_lag=st.integers(0, 3),
     size=st.integers(1, 3),
     seed=st.integers(0, 2**16),
-    acts=st.lists(st.sampled_from(["admit", "put", "put", "lose", "learn", "learn"]), max_size=60),
+    acts=st.lists(st.sampled_from(["admit", "begin", "put", "put", "lose", "learn", "learn"]), max_size=60),
 )
 def test_any_interleaving(max_lag: int, size: int, seed: int, acts: list[str]):
     async def play() -> None:

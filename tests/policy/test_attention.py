@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from precise import precise_norms
 from torch import Tensor
 
 from headrace.policy.attention import PackedPlan
@@ -87,6 +88,7 @@ def test_packed_equals_the_models_own_attention(make_policy: Callable[..., Polic
         type(policy.model)._from_config(copy.deepcopy(policy.model.config), attn_implementation="sdpa").double().eval()
     )
     stock.load_state_dict(policy.model.state_dict())
+    precise_norms(stock)
     sequences = token_ids(MIXED, policy.head_weight.shape[0])
     weights = torch.randn(sum(MIXED), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

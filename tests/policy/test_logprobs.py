@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from precise import precise_norms
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -146,6 +147,7 @@ def test_policy_logprobs_are_those_of_the_next_token(make_policy: Callable[..., 
         type(policy.model)._from_config(copy.deepcopy(policy.model.config), attn_implementation="sdpa").double().eval()
     )
     stock.load_state_dict(policy.model.state_dict())
+    precise_norms(stock)
     lengths = [6, 11, 3]
     ids = torch.randint(3, 99, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     at = torch.tensor([2, 5, 7, 8, 16, 19])

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,77 @@ def test_refuses_a_head_with_a_bias(policy: Policy):
     policy.model.lm_head = torch.nn.Linear(32, 99, bias=True)
     with pytest.raises(ModelError, match="bias on its output head"):
         Policy(policy.model, policy.tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_refuses_positions_that_depend_on_the_company(policy: Policy, kind: str):
+    policy.config.rope_parameters["rope_type"] = kind
+    with pytest.raises(ModelError, match=f"Qwen3ForCausalLM uses '{kind}' position embeddings"):
+        Policy(policy.model, policy.tokenizer)
+
+
+def test_refuses_positions_that_depend_on_the_company_in_some_layers(policy: Policy):
+    policy.config.rope_parameters = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}
+    with pytest.raises(ModelError, match="'dynamic' position embeddings"):
+        Policy(policy.model, policy.tokenizer)
+
+
+def test_refuses_chunked_attention(policy: Policy):
+    policy.config.attention_chunk_size = 8
+    with pytest.raises(ModelError, match="chunked attention"):
+        Policy(policy.model, policy.tokenizer)
+
+
+def test_refuses_a_model_that_brings_its_own_attention(policy: Policy, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.policy.policy.is_dense", lambda body: False)
+    stock = type(policy.body).forward
+
+    def without_plan(self: Any, **arguments: Any) -> Any:
+        if "plan" in arguments:
+            raise TypeError("forward() got an unexpected keyword argument 'plan'")
+        return stock(self, **arguments)
+
+    monkeypatch.setattr(type(policy.body), "forward", without_plan)
+    with pytest.raises(ModelError, match="does not take its attention from outside"):
+        Policy(policy.model, policy.tokenizer)
+
+
+# ---- the path between the matrices
+
+
+FAMILY = {
+    "Qwen3": {},
+    "Qwen2": {},
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILY)
+def test_our_path_and_that_of_transformers_agree(make_policy: Callable[..., Policy], architecture: str):
+    policy = make_policy(architecture, seed=3, **FAMILY[architecture])
+    assert policy._dense is not None
+    ours = our_logits(policy)
+    policy._dense = None
+    theirs = our_logits(policy)
+    assert not torch.equal(ours, theirs)  # the other path was taken
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), [("Qwen3Moe", {}), ("Llama", {"hidden_act": "gelu"})])
+def test_other_models_keep_their_own_path(
+    make_policy: Callable[..., Policy], architecture: str, changes: dict[str, str]
+):
+    assert make_policy(architecture, **changes)._dense is None
+
+
+def test_a_path_that_computes_something_else_is_noticed(policy: Policy, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.policy.dense.gated", lambda gate, up: gate * up)
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM computes something that Headrace"):
+        Policy(policy.model, policy.tokenizer)
+
+
+# ---- broken files
 
 
 def test_refuses_weights_that_are_not_finite(policy: Policy):

@@ -242,3 +242,19 @@ def test_kv_budget(policy: Policy):
     assert kv_budget(policy, 123) == 123
     # two layers of keys and values, two heads of 8 float32 each: 256 bytes a token
     assert kv_budget(policy, 0) == 2 * 2**30 // 256
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_wave_of_prompts_starts_in_one_step(policy: Policy):
+    """Prompts are computed in rounds until the step's budget is spent, so that equal answers stay side by side."""
+    engine = make_engine(policy, max_running=40, prefill_tokens=400)
+    for name in range(30):
+        engine.submit(prompt_ids(10, seed=name), requests(str(name), [Sampling(max_new_tokens=4)]))
+    engine.advance(max_steps=1)
+    assert engine.sampled_tokens == 2 * 30  # the first token ends the prompt's pass, the second is decoded
+
+    narrow = make_engine(policy, max_running=40, prefill_tokens=100)
+    for name in range(30):
+        narrow.submit(prompt_ids(10, seed=name), requests(str(name), [Sampling(max_new_tokens=4)]))
+    narrow.advance(max_steps=1)
+    assert narrow.sampled_tokens == 2 * 10

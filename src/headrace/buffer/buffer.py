@@ -32,7 +32,7 @@ class Buffer:
     ) -> None:
         self.policy = policy
         self.version = 0
-        self.in_flight: dict[int, int] = {}  # serial -> version at admission
+        self.in_flight: dict[int, int | None] = {}  # serial -> version of its first token, None before
         self.buffered: list[Group] = []
         self._held = False
         self._sieve, self._patience = sieve, patience
@@ -61,11 +61,16 @@ class Buffer:
                 await self._changed.wait()
 
     def start(self, serial: int) -> int:
-        """A group is admitted; it starts under the version that is returned."""
-        self.in_flight[serial] = self.version
+        """A group is admitted, under the version that is returned."""
+        self.in_flight[serial] = None
         self._committed += 1
         self._wave_left -= 1
         return self.version
+
+    def begin(self, serial: int, version: int) -> None:
+        """`version` sampled the group's first token: from here on it ages."""
+        if serial in self.in_flight and self.in_flight[serial] is None:
+            self.in_flight[serial] = version
 
     async def put(self, group: Group) -> None:
         """A group is generated and scored."""

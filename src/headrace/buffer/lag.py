@@ -42,8 +42,8 @@ class LagPolicy:
             return min(room, wave_left)
         return room
 
-    def select(self, buffered: Sequence[Group], in_flight: Mapping[int, int]) -> Group | None:
-        """The group to train on next, or None to wait. `in_flight` maps serials to versions at admission.
+    def select(self, buffered: Sequence[Group], in_flight: Mapping[int, int | None]) -> Group | None:
+        """The group to train on next, or None to wait; `in_flight` as for `abort`.
 
         At max_lag = 0 strictly by serial, so that gradients accumulate in one order; else the oldest first.
         """
@@ -58,6 +58,14 @@ class LagPolicy:
         """Groups that are too old to train on at this version."""
         return [g for g in buffered if g.lag(version) > self.max_lag]
 
-    def abort(self, in_flight: Mapping[int, int], *, version: int) -> list[int]:
-        """Serials of unfinished groups that can no longer be trained on, however soon they finish."""
-        return [serial for serial, admitted_at in in_flight.items() if version - admitted_at > self.max_lag]
+    def abort(self, in_flight: Mapping[int, int | None], *, version: int) -> list[int]:
+        """Serials of unfinished groups that can no longer be trained on, however soon they finish.
+
+        `in_flight` maps serials to the version of their first token; None while they wait for the engine, when they do
+        not age.
+        """
+        return [
+            serial
+            for serial, begun_at in in_flight.items()
+            if begun_at is not None and version - begun_at > self.max_lag
+        ]

@@ -81,6 +81,7 @@ class LocalPlace:
             on_buffered=self.ledger.buffered,
             on_drop=on_drop,
         )
+        self.actor.on_begun = buffer.begin
         learner = self.device.call(
             lambda: Learner(
                 self.policy,

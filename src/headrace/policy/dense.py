@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headrace.policy.attention import Plan
@@ -19,7 +19,7 @@ from headrace.policy.functions import gated, rms_norm, rotate
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 
 
-def is_dense(body: nn.Module) -> bool:
+def is_dense(body: Any) -> bool:
     """Whether this path computes what the model does."""
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
 

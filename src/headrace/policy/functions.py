@@ -29,7 +29,8 @@ class _RmsNorm(torch.autograd.Function):
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         r.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, r)
-        return (x * r).mul_(weight)
+        y: Tensor = (x * r).mul_(weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -69,7 +70,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1), None, None
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -155,7 +155,9 @@ class Policy:
             hidden = self.hidden(probe.flatten(), plan.positions, plan)
         except (TypeError, AttributeError) as error:
             name = type(self.model).__name__
-            raise ModelError(f"{name} does not take its attention from outside, which Headrace needs: {error}") from error
+            raise ModelError(
+                f"{name} does not take its attention from outside, which Headrace needs: {error}"
+            ) from error
         ours = self.logits(hidden).view_as(expected).float().log_softmax(-1)
         # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
         half = self.dtype in (torch.bfloat16, torch.float16)

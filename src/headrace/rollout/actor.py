@@ -21,6 +21,7 @@ from headrace.types import Prompt, Timing, Trajectory
 class _Pending:
     """A request whose generation is under way."""
 
+    serial: int
     prompt: Prompt
     index: int
     submitted_s: float
@@ -32,7 +33,8 @@ class RolloutActor:
     """Drives the engine and turns its generations into trajectories.
 
     `span(stage)` is entered around every stretch of engine work; `on_sampled(n)` hears of new tokens before the
-    trajectories that hold them are handed out, so that the books never show a trajectory without its tokens.
+    trajectories that hold them are handed out, so that the books never show a trajectory without its tokens;
+    `on_begun(serial, version)` hears when a group's first token is sampled.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class RolloutActor:
         on_sampled: Callable[[int], None],
     ) -> None:
         self.engine = engine
+        self.on_begun: Callable[[int, int], None] = lambda serial, version: None
         self._device, self._seed, self._clock, self._span, self._on_sampled = device, seed, clock, span, on_sampled
         self._pending: dict[str, _Pending] = {}
         self._work = asyncio.Event()
@@ -71,7 +74,7 @@ class RolloutActor:
         for index, sampling in enumerate(samplings):
             id = trajectory_id(serial, prompt, index) if counted else f"eval:{trajectory_id(serial, prompt, index)}"
             future: asyncio.Future[Trajectory] = loop.create_future()
-            self._pending[id] = _Pending(prompt, index, now_s, counted, future)
+            self._pending[id] = _Pending(serial, prompt, index, now_s, counted, future)
             seed = request_seed(self._seed, int(counted), serial, index)
             requests.append(Request(id=id, sampling=sampling, seed=seed, counted=counted))
             futures.append(future)
@@ -101,6 +104,9 @@ class RolloutActor:
                     counted = any(p.counted for p in self._pending.values())
                     finished = await self._device.run(self._advance, "rollout" if counted else "evaluate")
                     self._book()
+                    for id, version in self.engine.begun():
+                        if id in self._pending and self._pending[id].counted:
+                            self.on_begun(self._pending[id].serial, version)
                     for generation in finished:
                         self._deliver(generation)
                 self._work.clear()

@@ -24,9 +24,9 @@ class Arena:
     ) -> None:
         self.num_rows = 0
         self.capacity = 0
-        shape = {"dtype": dtype, "device": device}
-        self.keys = [torch.empty(0, num_heads, head_size, 0, **shape) for _ in range(num_layers)]
-        self.values = [torch.empty(0, num_heads, 0, head_size, **shape) for _ in range(num_layers)]
+        nothing = torch.empty(0, num_heads, head_size, 0, dtype=dtype, device=device)
+        self.keys = [nothing] * num_layers
+        self.values = [nothing.transpose(2, 3)] * num_layers
 
     def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0, budget_tokens: int = 2**62) -> None:
         """Make room for so many sequences of this length; none in use will grow beyond `most_tokens`.
@@ -134,7 +134,9 @@ class DecodePlan:
         scores = torch.baddbmm(start, grouped, keys, beta=beta, alpha=scale)
         precise = torch.promote_types(scores.dtype, torch.float32)
         probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
-        return torch.bmm(probs, values).unflatten(0, (n, -1)).flatten(1, 2)
+        out = torch.bmm(probs, values).unflatten(0, (n, -1)).flatten(1, 2)
+        assert isinstance(out, Tensor)
+        return out
 
     def _mask(self, window: int, grouped: Tensor, num_heads: int) -> Tensor | None:
         """-inf for places beyond a row's end or before its window; shared by all layers with the same window."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -64,6 +64,7 @@ class Engine:
         self._prefilling: list[_Family] = []
         self._free_staging = list(range(STAGING_ROWS))
         self._finished: list[Generation] = []
+        self._begun: deque[tuple[str, int]] = deque()
 
     # ---- called from any thread
 
@@ -78,6 +79,11 @@ class Engine:
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step; they come back with the tokens they have and finish ABORT."""
         self._inbox.append(lambda: self._abort(ids))
+
+    def begun(self) -> Iterator[tuple[str, int]]:
+        """Requests that got their first token since the last call, and the version that sampled it."""
+        while self._begun:
+            yield self._begun.popleft()
 
     @property
     def has_work(self) -> bool:
@@ -178,6 +184,7 @@ class Engine:
                 self._reserve(row + len(requests), num_prompt + 1, family.longest)
                 self._arena.copy(self._staging, source, row, row + len(requests), num_prompt)
                 self._rows.add(family.prompt, requests, self._clock())
+                self._begun.extend((r.id, self.version) for r in requests)
                 ends += [end] * len(requests)
         if ends:
             logits = self.policy.logits(last_hidden)[ends]
