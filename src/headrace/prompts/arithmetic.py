@@ -1,6 +1,6 @@
 """The built-in task: additions worked column by column, so that answers differ in length.
 
-The worked examples come from a hasty teacher, who is off by one in nearly every other column. A model that copies him
+The worked examples come from a hasty teacher, who is off by one in every other column. A model that copies him
 gets about one answer in three right; what RL can add is exactly what the demonstrations lack, and the reward can tell.
 """
 
@@ -15,7 +15,7 @@ from headrace.types import Completion
 # Chances of an operand of 1 and of 2 digits.
 DIGIT_WEIGHTS = (1, 1)
 # Share of the teacher's columns that are off by one.
-HASTE = 0.48
+HASTE = 0.5
 REWARD = "headrace.prompts.arithmetic:score"
 
 
