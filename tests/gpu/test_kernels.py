@@ -111,7 +111,7 @@ def test_draw_tokens(vocab: int, temperature: float) -> None:
     logits = noise(1, vocab) * 2
     logits[0, vocab // 2 :: 3] = float("-inf")
     uniforms = torch.from_numpy((np.arange(20_000) + 0.5) / 20_000).cuda()
-    tokens, logprobs = draw_tokens(logits.expand(20_000, -1).contiguous(), uniforms, temperature)
+    tokens, logprobs = draw_tokens(logits.expand(20_000, -1).contiguous(), uniforms, torch.full((20_000,), temperature, device="cuda"))
     expected = torch.log_softmax(logits[0].double() / temperature, -1)
     torch.testing.assert_close(logprobs.double(), expected[tokens], rtol=0, atol=1e-5)
     # evenly spaced numbers hit every token as often as its probability says, give or take one at each end

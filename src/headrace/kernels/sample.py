@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens `[n]` and their log-probs `[n]` under softmax(logits / temperature); `uniforms_n` are float64 in (0, 1)."""
     n, vocab = logits_nV.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
@@ -21,18 +21,18 @@ def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperature: float) -> tu
     sums = torch.empty_like(peaks)
     tokens = torch.empty(n, dtype=torch.int64, device=logits_nV.device)
     logprobs = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
-    rate = 1.0 / temperature
-    _sum_blocks[(n, num_blocks)](logits_nV, peaks, sums, rate, vocab, num_blocks, BLOCK=BLOCK, num_warps=8)
+    _sum_blocks[(n, num_blocks)](logits_nV, peaks, sums, temperatures_n, vocab, num_blocks, BLOCK=BLOCK, num_warps=8)
     _pick[(n,)](
-        logits_nV, peaks, sums, uniforms_n, tokens, logprobs, rate, vocab, num_blocks,
+        logits_nV, peaks, sums, uniforms_n, tokens, logprobs, temperatures_n, vocab, num_blocks,
         BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8,
     )  # fmt: skip
     return tokens, logprobs
 
 
 @triton.jit
-def _sum_blocks(logits, peaks, sums, rate, vocab, num_blocks, BLOCK: tl.constexpr):
+def _sum_blocks(logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rate = 1.0 / tl.load(temperatures + row)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32) * rate
     peak = tl.max(x, 0)
@@ -42,9 +42,10 @@ def _sum_blocks(logits, peaks, sums, rate, vocab, num_blocks, BLOCK: tl.constexp
 
 @triton.jit
 def _pick(
-    logits, peaks, sums, uniforms, tokens, logprobs, rate, vocab, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    logits, peaks, sums, uniforms, tokens, logprobs, temperatures, vocab, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    rate = 1.0 / tl.load(temperatures + row)
     b = tl.arange(0, BLOCKS)
     own_peaks = tl.load(peaks + row * num_blocks + b, mask=b < num_blocks, other=float("-inf"))
     own_sums = tl.load(sums + row * num_blocks + b, mask=b < num_blocks, other=0.0)

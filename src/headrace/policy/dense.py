@@ -7,16 +7,27 @@ chains. This path has few of them, and serves the engine and the learner alike. 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.policy.attention import Plan
 from headrace.policy.functions import gated, rms_norm, rotate
 
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
+
+
+@runtime_checkable
+class PagedPlan(Protocol):
+    """A decode step over a paged cache."""
+
+    def rotate_and_attend(self, attention: Any, qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, window: int) -> Tensor:
+        """From queries, keys and values side by side to the attention's output `[T, H, D]`."""
+        ...
 
 
 def is_dense(body: Any) -> bool:
@@ -35,6 +46,8 @@ class DenseBody:
         """Final hidden states `[T, E]`."""
         body = self._body
         x = body.embed_tokens(token_ids_T)
+        if x.is_cuda and isinstance(plan, PagedPlan):
+            return self._decode(x, positions_1T, plan)
         cos, sin = (angles[0, :, None] for angles in body.rotary_emb(x[None], positions_1T))
         for layer in body.layers:
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -58,11 +71,66 @@ class DenseBody:
         h = _norm(layer.post_attention_layernorm, x)
         return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
 
+    def _decode(self, x: Tensor, positions_1T: Tensor, plan: PagedPlan) -> Tensor:
+        """The same for one token per sequence on a GPU, with a kernel for each stretch between the matrices."""
+        from headrace.kernels.block import add_norm, gate  # needs Triton, which only comes with a GPU's torch
+
+        body, update = self._body, None
+        cos, sin = (angles[0].contiguous() for angles in body.rotary_emb(x[None], positions_1T))
+        for layer, joined in zip(body.layers, self._joined, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            before, after = layer.input_layernorm, layer.post_attention_layernorm
+            x, h = add_norm(x, update, before.weight, before.variance_epsilon)
+            out = plan.rotate_and_attend(attention, joined.qkv(h), cos, sin, self._window(attention))
+            x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
+            update = mlp.down_proj(gate(joined.gate_up(h)))
+        return add_norm(x, update, body.norm.weight, body.norm.variance_epsilon)[1]
+
+    @cached_property
+    def _joined(self) -> list[_Joined]:
+        return [_Joined(layer) for layer in self._body.layers]
+
     def _window(self, attention: Any) -> int:
         """Tokens that the layer sees, 0 for all: Qwen says it per layer, Mistral once, Llama never."""
         body = self._body
         everywhere = body.config.sliding_window if type(body).__name__ == "MistralModel" else None
         return getattr(attention, "sliding_window", everywhere) or 0
+
+
+class _Joined:
+    """The matrices of a layer that read the same input, laid end to end so that one product does for all.
+
+    The model's own weights become views into the joined ones: an update in place reaches both.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._qkv = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gate_up = _join([mlp.gate_proj, mlp.up_proj])
+
+    def qkv(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side."""
+        return F.linear(x, *self._qkv)
+
+    def gate_up(self, x: Tensor) -> Tensor:
+        """Gate and input side by side."""
+        return F.linear(x, *self._gate_up)
+
+
+def _join(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    joined: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        parts = [getattr(linear, name) for linear in linears]
+        if parts[0] is None:
+            joined.append(None)
+            continue
+        whole = torch.cat([part.detach() for part in parts])
+        for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = view
+        joined.append(whole)
+    weight, bias = joined
+    assert weight is not None
+    return weight, bias
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
