@@ -26,7 +26,11 @@ def paged(lengths: list[int], heads: int, size: int, page: int, dtype: torch.dty
     num_pages = most * len(lengths) + 3
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))[: most * len(lengths)]
     tables = order.view(len(lengths), most).to("cuda", torch.int32)
-    return noise(num_pages, heads, page, size, seed=1, dtype=dtype), noise(num_pages, heads, page, size, seed=2, dtype=dtype), tables
+    return (
+        noise(num_pages, heads, page, size, seed=1, dtype=dtype),
+        noise(num_pages, heads, page, size, seed=2, dtype=dtype),
+        tables,
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -62,7 +66,11 @@ def test_decode_attention_does_not_depend_on_the_company() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [128, 960, 2048])
 def test_add_norm(dtype: torch.dtype, width: int) -> None:
-    x, update, weight = noise(7, width, dtype=dtype), noise(7, width, seed=1, dtype=dtype), noise(width, seed=2, dtype=dtype)
+    x, update, weight = (
+        noise(7, width, dtype=dtype),
+        noise(7, width, seed=1, dtype=dtype),
+        noise(width, seed=2, dtype=dtype),
+    )
     total, normed = add_norm(x, update, weight, 1e-5)
     assert torch.equal(total, x + update)
     expected = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
@@ -70,7 +78,10 @@ def test_add_norm(dtype: torch.dtype, width: int) -> None:
     same, only = add_norm(x, None, weight, 1e-5)
     assert same is x
     torch.testing.assert_close(
-        only.float(), torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-5), rtol=1e-2, atol=TOLERANCE[dtype]
+        only.float(),
+        torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-5),
+        rtol=1e-2,
+        atol=TOLERANCE[dtype],
     )
 
 
@@ -85,7 +96,10 @@ def test_gate(dtype: torch.dtype) -> None:
 def test_rotate_and_store(with_norm: bool) -> None:
     heads, kv_heads, size, page = 4, 2, 64, 16
     qkv = noise(5, (heads + 2 * kv_heads) * size)
-    keys, values = torch.zeros(6, kv_heads, page, size, device="cuda"), torch.zeros(6, kv_heads, page, size, device="cuda")
+    keys, values = (
+        torch.zeros(6, kv_heads, page, size, device="cuda"),
+        torch.zeros(6, kv_heads, page, size, device="cuda"),
+    )
     slots = torch.tensor([0, 17, 95, 33, 34], device="cuda")
     angle = noise(5, size // 2, seed=3).repeat(1, 2)
     norms = (noise(size, seed=4), noise(size, seed=5)) if with_norm else None
@@ -111,7 +125,9 @@ def test_draw_tokens(vocab: int, temperature: float) -> None:
     logits = noise(1, vocab) * 2
     logits[0, vocab // 2 :: 3] = float("-inf")
     uniforms = torch.from_numpy((np.arange(20_000) + 0.5) / 20_000).cuda()
-    tokens, logprobs = draw_tokens(logits.expand(20_000, -1).contiguous(), uniforms, torch.full((20_000,), temperature, device="cuda"))
+    tokens, logprobs = draw_tokens(
+        logits.expand(20_000, -1).contiguous(), uniforms, torch.full((20_000,), temperature, device="cuda")
+    )
     expected = torch.log_softmax(logits[0].double() / temperature, -1)
     torch.testing.assert_close(logprobs.double(), expected[tokens], rtol=0, atol=1e-5)
     # evenly spaced numbers hit every token as often as its probability says, give or take one at each end

@@ -58,8 +58,15 @@ def _gate(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def rotate_and_store(
-    qkv_TN: Tensor, norms: tuple[Tensor, Tensor] | None, epsilon: float, cos_TD: Tensor, sin_TD: Tensor,
-    keys_PJTD: Tensor, values_PJTD: Tensor, slots_T: Tensor, num_heads: int,
+    qkv_TN: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    keys_PJTD: Tensor,
+    values_PJTD: Tensor,
+    slots_T: Tensor,
+    num_heads: int,
 ) -> Tensor:
     """Norm (if the model has one) and rotation of queries and keys; keys and values go to their `slots` in the cache.
 

@@ -21,8 +21,15 @@ TILE = 64
 
 
 def decode_attention(
-    q_nHD: Tensor, keys_PJTD: Tensor, values_PJTD: Tensor, tables: Tensor, lengths_n: Tensor, *,
-    scale: float, window: int, longest: int,
+    q_nHD: Tensor,
+    keys_PJTD: Tensor,
+    values_PJTD: Tensor,
+    tables: Tensor,
+    lengths_n: Tensor,
+    *,
+    scale: float,
+    window: int,
+    longest: int,
 ) -> Tensor:
     """Attention `[n, H, D]` of each query to the first `lengths_n` tokens of its sequence, the query's own included.
 

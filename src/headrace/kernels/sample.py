@@ -42,7 +42,17 @@ def _sum_blocks(logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK: tl.
 
 @triton.jit
 def _pick(
-    logits, peaks, sums, uniforms, tokens, logprobs, temperatures, vocab, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    logits,
+    peaks,
+    sums,
+    uniforms,
+    tokens,
+    logprobs,
+    temperatures,
+    vocab,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     rate = 1.0 / tl.load(temperatures + row)

@@ -17,25 +17,26 @@ import numpy as np
 import torch
 
 from headrace.policy.policy import Policy
-from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
+from headrace.rollout.arena import Chunk
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.rows import Rows
-from headrace.rollout.sampling import Draw, draw, uniforms
+from headrace.rollout.rows import Parked, Rows
+from headrace.rollout.store import Burst, RowStore, Store, sample
 from headrace.types import FinishReason, IntArray
 
-STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
+MOST_STEPS = 16  # of decoding between two looks at what came in
 
 
 @dataclass(slots=True, eq=False)
 class _Family:
-    """Requests that share one prompt, from submission until their prompt is in the arena."""
+    """Requests that share one prompt, from submission until their prompt is in the cache."""
 
     prompt: IntArray
     requests: list[Request]
     longest: int  # tokens of the longest sequence it may become
-    row: int = -1  # staging row
+    place: int = -1  # of the prompt's cache
     done: int = 0  # prompt tokens computed
     aborted: set[str] = field(default_factory=set)
+    parked: Parked | None = None  # the row of a request that had to make room; it is alone in its family
 
 
 class Engine:
@@ -55,14 +56,14 @@ class Engine:
         self.version = 0
         self.sampled_tokens = 0  # counted ones, ever
         self.prefill_tokens = prefill_tokens
+        self.preemptions = 0
         self._kv_tokens, self._on_update, self._clock = kv_tokens, on_update, clock
         self._max_running = max_running
-        self._arena, self._staging = _arena(policy), _arena(policy)
+        self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
         self._rows = Rows()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
         self._prefilling: list[_Family] = []
-        self._free_staging = list(range(STAGING_ROWS))
         self._finished: list[Generation] = []
         self._begun: deque[tuple[str, int]] = deque()
 
@@ -113,7 +114,7 @@ class Engine:
             budget -= self._prefill(budget)
             self._admit()
         if len(self._rows):
-            self._decode()
+            self._decode(4 if self._waiting else MOST_STEPS)
 
     @torch.inference_mode()
     def weights_changed(self, version: int) -> None:
@@ -122,22 +123,30 @@ class Engine:
         for family in self._prefilling:
             family.done = 0  # its spans will name this version alone, so none of its cache may be older
         if self._on_update == "recompute":
-            self._recompute()
+            sequences = [self._rows.sequence(row)[:-1] for row in range(len(self._rows))]
+            self._store.recompute(sequences, self.prefill_tokens)
 
     # ---- inside
 
     def _admit(self) -> None:
         """Start waiting families, oldest first, while rows and cache allow."""
         reserved = sum(len(f.requests) for f in self._prefilling)
-        while self._waiting and self._free_staging:
+        while self._waiting:
             family = self._waiting[0]
             num_rows = len(self._rows) + reserved + len(family.requests)
-            longest = max([family.longest, self._rows.longest_possible, *(f.longest for f in self._prefilling)])
-            fits = num_rows <= self._max_running and num_rows * longest <= self._kv_tokens
+            room = self._store.has_room(
+                num_rows=num_rows,
+                longest=max([family.longest, self._rows.longest_possible, *(f.longest for f in self._prefilling)]),
+                num_prompt=len(family.prompt),
+                num_requests=len(family.requests),
+            )
             alone = not len(self._rows) and not self._prefilling
-            if not (fits or alone):
+            if not (num_rows <= self._max_running and room) and not alone:
                 break
-            family.row = self._free_staging.pop()
+            place = self._store.open(len(family.prompt), len(family.requests))
+            if place is None:
+                break
+            family.place = place
             reserved += len(family.requests)
             self._prefilling.append(self._waiting.popleft())
 
@@ -147,84 +156,73 @@ class Engine:
         for family in self._prefilling:
             take = min(left, len(family.prompt) - family.done)
             if take:
-                chunks.append((family, Chunk(family.row, family.done, family.done + take)))
+                chunks.append((family, Chunk(family.place, family.done, family.done + take)))
                 family.done += take
                 left -= take
             if family.done == len(family.prompt) and take:
                 complete.append((family, len(chunks) - 1))
             if not left:
                 break
-        self._staging.reserve(STAGING_ROWS, max(c.end for _, c in chunks))
-        sequences = [family.prompt for family, _ in chunks]
-        last_hidden = self._forward_chunks(self._staging, [c for _, c in chunks], sequences)
+        last_hidden = self._store.prefill([c for _, c in chunks], [family.prompt for family, _ in chunks])
         self._start(complete, last_hidden)
-        self._prefilling = [f for f in self._prefilling if f.row >= 0]
+        self._prefilling = [f for f in self._prefilling if f.place >= 0]
         return budget - left
 
-    def _forward_chunks(self, arena: Arena, chunks: list[Chunk], sequences: Sequence[IntArray]) -> torch.Tensor:
-        """Write the chunks' cache; return the hidden state of each chunk's last token."""
-        tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        plan = PrefillPlan(arena, chunks, self.policy.device)
-        hidden = self.policy.hidden(self._to_device(tokens.astype(np.int64)), plan.positions, plan)
-        ends = np.cumsum([c.end - c.start for c in chunks]) - 1
-        return hidden[self._to_device(ends)]
-
     def _start(self, complete: list[tuple[_Family, int]], last_hidden: torch.Tensor) -> None:
-        """Give every request of the families a row with its prompt's cache, and its first token.
+        """Give every request of the families a row with its prompt's cache, and its next token.
 
         Each family comes with the index of its prompt's end in `last_hidden`.
         """
         first, ends = len(self._rows), []
         for family, end in complete:
             requests = [r for r in family.requests if r.id not in family.aborted]
-            row, num_prompt = len(self._rows), len(family.prompt)
-            self._free_staging.append(family.row)
-            source, family.row = family.row, -1
             if requests:
-                self._reserve(row + len(requests), num_prompt + 1, family.longest)
-                self._arena.copy(self._staging, source, row, row + len(requests), num_prompt)
-                self._rows.add(family.prompt, requests, self._clock())
-                self._begun.extend((r.id, self.version) for r in requests)
+                self._store.fork(family.place, self._rows, len(requests), len(family.prompt), family.longest)
+                if family.parked is not None:
+                    self._rows.resume(family.parked)
+                else:
+                    self._rows.add(family.prompt, requests, self._clock())
+                    self._begun.extend((r.id, self.version) for r in requests)
                 ends += [end] * len(requests)
+            self._store.close(family.place)
+            family.place = -1
         if ends:
-            logits = self.policy.logits(last_hidden)[ends]
-            noise = uniforms(self._rows.seeds[first:], self._rows.lengths[first:])
-            self._record(draw(logits, self._rows.samplings[first:], noise), first)
+            self._record(sample(self.policy.logits(last_hidden)[ends], self._rows, first), first)
 
-    def _decode(self) -> None:
-        """One token for every running sequence."""
-        rows = self._rows
-        positions = rows.lengths - 1  # the last token has no cache yet
-        longest = int(positions.max()) + 1
-        self._reserve(len(rows), longest)
-        equal = longest == int(positions.min()) + 1
-        plan = DecodePlan(self._arena, self._to_device(positions), longest, equal)
-        hidden = self.policy.hidden(self._to_device(rows.last_tokens), plan.positions, plan)
-        noise = uniforms(rows.seeds, rows.lengths)
-        self._record(draw(self.policy.logits(hidden), rows.samplings, noise), 0)
+    def _decode(self, wanted: int) -> None:
+        """A few tokens for every running sequence."""
+        while not (steps := self._store.steps(self._rows, wanted)):
+            self._make_room()
+        self._record(self._store.decode(self._rows, steps), 0)
 
-    def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int = 0) -> None:
-        most_tokens = max(most_tokens, self._rows.longest_possible)
-        self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
+    def _make_room(self) -> None:
+        """Out of cache: the row that started last gives its own back and waits to be computed again."""
+        row = self._rows.youngest()
+        sequence, parked = self._rows.sequence(row), self._rows.park(row)
+        self._store.remove(row, self._rows)
+        self._rows.remove(row)
+        self._waiting.appendleft(_Family(sequence, [parked.request], parked.longest, parked=parked))
+        self.preemptions += 1
 
-    def _record(self, outcome: Draw, first: int) -> None:
-        """Book the drawn tokens to rows `first`.., and retire the rows that are done."""
-        tokens = outcome.tokens.cpu().numpy()
-        allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()
-        self._rows.append(first, tokens, outcome.logprobs.cpu().numpy(), self.version, allowed)
-        self.sampled_tokens += int(self._rows.counted[first:].sum())
-        done = self._rows.done(first, self.policy.eos_ids, self.policy.tokenizer)
-        for row, finish in sorted(done.items(), reverse=True):
-            self._retire(row, finish)
+    def _record(self, burst: Burst, first: int) -> None:
+        """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
+        columns = np.arange(burst.tokens.shape[1])  # of the burst, for the rows from `first` on
+        for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
+            self._rows.append(first, tokens[columns], logprobs[columns], self.version, burst.allowed)
+            self.sampled_tokens += int(self._rows.counted[first:].sum())
+            done = self._rows.done(first, self.policy.eos_ids, self.policy.tokenizer)
+            for row, finish in sorted(done.items(), reverse=True):
+                self._retire(row, finish)
+                columns[row - first] = columns[-1]
+                columns = columns[:-1]
+            if not len(columns):
+                break
 
     def _retire(self, row: int, finish: FinishReason) -> None:
         """Hand the row's request back and move the last row into its place."""
-        rows = self._rows
-        self._finished.append(rows.generation(row, finish, self._clock()))
-        last = len(rows) - 1
-        if row != last:
-            self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
-        rows.remove(row)
+        self._finished.append(self._rows.generation(row, finish, self._clock()))
+        self._store.remove(row, self._rows)
+        self._rows.remove(row)
 
     def _abort(self, ids: set[str]) -> None:
         for row in reversed(range(len(self._rows))):
@@ -239,30 +237,6 @@ class Engine:
         for family in hopeless:
             self._waiting.remove(family)
 
-    def _recompute(self) -> None:
-        """Compute the cache of every running sequence again, under the present weights."""
-        sequences = [self._rows.sequence(row)[:-1] for row in range(len(self._rows))]
-        batch: list[int] = []
-        for row in range(len(sequences)):
-            batch.append(row)
-            if sum(len(sequences[r]) for r in batch) >= self.prefill_tokens or row == len(sequences) - 1:
-                chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
-                self._forward_chunks(self._arena, chunks, [sequences[r] for r in batch])
-                batch = []
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.policy.device)
-
-
-def _arena(policy: Policy) -> Arena:
-    return Arena(
-        num_layers=policy.num_layers,
-        num_heads=policy.num_kv_heads,
-        head_size=policy.head_size,
-        dtype=policy.dtype,
-        device=policy.device,
-    )
-
 
 def _nothing_sampled(request: Request, now_s: float) -> Generation:
     return Generation(
@@ -274,6 +248,15 @@ def _nothing_sampled(request: Request, now_s: float) -> Generation:
         started_s=now_s,
         finished_s=now_s,
     )
+
+
+def make_store(policy: Policy, *, kv_tokens: int, max_running: int) -> Store:
+    """Pages where there is a GPU, else rows."""
+    if policy.device.type == "cuda":
+        from headrace.rollout.paged import PagedStore  # needs Triton, which only comes with a GPU's torch
+
+        return PagedStore(policy, kv_tokens, max_running)
+    return RowStore(policy, kv_tokens)
 
 
 def kv_budget(policy: Policy, kv_tokens: int) -> int:

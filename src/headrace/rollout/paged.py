@@ -8,31 +8,30 @@ R rows of a graph (at least the n running ones; the rest write to page 0), K ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.errors import ConfigError
 from headrace.kernels.block import rotate_and_store
 from headrace.kernels.decode import SEGMENT, decode_attention
 from headrace.kernels.sample import draw_tokens
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
+from headrace.rollout.arena import Chunk
 from headrace.rollout.pages import Pages
+from headrace.rollout.rows import Rows
+from headrace.rollout.sampling import uniforms
+from headrace.rollout.store import Burst, sample
+from headrace.types import IntArray
 
 PAGE = 64
-MOST_STEPS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """What came of a burst: `[K, n]` each."""
-
-    tokens: npt.NDArray[np.int64]
-    logprobs: npt.NDArray[np.float32]
+MOST_STEPS = 16  # of one burst
 
 
 class DecodePlan:
@@ -69,17 +68,35 @@ class DecodePlan:
 
 
 class PrefillPlan:
-    """Whole prompts laid end to end: attention inside each, keys and values to their pages."""
+    """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
-    def __init__(self, cache: PagedCache, lengths: list[int], slots: Tensor) -> None:
-        self._cache, self._slots = cache, slots
-        self._packed = PackedPlan(lengths, slots.device)
-        self.positions = self._packed.positions
+    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]]) -> None:
+        device = cache.keys[0].device
+        at = [np.arange(c.start, c.end) for c in chunks]
+        self._cache, self._chunks = cache, chunks
+        self._slots = _slots(at, tables).to(device)
+        self.positions = torch.from_numpy(np.concatenate(at)).to(device)[None]
+        self._whole = PackedPlan([c.end for c in chunks], device) if not any(c.start for c in chunks) else None
+        self._pages = [torch.from_numpy(t[: -(-c.end // PAGE)]).to(device) for c, t in zip(chunks, tables, strict=True)]
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """Attention of the prompts to themselves."""
+        """Keys and values go to their pages first."""
         self._cache.write(layer, self._slots, k_TJD, v_TJD)
-        return self._packed.attend(layer, q_THD, k_TJD, v_TJD, scale, window)
+        if self._whole is not None:
+            return self._whole.attend(layer, q_THD, k_TJD, v_TJD, scale, window)
+        queries = q_THD.split([c.end - c.start for c in self._chunks])
+        parts = zip(self._chunks, queries, self._pages, strict=True)
+        return torch.cat([self._attend_one(layer, c, q, pages, scale, window) for c, q, pages in parts])
+
+    def _attend_one(self, layer: int, c: Chunk, q: Tensor, pages: Tensor, scale: float, window: int) -> Tensor:
+        caches = self._cache.keys[layer], self._cache.values[layer]
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, : c.end] for x in caches)
+        ago = torch.arange(c.start, c.end, device=q.device)[:, None] - torch.arange(c.end, device=q.device)
+        mask = (ago >= 0) & (ago < window) if window else ago >= 0
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
 
 
 class PagedCache:
@@ -99,14 +116,120 @@ class PagedCache:
         self.keys[layer][pages, :, places] = k_TJD
         self.values[layer][pages, :, places] = v_TJD
 
-    def copy_page(self, source: int, target: int) -> None:
-        """For a page that two sequences go on writing."""
+    def copy_page(self, source: int, targets: list[int]) -> None:
+        """For a page that several sequences go on writing."""
         for cache in (*self.keys, *self.values):
-            cache[target] = cache[source]
+            cache[targets] = cache[source].clone()
+
+
+class PagedStore:
+    """The cache of an engine on a GPU. Pages are taken as sequences grow; when they run out, a row has to make room."""
+
+    def __init__(self, policy: Policy, kv_tokens: int, max_running: int) -> None:
+        self._policy, self._cache = policy, PagedCache(policy, kv_tokens)
+        self._pages = self._cache.pages
+        self._decoder = GraphDecoder(
+            policy, self._cache, max_rows=max_running, max_tokens=min(policy.max_context, kv_tokens)
+        )
+        self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # place -> pages of the prompt, pages for its rows
+        self._rows: list[list[int]] = []  # pages of each row
+        self._opened = 0
+
+    def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
+        """Room for the prompt, a page for each new row, and one to grow for every row."""
+        return self._pages.num_free >= _count(num_prompt) + num_requests + num_rows
+
+    def open(self, num_prompt: int, num_requests: int) -> int | None:
+        """Pages for the prompt, and for the copies of its last, half-filled page."""
+        num_copies = num_requests if num_prompt % PAGE else 0
+        if self._pages.num_free < _count(num_prompt) + num_copies:
+            if not self._rows and not self._prompts:
+                raise ConfigError(
+                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the key/value "
+                    f"cache, which has room for {self._pages.num_free * PAGE} tokens: raise rollout.kv_tokens"
+                )
+            return None
+        self._opened += 1
+        self._prompts[self._opened] = self._pages.take(_count(num_prompt)), self._pages.take(num_copies)
+        return self._opened
+
+    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+        """Into the prompts' pages."""
+        return self._forward(chunks, sequences, [np.array(self._prompts[c.row][0], np.int64) for c in chunks])
+
+    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
+        """The rows read the prompt's full pages together; each goes on in a copy of the last one."""
+        pages, copies = self._prompts[place]
+        full = pages[: num_prompt // PAGE]
+        own, copies[:] = (copies[:count], copies[count:]) if num_prompt % PAGE else ([], copies)
+        if own:
+            self._cache.copy_page(pages[-1], own)
+        for i in range(count):
+            self._pages.share(full)
+            self._rows.append([*full, *own[i : i + 1]])
+
+    def close(self, place: int) -> None:
+        """The prompt's own hold on its pages ends."""
+        pages, copies = self._prompts.pop(place)
+        self._pages.give_back([*pages, *copies])
+
+    def steps(self, rows: Rows, wanted: int) -> int:
+        """Take the pages that the next steps write to."""
+        for steps in (min(wanted, MOST_STEPS), 1) if rows.plain else (1,):
+            needed = [_count(length + steps) - len(held) for length, held in zip(rows.lengths, self._rows, strict=True)]
+            if sum(needed) <= self._pages.num_free:
+                for held, count in zip(self._rows, needed, strict=True):
+                    if count > 0:
+                        held += self._pages.take(count)
+                return steps
+        if len(rows) == 1:
+            raise ConfigError(
+                f"an answer of {int(rows.lengths[0])} tokens fills the whole key/value cache: raise rollout.kv_tokens"
+            )
+        return 0
+
+    def decode(self, rows: Rows, steps: int) -> Burst:
+        """A burst from a graph, or one plain step where sampling needs the host."""
+        tables = np.zeros((len(rows), max(map(len, self._rows))), np.int32)
+        for row, held in enumerate(self._rows):
+            tables[row, : len(held)] = held
+        if rows.plain:
+            noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
+            return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
+        lengths = torch.from_numpy(rows.lengths.astype(np.int32)).to(self._policy.device)
+        plan = DecodePlan(self._cache, torch.from_numpy(tables).to(lengths.device), lengths, int(rows.lengths.max()))
+        tokens = torch.from_numpy(rows.last_tokens).to(lengths.device)
+        return sample(self._policy.logits(self._policy.hidden(tokens, plan.positions, plan)), rows, 0)
+
+    def remove(self, row: int, rows: Rows) -> None:
+        """Give its pages back; the last row takes its place."""
+        self._pages.give_back(self._rows[row])
+        self._rows[row] = self._rows[-1]
+        del self._rows[-1]
+
+    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
+        """In batches of about `budget` tokens. Shared pages are written once per reader, with the same values."""
+        batch: list[int] = []
+        for row in range(len(sequences)):
+            batch.append(row)
+            if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
+                chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
+                tables = [np.array(self._rows[r], np.int64) for r in batch]
+                self._forward(chunks, [sequences[r] for r in batch], tables)
+                batch = []
+
+    def _forward(
+        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], tables: Sequence[npt.NDArray[np.int64]]
+    ) -> Tensor:
+        tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
+        plan = PrefillPlan(self._cache, chunks, tables)
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
+        hidden = self._policy.hidden(ids, plan.positions, plan)
+        return hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
 
 
 class GraphDecoder:
-    """Runs bursts. Graphs are recorded when their size is first needed, and hold for the run: weights change in place."""
+    """Runs bursts. Graphs are recorded when first needed, and hold for the run: weights change in place."""
 
     def __init__(self, policy: Policy, cache: PagedCache, *, max_rows: int, max_tokens: int) -> None:
         self._policy, self._cache = policy, cache
@@ -175,7 +298,7 @@ class GraphDecoder:
         """One decode step of the first rows, entirely on the GPU."""
         plan = DecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan)
-        logits = torch.nn.functional.linear(hidden, self._policy.head_weight)
+        logits = F.linear(hidden, self._policy.head_weight)
         noise = self._noise[:, :rows].index_select(0, self._step)[0]
         tokens, logprobs = draw_tokens(logits, noise, self._temperatures[:rows])
         self._drawn[:, :rows].index_copy_(0, self._step, tokens[None])
@@ -183,6 +306,15 @@ class GraphDecoder:
         self._tokens[:rows] = tokens
         self._lengths[:rows] += 1
         self._step += 1
+
+
+def _count(num_tokens: int) -> int:
+    return -(-int(num_tokens) // PAGE)
+
+
+def _slots(positions: Sequence[npt.NDArray[np.int64]], tables: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+    parts = [t[at // PAGE] * PAGE + at % PAGE for at, t in zip(positions, tables, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _row_size(n: int) -> int:

@@ -26,6 +26,26 @@ class _Sequence:
     supports: list[IntArray] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A row that had to give up its cache, with everything it sampled; it goes on later as if nothing had happened."""
+
+    sequence: _Sequence
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+
+    @property
+    def request(self) -> Request:
+        """Whose row it is."""
+        return self.sequence.request
+
+    @property
+    def longest(self) -> int:
+        """Tokens the sequence may become."""
+        return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
+
+
 class Rows:
     """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow."""
 
@@ -36,6 +56,7 @@ class Rows:
         self._sampled = np.empty(0, np.int64)
         self._limits = np.empty(0, np.int64)
         self._seeds = np.empty(0, np.uint64)
+        self._temperatures = np.empty(0, np.float32)
         self._counted = np.empty(0, np.bool_)
         self._tokens = np.empty((0, 0), np.int64)
         self._logprobs = np.empty((0, 0), np.float32)
@@ -53,6 +74,16 @@ class Rows:
     def seeds(self) -> npt.NDArray[np.uint64]:
         """Of each request."""
         return self._seeds[: len(self)]
+
+    @property
+    def temperatures(self) -> npt.NDArray[np.float32]:
+        """Of each request."""
+        return self._temperatures[: len(self)]
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row samples from its whole distribution, at a temperature above zero."""
+        return all(s.temperature > 0 and not s.truncates for s in set(self.samplings))
 
     @property
     def counted(self) -> BoolArray:
@@ -80,6 +111,7 @@ class Rows:
         self._sampled[n : n + more] = 0
         self._limits[n : n + more] = [r.sampling.max_new_tokens for r in requests]
         self._seeds[n : n + more] = [r.seed for r in requests]
+        self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
         self._counted[n : n + more] = [r.counted for r in requests]
         self._sequences += [_Sequence(r, prompt, now_s) for r in requests]
         self.samplings += [r.sampling for r in requests]
@@ -129,6 +161,33 @@ class Rows:
         tail = tokenizer.decode(self._tokens[row, max(0, sampled - window) : sampled])
         return any(s in tail for s in stops)
 
+    def youngest(self) -> int:
+        """The row that started last."""
+        return max(range(len(self)), key=lambda row: self._sequences[row].started_s)
+
+    def park(self, row: int) -> Parked:
+        """The row's state, to be resumed later; the row itself stays until it is removed."""
+        count = int(self._sampled[row])
+        tables = (self._tokens, self._logprobs, self._versions)
+        tokens, logprobs, versions = (table[row, :count].copy() for table in tables)
+        return Parked(self._sequences[row], tokens, logprobs, versions)
+
+    def resume(self, parked: Parked) -> None:
+        """Append a row that was parked."""
+        row, count = len(self), len(parked.tokens)
+        self.add(parked.sequence.prompt, [parked.request], parked.sequence.started_s)
+        self._sequences[row] = parked.sequence
+        if count >= self._tokens.shape[1]:
+            self._grow_tokens(max(GROWTH_TOKENS, 2 * count))
+        for table, values in (
+            (self._tokens, parked.tokens),
+            (self._logprobs, parked.logprobs),
+            (self._versions, parked.versions),
+        ):
+            table[row, :count] = values
+        self._sampled[row] = count
+        self._lengths[row] += count
+
     def sequence(self, row: int) -> IntArray:
         """Prompt and sampled tokens."""
         sampled = self._tokens[row, : self._sampled[row]].astype(np.int32)
@@ -161,7 +220,7 @@ class Rows:
         """Drop a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
-            for array in (self._lengths, self._sampled, self._limits, self._seeds, self._counted):
+            for array in (self._lengths, self._sampled, self._limits, self._seeds, self._temperatures, self._counted):
                 array[row] = array[last]
             count = int(self._sampled[last])
             for table in (self._tokens, self._logprobs, self._versions):
@@ -175,6 +234,7 @@ class Rows:
 
         self._lengths, self._sampled, self._limits = grown(self._lengths), grown(self._sampled), grown(self._limits)
         self._seeds, self._counted = grown(self._seeds), grown(self._counted)
+        self._temperatures = grown(self._temperatures)
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
         self._versions = grown(self._versions)
 

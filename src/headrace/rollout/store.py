@@ -1,0 +1,165 @@
+"""Where the keys and values of running sequences lie, and how the next tokens are computed from them.
+
+`RowStore` gives each sequence a row of its own and takes one step at a time; it runs everywhere. `PagedStore`, in
+paged.py, needs a CUDA device: pages, and bursts of steps without a word between GPU and host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.policy.policy import Policy
+from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
+from headrace.rollout.rows import Rows
+from headrace.rollout.sampling import draw, uniforms
+from headrace.types import BoolArray, IntArray
+
+STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """The outcome of K decode steps for n rows; `allowed [n, V]` is there when one step was taken and truncated."""
+
+    tokens: npt.NDArray[np.int64]  # [K, n]
+    logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
+    allowed: BoolArray | None = None
+
+
+class Store(Protocol):
+    """The cache of one engine. Rows are those of `Rows`: 0..n-1 are in use."""
+
+    def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
+        """Whether a family may start, when it would bring the rows to `num_rows` and the longest to `longest`."""
+        ...
+
+    def open(self, num_prompt: int, num_requests: int) -> int | None:
+        """A place for a prompt's cache, or None if there is none just now."""
+        ...
+
+    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+        """Compute parts of opened prompts (a chunk's row is its place); the hidden state of each part's last token."""
+        ...
+
+    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
+        """Give the next `count` rows the prompt's cache."""
+        ...
+
+    def close(self, place: int) -> None:
+        """The prompt's place is free again."""
+        ...
+
+    def steps(self, rows: Rows, wanted: int) -> int:
+        """How many decode steps there is room for, at most `wanted`; 0 when a row must make room first."""
+        ...
+
+    def decode(self, rows: Rows, steps: int) -> Burst:
+        """Take decode steps for all rows."""
+        ...
+
+    def remove(self, row: int, rows: Rows) -> None:
+        """Forget a row; the last one takes its place."""
+        ...
+
+    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
+        """Compute the cache of all rows again, from their tokens."""
+        ...
+
+
+class RowStore:
+    """A row of cache per sequence, one step at a time."""
+
+    def __init__(self, policy: Policy, kv_tokens: int) -> None:
+        self._policy, self._kv_tokens = policy, kv_tokens
+        self._arena, self._staging = _arena(policy), _arena(policy)
+        self._free = list(range(STAGING_ROWS))
+
+    def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
+        """Every row is kept as long as the longest may become."""
+        return num_rows * longest <= self._kv_tokens
+
+    def open(self, num_prompt: int, num_requests: int) -> int | None:
+        """A row of the staging arena."""
+        return self._free.pop() if self._free else None
+
+    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+        """Into the staging arena."""
+        self._staging.reserve(STAGING_ROWS, max(c.end for c in chunks))
+        return self._forward(self._staging, chunks, sequences)
+
+    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
+        """Copy the prompt's cache into each row."""
+        first = len(rows)
+        self._reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
+        self._arena.copy(self._staging, place, first, first + count, num_prompt)
+
+    def close(self, place: int) -> None:
+        """Free the staging row."""
+        self._free.append(place)
+
+    def steps(self, rows: Rows, wanted: int) -> int:
+        """One; admission has seen to it that there is room."""
+        return 1
+
+    def decode(self, rows: Rows, steps: int) -> Burst:
+        """One token for every row."""
+        positions = rows.lengths - 1  # the last token has no cache yet
+        longest = int(positions.max()) + 1
+        self._reserve(len(rows), longest, rows.longest_possible)
+        equal = longest == int(positions.min()) + 1
+        plan = DecodePlan(self._arena, _to(self._policy, positions), longest, equal)
+        hidden = self._policy.hidden(_to(self._policy, rows.last_tokens), plan.positions, plan)
+        return sample(self._policy.logits(hidden), rows, 0)
+
+    def remove(self, row: int, rows: Rows) -> None:
+        """Copy the last row over it."""
+        last = len(rows) - 1
+        if row != last:
+            self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
+
+    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
+        """In batches of about `budget` tokens."""
+        batch: list[int] = []
+        for row in range(len(sequences)):
+            batch.append(row)
+            if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
+                chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
+                self._forward(self._arena, chunks, [sequences[r] for r in batch])
+                batch = []
+
+    def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
+        self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
+
+    def _forward(self, arena: Arena, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+        tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
+        plan = PrefillPlan(arena, list(chunks), self._policy.device)
+        hidden = self._policy.hidden(_to(self._policy, tokens.astype(np.int64)), plan.positions, plan)
+        return hidden[_to(self._policy, np.cumsum([c.end - c.start for c in chunks]) - 1)]
+
+
+def sample(logits: Tensor, rows: Rows, first: int) -> Burst:
+    """One token for each row from `first` on, drawn from its logits."""
+    outcome = draw(logits, rows.samplings[first:], uniforms(rows.seeds[first:], rows.lengths[first:]))
+    allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()
+    return Burst(outcome.tokens.cpu().numpy()[None], outcome.logprobs.float().cpu().numpy()[None], allowed)
+
+
+def _to(policy: Policy, array: npt.NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(policy.device)
+
+
+def _arena(policy: Policy) -> Arena:
+    return Arena(
+        num_layers=policy.num_layers,
+        num_heads=policy.num_kv_heads,
+        head_size=policy.head_size,
+        dtype=policy.dtype,
+        device=policy.device,
+    )
