@@ -166,6 +166,8 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
             summary.write(finished=False, after=None)
         if loop.interrupted:
             return summary.content
+        if loop.solved:
+            watcher.note(f"the reward has reached loop.target_reward = {config.loop.target_reward:g}: training ends here")
         watcher.phase("evaluation after")
         return summary.write(finished=True, after=await _score(place))
     finally:
