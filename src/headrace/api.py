@@ -167,7 +167,9 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
         if loop.interrupted:
             return summary.content
         if loop.solved:
-            watcher.note(f"the reward has reached loop.target_reward = {config.loop.target_reward:g}: training ends here")
+            watcher.note(
+                f"training ends here: the reward has reached {config.loop.target_reward:g} (loop.target_reward)"
+            )
         watcher.phase("evaluation after")
         return summary.write(finished=True, after=await _score(place))
     finally:
