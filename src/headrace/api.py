@@ -166,6 +166,10 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
             summary.write(finished=False, after=None)
         if loop.interrupted:
             return summary.content
+        if loop.solved:
+            watcher.note(
+                f"training ends here: the reward has reached {config.loop.target_reward:g} (loop.target_reward)"
+            )
         watcher.phase("evaluation after")
         return summary.write(finished=True, after=await _score(place))
     finally:

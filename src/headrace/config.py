@@ -6,6 +6,7 @@ never the tree, and nothing is rewritten after loading (`config_file.py` reads T
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -153,6 +154,7 @@ class LoopSection(Section):
     """How much, how far ahead, how often."""
 
     steps: NonNegativeInt = setting(60, "optimizer steps")
+    target_reward: float = setting(math.inf, "end sooner, once the mean reward of eight steps has come this far")
     groups_per_step: PositiveInt = setting(16, "prompts per optimizer step")
     max_lag: NonNegativeInt = setting(0, "how many versions old a trained token may be; 0 is strictly on-policy")
     eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")

@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError, RewardError, StalledError
 from headrace.learner.learner import StepStats
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
-from headrace.loop.loop import Loop
+from headrace.loop.loop import TARGET_STEPS, Loop
 from headrace.place.local import LocalPlace
 from headrace.types import Completion, DropReason, Row, Score
 
@@ -77,6 +77,30 @@ async def test_a_reward_that_always_fails_stalls_and_says_why(workshop: Workshop
     assert reasons["reward_error"] >= 32
     assert reasons.keys() <= {"reward_error", "run_ended"}
     assert select(run, "SELECT COUNT(*) FROM trajectories WHERE reward IS NOT NULL") == [(0,)]
+
+
+# A reward that is good enough
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+async def test_a_run_ends_when_the_reward_has_come_far_enough(workshop: Workshop, max_lag: int):
+    settings = (f"loop.max_lag={max_lag}", "loop.steps=14")
+    unhurried = workshop.directory / f"unhurried{max_lag}"
+    assert not (await play(workshop.config(unhurried.name, *settings, reward="dense"))).solved
+    rewards = [row.reward_mean for row in rows_of(unhurried)]
+    assert len(rewards) == 14
+    name = f"enough{max_lag}"
+    loop = await play(workshop.config(name, *settings, "loop.target_reward=-1", reward="dense"))
+    assert loop.solved
+    assert loop.version == len(rows_of(workshop.directory / name)) == TARGET_STEPS
+    assert_all_accounted_for(workshop.directory / name)
+    if max_lag:
+        return
+    assert not drop_reasons(workshop.directory / name)["run_ended"]  # nothing was started in vain
+    means = [sum(rewards[i - TARGET_STEPS : i]) / TARGET_STEPS for i in range(TARGET_STEPS, 15)]
+    target = max(means)
+    loop = await play(workshop.config("just", *settings, f"loop.target_reward={target!r}", reward="dense"))
+    assert loop.version == TARGET_STEPS + means.index(target)  # the first time it is reached, and not before
 
 
 # Failures of the reward are values

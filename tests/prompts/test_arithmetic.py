@@ -28,7 +28,7 @@ def test_worked_solution(left, right, slips, worked):
     assert work(left, right, slips) == worked
 
 
-def test_the_teacher_is_hasty_in_nearly_every_other_column():
+def test_the_teacher_is_hasty_in_every_other_column():
     wrong = total = 0
     for record in map(ArithmeticSource(count=3000, seed=3).__getitem__, range(3000)):
         left, right = map(int, record["prompt"].rstrip("=").split("+"))
@@ -39,7 +39,7 @@ def test_the_teacher_is_hasty_in_nearly_every_other_column():
         assert any(errors) or answer == record["answer"]
         wrong, total = wrong + sum(errors), total + len(errors)
         assert len(record["worked"]) < 48
-    assert 0.38 < wrong / total < 0.47  # a slip below zero is none
+    assert 0.45 < wrong / total < 0.53  # a slip below zero is none
 
 
 def test_solutions_without_slips_are_right():

@@ -10,6 +10,7 @@ asynchronous training are this one loop with another `max_lag`.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ from headrace.roles import Device
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
+
+TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class Loop:
         self.stages = stages
         self.version = 0
         self.interrupted = False
+        self.solved = False  # whether `loop.target_reward` was reached
         self.on_row: Callable[[Row], None] = lambda row: None
         self._rows = RowMaker(stages.ledger, stages.clock)
         self._sampling = sampling_of(config)
@@ -62,6 +66,7 @@ class Loop:
         self._scoring: set[asyncio.Task[object]] = set()
         self._learning: asyncio.Task[None] | None = None
         self._ending = False
+        self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
 
     @property
     def _stopping(self) -> bool:
@@ -170,15 +175,23 @@ class Loop:
             end_s = self.stages.clock.now()
             # before new groups may start, so that what a row counts does not depend on how long an evaluation takes
             score = await self._score(step)
-            if step == self.config.loop.steps:
+            moved = self.stages.publisher.moved_bytes
+            row = self._rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
+            self.solved = self._reached(row)
+            last = self.solved or step == self.config.loop.steps
+            if last:
                 await self.stages.buffer.hold(True)  # what would start now could never be trained on
             for serial in await self.stages.buffer.settle(self.version):
                 self.stages.actor.abort(serial, self._running[serial], self.config.rollout.samples)
-            moved = self.stages.publisher.moved_bytes
-            row = self._rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
             self.on_row(row)
-            if self._stopping:
+            if last or self._stopping:
                 return
+
+    def _reached(self, row: Row) -> bool:
+        """Whether the mean reward of the latest steps is at `loop.target_reward`."""
+        self._rewards.append(row.reward_mean)
+        latest = self._rewards
+        return len(latest) == latest.maxlen and sum(latest) / len(latest) >= self.config.loop.target_reward
 
     async def _accumulate(self) -> None:
         """The gradient of one step: it adds up while the step's last groups are still being generated."""
