@@ -166,6 +166,12 @@ def test_refuses_weights_that_are_not_finite(policy: Policy):
         Policy(policy.model, policy.tokenizer)
 
 
+def test_dropout_does_not_disturb_the_check(make_policy: Callable[..., Policy]):
+    policy = make_policy(attention_dropout=0.9)
+    policy.model.train()
+    Policy(policy.model, policy.tokenizer)
+
+
 def test_checking_leaves_the_training_mode_alone(policy: Policy):
     for mode in (True, False):
         policy.model.train(mode)

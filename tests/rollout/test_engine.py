@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.policy.policy import Policy
-from headrace.rollout import engine as engine_module
+from headrace.rollout import store as store_module
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
 from headrace.rollout.request import Generation
 from headrace.rollout.sampling import Sampling
@@ -64,8 +64,8 @@ def test_logprobs_are_those_of_a_plain_forward(
             super().__init__(*args)
             events.append("decode")
 
-    monkeypatch.setattr(engine_module, "PrefillPlan", RecordedPrefill)
-    monkeypatch.setattr(engine_module, "DecodePlan", RecordedDecode)
+    monkeypatch.setattr(store_module, "PrefillPlan", RecordedPrefill)
+    monkeypatch.setattr(store_module, "DecodePlan", RecordedDecode)
     families = mixed_families()
     engine = make_engine(policy, max_running=5, prefill_tokens=7)
     found = finish(engine, [(4 * i, *family) for i, family in enumerate(families)])
@@ -106,10 +106,10 @@ def test_the_arena_grows_under_way(policy: Policy):
     engine = make_engine(policy, prefill_tokens=50)
     engine.submit(*families[0])
     engine.advance(max_steps=1)
-    first = engine._arena.capacity
+    first = engine._store._arena.capacity
     found = finish(engine, [(5, *families[1])])
     assert 3 < first < 170
-    assert engine._arena.capacity > 170
+    assert engine._store._arena.capacity > 170
     assert_right(stock_model(policy), families, found)
     assert len(found["long/0"].token_ids) == 190
 

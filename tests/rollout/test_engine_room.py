@@ -175,8 +175,9 @@ def test_the_cache_stays_within_its_budget(policy: Policy):
     while engine.has_work:
         found |= {generation.id: generation for generation in engine.advance(max_steps=1)}
         # lengths are rounded up to eights
-        worst = max(worst, engine._arena.num_rows * (engine._arena.capacity - 7))
-        assert engine._arena.values[0].shape[::2] == (engine._arena.num_rows, engine._arena.capacity)
+        arena = engine._store._arena
+        worst = max(worst, arena.num_rows * (arena.capacity - 7))
+        assert arena.values[0].shape[::2] == (arena.num_rows, arena.capacity)
     assert 900 < worst <= 1280
     assert_right(stock_model(policy), families, found)
 
@@ -188,7 +189,7 @@ def test_a_tight_cache_keeps_what_runs(policy: Policy):
     short = (prompt_ids(4), requests("short", [Sampling(max_new_tokens=20)]))
     engine = make_engine(policy, kv_tokens=3 * 397, prefill_tokens=300)
     found = finish(engine, [(0, *long), (60, *short)])
-    assert engine._arena.num_rows == 3
+    assert engine._store._arena.num_rows == 3
     assert_right(stock_model(policy), [long, short], found)
 
 

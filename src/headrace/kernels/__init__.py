@@ -1,1 +1,5 @@
-"""Triton kernels for what torch has no good operation for. Imported only where there is a CUDA device."""
+"""Triton kernels for what torch has no good operation for. Triton comes with torch where there is a GPU to run it."""
+
+import importlib.util
+
+AVAILABLE = importlib.util.find_spec("triton") is not None

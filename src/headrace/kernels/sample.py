@@ -14,7 +14,10 @@ BLOCK = 4096
 
 
 def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens `[n]` and their log-probs `[n]` under softmax(logits / temperature); `uniforms_n` are float64 in (0, 1)."""
+    """Tokens `[n]` and their log-probs `[n]` under softmax(logits / temperature).
+
+    `uniforms_n` are float64 in (0, 1).
+    """
     n, vocab = logits_nV.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
     peaks = torch.empty(n, num_blocks, dtype=torch.float32, device=logits_nV.device)

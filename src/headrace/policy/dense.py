@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from headrace import kernels
 from headrace.policy.attention import Plan
 from headrace.policy.functions import gated, rms_norm, rotate
+
+if kernels.AVAILABLE:
+    from headrace.kernels.block import add_norm, gate
 
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 
@@ -73,8 +77,6 @@ class DenseBody:
 
     def _decode(self, x: Tensor, positions_1T: Tensor, plan: PagedPlan) -> Tensor:
         """The same for one token per sequence on a GPU, with a kernel for each stretch between the matrices."""
-        from headrace.kernels.block import add_norm, gate  # needs Triton, which only comes with a GPU's torch
-
         body, update = self._body, None
         cos, sin = (angles[0].contiguous() for angles in body.rotary_emb(x[None], positions_1T))
         for layer, joined in zip(body.layers, self._joined, strict=True):

@@ -47,10 +47,11 @@ class Policy:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self._check_weights()
-        probe = self._probe_ids()
-        expected = self._stock_logprobs(probe)
-        model.set_attn_implementation(NAME)
-        self._check_same(probe, expected)
+        with _without_dropout(model):
+            probe = self._probe_ids()
+            expected = self._stock_logprobs(probe)
+            model.set_attn_implementation(NAME)
+            self._check_same(probe, expected)
 
     @property
     def max_context(self) -> int:
@@ -167,6 +168,16 @@ class Policy:
                 f"{type(self.model).__name__} computes something that Headrace's attention does not: "
                 f"its log-probs differ by {gap.item():.2g} from ours on a probe"
             )
+
+
+@contextmanager
+def _without_dropout(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _unsteady(config: Any) -> str:

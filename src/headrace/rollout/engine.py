@@ -16,12 +16,16 @@ from functools import partial
 import numpy as np
 import torch
 
+from headrace import kernels
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Parked, Rows
 from headrace.rollout.store import Burst, RowStore, Store, sample
 from headrace.types import FinishReason, IntArray
+
+if kernels.AVAILABLE:
+    from headrace.rollout.paged import PagedStore
 
 MOST_STEPS = 16  # of decoding between two looks at what came in
 
@@ -253,8 +257,6 @@ def _nothing_sampled(request: Request, now_s: float) -> Generation:
 def make_store(policy: Policy, *, kv_tokens: int, max_running: int) -> Store:
     """Pages where there is a GPU, else rows."""
     if policy.device.type == "cuda":
-        from headrace.rollout.paged import PagedStore  # needs Triton, which only comes with a GPU's torch
-
         return PagedStore(policy, kv_tokens, max_running)
     return RowStore(policy, kv_tokens)
 

@@ -106,9 +106,9 @@ class PagedCache:
         num_pages = num_tokens // PAGE + 1
         shape = (num_pages, policy.num_kv_heads, PAGE, policy.head_size)
         self.pages = Pages(num_pages)
-        kind = {"dtype": policy.dtype, "device": policy.device}
-        self.keys = [torch.zeros(shape, **kind) for _ in range(policy.num_layers)]
-        self.values = [torch.zeros(shape, **kind) for _ in range(policy.num_layers)]
+        nothing = torch.empty(0, dtype=policy.dtype, device=policy.device)
+        self.keys = [nothing.new_zeros(shape) for _ in range(policy.num_layers)]
+        self.values = [nothing.new_zeros(shape) for _ in range(policy.num_layers)]
 
     def write(self, layer: int, slots: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
         """Put keys and values in their slots (page · PAGE + place in the page)."""

@@ -168,9 +168,12 @@ class Rows:
     def park(self, row: int) -> Parked:
         """The row's state, to be resumed later; the row itself stays until it is removed."""
         count = int(self._sampled[row])
-        tables = (self._tokens, self._logprobs, self._versions)
-        tokens, logprobs, versions = (table[row, :count].copy() for table in tables)
-        return Parked(self._sequences[row], tokens, logprobs, versions)
+        return Parked(
+            self._sequences[row],
+            tokens=self._tokens[row, :count].copy(),
+            logprobs=self._logprobs[row, :count].copy(),
+            versions=self._versions[row, :count].copy(),
+        )
 
     def resume(self, parked: Parked) -> None:
         """Append a row that was parked."""
