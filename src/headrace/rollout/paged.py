@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.kernels.attention import SEGMENT, Blocks, block_attention, decode_attention
+from headrace.kernels.attention import SEGMENT, Blocks, block_attention, block_tokens, decode_attention
 from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
@@ -67,7 +67,7 @@ class PrefillPlan:
     """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
     def __init__(
-        self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]], group: int
+        self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]], tokens: int
     ) -> None:
         device = cache.keys[0].device
         at = [np.arange(c.start, c.end) for c in chunks]
@@ -79,7 +79,7 @@ class PrefillPlan:
             row[: len(table)] = table
         self._tables = torch.from_numpy(padded).to(device)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
-        self._blocks = Blocks.of(starts, ends, range(len(chunks)), group, device)
+        self._blocks = Blocks.of(starts, ends, range(len(chunks)), tokens, device)
 
     def rotate_and_attend(
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
@@ -222,7 +222,8 @@ class PagedStore:
         self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], tables: Sequence[npt.NDArray[np.int64]]
     ) -> Tensor:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        plan = PrefillPlan(self._cache, chunks, tables, self._policy.num_heads // self._policy.num_kv_heads)
+        tokens_per_block = block_tokens(self._policy.num_heads, self._policy.num_kv_heads)
+        plan = PrefillPlan(self._cache, chunks, tables, tokens_per_block)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
         hidden = self._policy.hidden(ids, plan.positions, plan)
         return hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
