@@ -40,6 +40,7 @@ from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling
 
+LENGTHS = Lengths(mean=512, cv=1.0, cap=4096)
 TAIL_SHARE = 1 / 16  # of the sequences: when no more are left, the tail begins
 
 
@@ -57,7 +58,7 @@ class Sizes:
     window: int = 96
     prompts: int = 512  # of a job
     job_prompt: int = 128
-    lengths: Lengths = Lengths(mean=512, cv=1.0, cap=4096)
+    lengths: Lengths = LENGTHS
     prefill: int = 16384  # prompt tokens per engine step of a job
     decode_prefill: int = 65536  # so large that the sequences start close together
     peer_tokens: int = 128  # of each answer, where the peer's rate is steady before the whole job's length

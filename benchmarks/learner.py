@@ -4,8 +4,9 @@
     python benchmarks/learner.py --only 0.6b-1024/headrace
     python benchmarks/learner.py --tiny                        # on a CPU, to see that it runs
 
-A step trains on about 16,384 tokens of ready-made answers, packed, through the `Learner` that training uses. The peer is
-the plain transformers model: a batch of equal lengths, cross-entropy of the logits, fused AdamW on the bfloat16 weights.
+A step trains on about 16,384 tokens of ready-made answers, packed, through the `Learner` that training uses. The peer
+is the plain transformers model: a batch of equal lengths, cross-entropy of the logits, fused AdamW on the bfloat16
+weights.
 """
 
 from __future__ import annotations
