@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 PAD, EOS = "<pad>", "<eos>"
 MATCH = 30.0  # logit of a token that may come next; all others lie far below
-LAST_LAYERS_SHARE = 1e-4  # what is left of the random layers' outputs in a staircase model
+RANDOM_SHARE = 1e-4  # what is left of the random layers' outputs in a staircase model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +167,8 @@ def write_stairs(directory: Path, shape: Shape, device: torch.device, *, stairs:
     with torch.no_grad():
         model.get_input_embeddings().weight.copy_(table)
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(LAST_LAYERS_SHARE)
-            layer.mlp.down_proj.weight.mul_(LAST_LAYERS_SHARE)
+            layer.self_attn.o_proj.weight.mul_(RANDOM_SHARE)
+            layer.mlp.down_proj.weight.mul_(RANDOM_SHARE)
         _turn(model.model.layers[-1].mlp, frequencies, shape.hidden, size)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update(ids)

@@ -66,7 +66,6 @@ class Job:
     trl_warm_up: int  # steps that are not counted
     prompt_tokens: int = 128
     samples: int = 8
-    micro_batch_tokens: int = 16384
 
 
 TAIL = Lengths(mean=512, cv=1.0, cap=4096)
@@ -102,7 +101,6 @@ SMALL: dict[str, Any] = {
     "trl_at_once": 4,
     "prompt_tokens": 6,
     "samples": 4,
-    "micro_batch_tokens": 256,
 }
 TINY = {
     "equal": Job(lengths=None, max_new_tokens=8, trl_warm_up=1, **SMALL),
@@ -137,7 +135,7 @@ def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[
         run_dir, prompts = Path(scratch), Path(scratch) / "prompts.jsonl"
         texts = prompt_texts(job, job.prompts * steps + HELD_OUT)
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        config = settings(job, model, prompts, steps, arguments.device)
+        config = settings(job, model, prompts, steps, arguments)
         seconds, rows = asyncio.run(_train(config, run_dir))
     for row in rows:
         assert row.generated_tokens == row.trained_tokens, row
@@ -156,11 +154,11 @@ def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[
     }
 
 
-def settings(job: Job, model: Path, prompts: Path, steps: int, device: str) -> Config:
+def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argparse.Namespace) -> Config:
     """Defaults, but for the shapes and what makes the step the same as the peer's."""
     return Config.model_validate(
         {
-            "model": {"path": str(model), "device": device},
+            "model": {"path": str(model), "device": arguments.device},
             "prompts": {"source": str(prompts), "chat": "never", "eval_count": HELD_OUT},
             "rollout": {
                 "samples": job.samples,
@@ -170,7 +168,7 @@ def settings(job: Job, model: Path, prompts: Path, steps: int, device: str) -> C
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
             "buffer": {"drop_no_signal": False},
-            "learner": {"lr": 1e-6, "micro_batch_tokens": job.micro_batch_tokens},
+            "learner": {"lr": 1e-6, "micro_batch_tokens": arguments.micro_batch_tokens},
             "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": 0},
         }
     )
@@ -274,6 +272,7 @@ def summary(results: dict[str, Any]) -> str:
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="learner.micro_batch_tokens")
     parser.add_argument("--trl-steps", type=int, default=1, help="counted steps of TRL")
     parser.set_defaults(repeats=2)
     arguments = read(parser, given)
