@@ -1,6 +1,7 @@
 """Each kernel against the same arithmetic written out in torch.
 
-With Triton but no GPU, its interpreter runs them, with other last bits: TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py
+With Triton but no GPU, its interpreter runs them, with other last bits:
+TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py
 """
 
 from __future__ import annotations
