@@ -1,7 +1,7 @@
 """The records that cross a stage border.
 
 Frozen, numpy only, no torch: they pickle cheaply and can be read on any machine. Each shows an instance.
-Shapes in comments: T tokens of one trajectory, S of them sampled, L layers, K experts per token.
+Shapes in comments: T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Policy:
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         per_head = self.config.hidden_size // self.config.num_attention_heads
         self.head_size: int = getattr(self.config, "head_dim", None) or per_head
+        self.value_size = self.head_size
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -182,16 +183,18 @@ class Policy:
                 f"its log-probs differ by {gap.item():.2g} from ours on a probe"
             )
         self.routers.check(routes)
-        for num_heads, key_size, value_size in plan.seen:
-            if (num_heads, key_size, value_size) != (self.num_kv_heads, self.head_size, self.head_size):
-                raise ModelError(
-                    f"{type(self.model).__name__} caches {num_heads} heads with keys of size {key_size} and values of "
-                    f"size {value_size}; the cache has {self.num_kv_heads} heads of one size, {self.head_size}, for both"
-                )
+        if len(plan.seen) > 1:
+            shapes = ", ".join(map(str, sorted(plan.seen)))
+            raise ModelError(
+                f"the layers of {type(self.model).__name__} have keys and values of different shapes (heads, key size, "
+                f"value size): {shapes}; the cache has one shape for all"
+            )
+        for seen in plan.seen:  # what is cached is not always what the config calls a head: DeepSeek's is larger
+            self.num_kv_heads, self.head_size, self.value_size = seen
 
 
 class _ProbePlan(PackedPlan):
-    """Sees what a cache would have to hold."""
+    """Sees what a cache has to hold."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
@@ -199,7 +202,13 @@ class _ProbePlan(PackedPlan):
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """As ever."""
-        self.seen.add((*k_TJD.shape[1:], v_TJD.shape[2]))
+        num_heads, key_size, value_size = *k_TJD.shape[1:], v_TJD.shape[2]
+        if k_TJD.is_cuda and key_size != value_size:
+            raise ModelError(
+                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be of one size; "
+                "set model.device = 'cpu'"
+            )
+        self.seen.add((num_heads, key_size, value_size))
         return super().attend(layer, q_THD, k_TJD, v_TJD, scale, window)
 
 

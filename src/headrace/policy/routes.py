@@ -2,8 +2,8 @@
 
 Whatever its architecture, a mixture layer of `transformers` is a module with `experts` in it, and between its start
 and the call of its experts stands one top-k over their scores. That top-k is what is noted, and answered with other
-indices when a choice is forced. The scores themselves stay the model's own: gate weights are computed from them as ever,
-and gradients reach the router.
+indices when a choice is forced. The scores stay the model's own: gate weights are computed from them as ever, and
+gradients reach the router.
 
 T tokens laid in one row, L mixture layers, K experts per token. Nothing here waits for the device.
 """
@@ -23,7 +23,7 @@ from headrace.errors import ModelError
 from headrace.types import RouteArray
 
 TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
-NAMES = ("Experts", "Router", "Moe", "MoE")  # how `transformers` ends the names of what makes a mixture layer
+NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # how `transformers` ends the names of what makes a mixture layer
 
 
 class Routes:
@@ -79,14 +79,14 @@ class _Choice(TorchFunctionMode):
 
     def begin(self, *unused: Any) -> None:
         """A hook: the layer starts."""
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._open = True
 
     def end(self, *unused: Any) -> None:
         """A hook: the experts are called, or the layer ends without that."""
         if self._open:
             self._open = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ class _Choice(TorchFunctionMode):
             indices = self._routes.choose_groups(self._layer, own, self._num_experts // scores.shape[1])
         if indices is own:
             return result
-        return torch.return_types.topk((scores.gather(1, indices), indices))  # type: ignore[attr-defined]
+        return torch.return_types.topk((scores.gather(1, indices), indices))
 
 
 class Routers:
@@ -119,9 +119,13 @@ class Routers:
         self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
         self.experts_per_token = 0  # known after the first pass
         self._current: Routes | None = None
-        strays = [type(m).__name__ for m in body.modules() if type(m).__name__.endswith(NAMES)]
-        if strays and not self._layers:
-            raise ModelError(f"{type(body).__name__} seems to have experts ({strays[0]}), but not in a known form")
+        found = {m for layer in self._layers for m in layer.modules()}
+        strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
+        if strays:
+            raise ModelError(
+                f"{type(body).__name__} seems to choose experts in {strays[0]}, in a form that Headrace does not know: "
+                "what it chooses could not be recorded"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -144,19 +148,19 @@ class Routers:
 
     def to_host(self, routes: Routes, num_tokens: int) -> RouteArray:
         """What a pass chose, to be recorded. Nothing, `[T, 0, 0]`, for a dense model."""
-        if routes.chosen is None:
+        chosen = routes.chosen
+        if chosen is None:
             return np.empty((num_tokens, 0, 0), self.dtype)
-        return routes.chosen.cpu().numpy().astype(self.dtype, copy=False)
+        return chosen.cpu().numpy().astype(self.dtype, copy=False)
 
     def check(self, routes: Routes) -> None:
         """Learn from a first pass how many experts a token has; refuse a model whose choices did not show."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
-            name = type(self._layers[0]).__name__
             raise ModelError(
-                f"the experts that {name} chooses cannot be recorded: in {self.num_layers} layers it took the best of "
-                f"all experts {routes.num_choices} times, {' or '.join(map(str, sorted(sizes))) or 'none'} at a time, "
-                "where once per layer, and always as many, is needed"
+                f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded: Headrace looks for one "
+                f"top-k over all experts in each mixture layer, of one size, and saw {routes.num_choices} in "
+                f"{self.num_layers} layers, of sizes {sorted(sizes)}"
             )
         self.experts_per_token = sizes.pop() if sizes else 0
 

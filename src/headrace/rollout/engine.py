@@ -274,6 +274,7 @@ def kv_budget(policy: Policy, kv_tokens: int) -> int:
     """Tokens of cache to use: the setting, or what half of the free GPU memory (2 GiB on a CPU) holds."""
     if kv_tokens:
         return kv_tokens
-    bytes_per_token = 2 * policy.num_layers * policy.num_kv_heads * policy.head_size * policy.dtype.itemsize
+    head_bytes = (policy.head_size + policy.value_size) * policy.dtype.itemsize
+    bytes_per_token = policy.num_layers * policy.num_kv_heads * head_bytes
     free = torch.cuda.mem_get_info(policy.device)[0] // 2 if policy.device.type == "cuda" else 2 * 2**30
     return int(free // bytes_per_token)

@@ -313,8 +313,8 @@ class GraphDecoder:
         plan = DecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
         routes = Routes()
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
-        if routes.chosen is not None:
-            self._routes[:, :rows].index_copy_(0, self._step, routes.chosen[None])
+        if (chosen := routes.chosen) is not None:
+            self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
         logits = F.linear(hidden, self._policy.head_weight)
         noise = self._noise[:, :rows].index_select(0, self._step)[0]
         tokens, logprobs = draw_tokens(logits, noise, self._temperatures[:rows])

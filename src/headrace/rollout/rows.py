@@ -51,8 +51,8 @@ class Parked:
 class Rows:
     """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow.
 
-    So do the experts of sampled tokens, `[rows, tokens, L, K]`; a dense model has none, and its L and K are 0. A token's
-    experts are known one step after the token, when it was computed with.
+    So do the experts of sampled tokens, `[rows, tokens, L, K]`; a dense model has none: its L and K are 0. The experts
+    of a token are known one step after it was sampled, when it was computed with.
     """
 
     def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:

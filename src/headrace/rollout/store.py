@@ -195,7 +195,8 @@ def _arena(policy: Policy) -> Arena:
     return Arena(
         num_layers=policy.num_layers,
         num_heads=policy.num_kv_heads,
-        head_size=policy.head_size,
+        key_size=policy.head_size,
+        value_size=policy.value_size,
         dtype=policy.dtype,
         device=policy.device,
     )
