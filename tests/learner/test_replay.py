@@ -1,4 +1,4 @@
-"""A mixture model whose routers moved since it sampled: what the learner finds with the recorded experts and without."""
+"""A mixture model whose routers moved since it sampled: the learner with the recorded experts, and without."""
 
 from __future__ import annotations
 

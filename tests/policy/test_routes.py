@@ -155,7 +155,7 @@ def test_a_dense_model_has_no_routes(policy: Policy):
 
 
 def test_refuses_a_mixture_whose_choice_does_not_show(make_policy: Maker):
-    with pytest.raises(ModelError, match="PhimoeSparseMoeBlock chooses cannot be recorded.* saw 0 in 2 layers"):
+    with pytest.raises(ModelError, match=r"PhimoeSparseMoeBlock chooses cannot be recorded.* saw 0 in 2 layers"):
         make_policy("Phimoe", num_local_experts=4, num_experts_per_tok=2)
 
 
