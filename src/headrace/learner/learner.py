@@ -148,6 +148,7 @@ class Learner:
             )
             loss = self._loss(batch, current)
             loss.backward()
+        self._optimizer.collect()
         self._sums.loss += float(loss.detach())
 
     def _loss(self, batch: Batch, current: Tensor) -> Tensor:
