@@ -18,6 +18,7 @@ INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason="needs a CUDA device")]
 if RUNS:
+    from headrace.kernels.adamw import FusedAdamW
     from headrace.kernels.attention import Blocks, block_attention, block_tokens, decode_attention
     from headrace.kernels.attention_backward import QUERIES, attention_gradient
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
@@ -92,7 +93,7 @@ def test_decode_prefill_and_training_have_the_same_bits(
     keys, values, tables = paged([length], kv_heads, size, 64, dtype)
     k, v = contiguous(keys, tables[0], length), contiguous(values, tables[0], length)
     q = noise(length, heads, size, dtype=dtype)
-    group, cut, device = heads // kv_heads, block_tokens(heads, kv_heads), torch.device(DEVICE)
+    group, cut, device = heads // kv_heads, block_tokens(heads, kv_heads, dtype), torch.device(DEVICE)
     options = {"scale": size**-0.5, "window": window}
     whole = Blocks.of([0], [length], [0], cut, device)
     trained, log_sums = block_attention(q, k.contiguous(), v.contiguous(), None, whole, **options)
@@ -123,9 +124,11 @@ def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int
     lengths = [1, 65, 150]
     q, k, v = (noise(sum(lengths), h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
     starts, device = [0, 1, 66], torch.device(DEVICE)
-    cut = {t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (block_tokens(heads, kv_heads), QUERIES)}
+    cut = {
+        t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (block_tokens(heads, kv_heads, q.dtype), QUERIES)
+    }
     ours, log_sums = block_attention(
-        q.detach(), k.detach(), v.detach(), None, cut[block_tokens(heads, kv_heads)], scale=0.2, window=window
+        q.detach(), k.detach(), v.detach(), None, cut[block_tokens(heads, kv_heads, q.dtype)], scale=0.2, window=window
     )
     outs = []
     for start, length in zip(starts, lengths, strict=True):
@@ -298,3 +301,22 @@ def test_products_for_a_few_rows(dtype: torch.dtype, rows: int, inputs: int, out
     g, u = x.float().chunk(2, dim=1)
     expected = residual.float() + torch.nn.functional.linear(torch.nn.functional.silu(g) * u, *wide)
     torch.testing.assert_close(gate_linear_add(x, weight, bias, residual).float(), expected, **precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_adamw_is_adamw(dtype: torch.dtype) -> None:
+    sizes = [(5000,), (3, 7), (4096,)]
+    masters, copies = ([noise(*s, seed=i) for i, s in enumerate(sizes)] for _ in range(2))
+    weights = [m.to(dtype, copy=True) for m in masters]
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
+    ours, theirs = FusedAdamW(masters, **settings), torch.optim.AdamW(copies, **settings)
+    for step in range(4):
+        gradients = [noise(*s, seed=10 * step + i, dtype=dtype) for i, s in enumerate(sizes)]
+        ours.step_fused(weights, gradients, torch.tensor(0.5, device=DEVICE))
+        ours.step_fused(weights, gradients, torch.tensor(float("nan"), device=DEVICE))  # changes nothing
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient.float() * 0.5
+        theirs.step()
+    for weight, master, copy in zip(weights, masters, copies, strict=True):
+        torch.testing.assert_close(master, copy, rtol=0, atol=1e-5)
+        assert torch.equal(weight, master.to(dtype))

@@ -95,9 +95,10 @@ class Blocks:
         return cls(torch.from_numpy(table.astype(np.int32)).to(device), tokens)
 
 
-def block_tokens(num_heads: int, num_kv_heads: int) -> int:
-    """Tokens that make a block of BLOCK query rows."""
-    return max(1, BLOCK // int(triton.next_power_of_2(num_heads // num_kv_heads)))
+def block_tokens(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> int:
+    """Tokens that make a block of query rows; float32 leaves room for fewer."""
+    rows = BLOCK if dtype.itemsize == 2 else BLOCK // 4
+    return max(1, rows // int(triton.next_power_of_2(num_heads // num_kv_heads)))
 
 
 def block_attention(
@@ -117,13 +118,14 @@ def block_attention(
     assert keys.stride() == values.stride()
     group = num_heads // num_kv_heads
     padded = triton.next_power_of_2(group)
+    warps, stages = (8, 3) if q_THD.dtype.itemsize == 2 else (4, 1)
     _blocks[(len(blocks.table), num_kv_heads)](
         q_THD, keys, values, tables if tables is not None else q_THD, blocks.table, out, log_sums, tokens,
         scale * LOG2E, window, q_THD.stride(0), q_THD.stride(1), keys.stride(0), token_stride,
         keys.stride(1), tables.stride(0) if tables is not None else 0,
         H=num_heads, G=group, GP=padded, M=max(16, blocks.tokens * padded),
         D=head_size, DP=triton.next_power_of_2(head_size), PAGE=page, TILE=TILE, SEGMENT=SEGMENT, PAGED=paged,
-        num_warps=8, num_stages=3, enable_fp_fusion=False,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out, log_sums
 

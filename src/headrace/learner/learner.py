@@ -147,8 +147,8 @@ class Learner:
                 batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
             )
             loss = self._loss(batch, current)
+            self._optimizer.make_room()
             loss.backward()
-        self._optimizer.collect()
         self._sums.loss += float(loss.detach())
 
     def _loss(self, batch: Batch, current: Tensor) -> Tensor:

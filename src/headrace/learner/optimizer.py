@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from headrace import kernels
 from headrace.config import LearnerSection
+
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.adamw import FusedAdamW
 
 
 class Optimizer:
@@ -22,58 +27,59 @@ class Optimizer:
         self.masters: list[Tensor] = [
             p if p.dtype in (torch.float32, torch.float64) else _master(p) for p in self.parameters
         ]
-        self.adamw = torch.optim.AdamW(
-            self.masters,
-            lr=section.lr,
-            betas=(section.beta1, section.beta2),
-            weight_decay=section.weight_decay,
-            fused=True,
-        )
+        self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda
+        betas, decay = (section.beta1, section.beta2), section.weight_decay
+        kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
+        self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
 
-    def collect(self) -> None:
-        """Add the gradients of one backward pass to those of the step, in the precision of the master weights."""
-        pairs = [
-            (p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p and p.grad is not None
-        ]
-        first, later = [(p, m) for p, m in pairs if m.grad is None], [(p, m) for p, m in pairs if m.grad is not None]
-        for _, master in first:
-            master.grad = torch.empty_like(master)
-        for combine, chosen in ((torch._foreach_copy_, first), (torch._foreach_add_, later)):
-            if chosen:
-                combine([_gradient(m) for _, m in chosen], [_gradient(p) for p, _ in chosen])
-        for parameter, _ in pairs:
-            parameter.grad = None
+    def make_room(self) -> None:
+        """Call it before each backward pass: the gradients of earlier ones are added up in the masters' precision."""
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p.grad is not None]
+        for parameter, master in pairs:
+            if master is not parameter:
+                more = _gradient(parameter).to(master.dtype)
+                master.grad = more if master.grad is None else master.grad.add_(more)
+                parameter.grad = None
 
-    def step(self, *, lr: float, scale: float, clip: float) -> float:
+    def step(self, *, lr: float, scale: float | Tensor, clip: float) -> float:
         """Multiply the gradients by `scale`, clip their norm, update. Returns the norm before clipping.
 
         A norm that is not finite leaves weights and moments as they were.
         """
-        self.collect()
-        gradients = [m.grad for m in self.masters if m.grad is not None]
-        norm = scale * float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
-        if math.isfinite(norm):
-            self._update(lr, scale * clip / norm if clip and norm > clip else scale)
+        if any(m.grad is not None for m in self.masters if not isinstance(m, nn.Parameter)) or not self._on_gpu:
+            self.make_room()
+            gradients = [m.grad for m in self.masters]
+        else:
+            gradients = [p.grad for p in self.parameters]  # those of a single pass, just as they are
+        there = [g for g in gradients if g is not None]
+        norm = torch.stack(torch._foreach_norm(there, 2, dtype=torch.float64)).norm() * scale
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        if self._on_gpu:
+            clipped = (clip / norm).clamp(max=1.0) if clip else 1.0
+            assert isinstance(self.adamw, FusedAdamW)
+            self.adamw.step_fused(self.parameters, gradients, scale * clipped + 0 * norm)  # 0 * inf is NaN
+        else:
+            self._step(there, float(norm), float(scale), clip)
         self.zero_grad()
-        return norm
+        return float(norm)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
-    def _update(self, lr: float, scale: float) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        device = self.masters[0].device
-        # the fused kernel divides by `grad_scale` as it goes, which saves a pass over all gradients
-        self.adamw.grad_scale = torch.tensor(1 / scale, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-        self.adamw.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    def _step(self, gradients: list[Tensor], norm: float, scale: float, clip: float) -> None:
+        if not math.isfinite(norm):
+            return
+        torch._foreach_mul_(gradients, scale)
+        if clip and norm > clip:
+            torch._foreach_mul_(gradients, clip / norm)
         self.adamw.step()
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float, window: int) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        blocks = plan.blocks(block_tokens(q.shape[1], k.shape[1]))
+        blocks = plan.blocks(block_tokens(q.shape[1], k.shape[1], q.dtype))
         out, log_sums = block_attention(q, k, v, None, blocks, scale=scale, window=window)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.rest = plan, scale, window

@@ -230,7 +230,7 @@ class PagedStore:
         known: Sequence[RouteArray | None],
     ) -> tuple[Tensor, RouteArray]:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        tokens_per_block = block_tokens(self._policy.num_heads, self._policy.num_kv_heads)
+        tokens_per_block = block_tokens(self._policy.num_heads, self._policy.num_kv_heads, self._policy.dtype)
         plan = PrefillPlan(self._cache, chunks, tables, tokens_per_block)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
         routes = known_routes(self._policy, chunks, known)
