@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import ModelSection
 from headrace.errors import HeadraceError, ModelError
+from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan, Plan
-from headrace.policy.dense import DenseBody, is_dense
+from headrace.policy.dense import FAMILY, DenseBody, is_dense
+from headrace.policy.exact_body import ExactBody
 from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
-from headrace.policy.logprobs import Support, chosen_logprobs
+from headrace.policy.logprobs import Linear, Support, chosen_logprobs
 
 # float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -32,12 +34,11 @@ class Policy:
     E hidden size, V vocabulary, T tokens laid in one row.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
-        self._dense = DenseBody(self.body) if is_dense(self.body) else None
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
@@ -46,7 +47,13 @@ class Policy:
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
+        self.exact = exact
+        self._dense: DenseBody | None = None
+        if is_dense(self.body):
+            self._dense = ExactBody(self.body) if exact else DenseBody(self.body)
         self._check_weights()
+        if exact:
+            self._check_exact()
         with _without_dropout(model):
             probe = self._probe_ids()
             expected = self._stock_logprobs(probe)
@@ -78,7 +85,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits `[.., V]`, float32 at least."""
-        logits = nn.functional.linear(hidden, self.head_weight)
+        logits = self._linear(hidden, self.head_weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @property
@@ -93,7 +100,12 @@ class Policy:
     ) -> Tensor:
         """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them."""
         hidden = self.hidden(token_ids_T, plan.positions, plan)
-        return chosen_logprobs(hidden[at - 1], self.head_weight, token_ids_T[at], temperature, support)
+        chosen = token_ids_T[at]
+        return chosen_logprobs(hidden[at - 1], self.head_weight, chosen, temperature, support, self._linear)
+
+    @property
+    def _linear(self) -> Linear:
+        return exact_cpu.linear if self.exact else nn.functional.linear
 
     def checkpoint_activations(self) -> None:
         """Compute activations again in the backward pass instead of keeping them."""
@@ -136,6 +148,20 @@ class Policy:
             raise ModelError(
                 f"{type(self.model).__name__} uses {unsteady}: what a token attends to would depend on how long the "
                 "other sequences of its batch are"
+            )
+
+    def _check_exact(self) -> None:
+        """Refuse what has no exact form."""
+        if self._dense is None:
+            names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
+            raise ModelError(
+                f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
+                "depends on the rest of its batch; set model.exact = false"
+            )
+        if self.device.type != "cpu" or self.dtype not in (torch.float32, torch.float64):
+            raise ModelError(
+                f"model.exact = true needs model.device = 'cpu' and model.dtype = 'float32'; here they are "
+                f"'{self.device.type}' and '{str(self.dtype).removeprefix('torch.')}'"
             )
 
     def _probe_ids(self) -> Tensor:
@@ -219,7 +245,7 @@ def load_policy(section: ModelSection) -> Policy:
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
-    return Policy(model.to(device).eval(), tokenizer)
+    return Policy(model.to(device).eval(), tokenizer, exact=section.exact)
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.policy.exact_cpu import TILE
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
 from headrace.rollout.rows import Rows
@@ -162,4 +163,5 @@ def _arena(policy: Policy) -> Arena:
         head_size=policy.head_size,
         dtype=policy.dtype,
         device=policy.device,
+        granule_tokens=TILE if policy.exact else 8,
     )
