@@ -76,9 +76,11 @@ def _silu(x: Tensor) -> Tensor:
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
     """Where loops over so many elements end, so that each thread gets whole lanes; the last few elements stay."""
     grains = num_elements // GRAIN
-    for whole in (grains - grains % threads if grains > threads else 0, grains):
-        if whole:
-            yield whole * GRAIN
+    even = grains - grains % threads
+    if even:
+        yield even * GRAIN
+    if grains > even:
+        yield grains * GRAIN
     if num_elements % GRAIN >= LANES:
         yield num_elements - num_elements % LANES
 
@@ -184,6 +186,28 @@ def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: in
         q = q_BRD[:, (first - start) * group : (last - start) * group]
         outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
     return torch.cat(outs, dim=1)
+
+
+def check_attention(head_size: int, group: int, dtype: torch.dtype) -> None:
+    """Refuse a machine on which a query alone gets other bits than one among others, or one with fewer keys."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads = 3 * TILE - 7, 3
+    q, k, v = (torch.randn(heads, n, head_size, generator=generator, dtype=dtype) for n in (tokens * group, 192, 192))
+    keys = k.transpose(1, 2).contiguous()
+    together = attend_causal(q, keys, v, 0, group, 0).unflatten(1, (tokens, group))
+    for at, heads_used in ((0, 1), (TILE - 1, 2), (TILE, 3), (tokens - 1, 1)):
+        for length in {tiled(at + 1), tiled(tokens)}:
+            alone = attend(
+                q[:heads_used, at * group : (at + 1) * group],
+                keys[:heads_used, :, :length],
+                v[:heads_used, :length],
+                unseen(torch.tensor([at]), length, 0, dtype),
+            )
+            if not torch.equal(alone, together[:heads_used, at]):
+                raise ModelError(
+                    f"model.exact = true: on this machine attention with heads of size {head_size} depends on what is "
+                    f"computed beside it, with {torch.get_num_threads()} threads; set model.exact = false"
+                )
 
 
 def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:

@@ -59,6 +59,8 @@ class Policy:
             expected = self._stock_logprobs(probe)
             model.set_attn_implementation(NAME)
             self._check_same(probe, expected)
+            if exact:
+                self._check_same_bits(probe)
 
     @property
     def max_context(self) -> int:
@@ -177,15 +179,14 @@ class Policy:
     @torch.no_grad()
     def _check_same(self, probe: Tensor, expected: Tensor) -> None:
         """Refuse a model that does more than we compute: compare with its own forward pass once."""
-        plan = PackedPlan([probe.shape[1]] * probe.shape[0], self.device)
         try:
-            hidden = self.hidden(probe.flatten(), plan.positions, plan)
+            logits = self._probe_logits(probe)
         except (TypeError, AttributeError) as error:
             name = type(self.model).__name__
             raise ModelError(
                 f"{name} does not take its attention from outside, which Headrace needs: {error}"
             ) from error
-        ours = self.logits(hidden).view_as(expected).float().log_softmax(-1)
+        ours = logits.view_as(expected).float().log_softmax(-1)
         # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
         half = self.dtype in (torch.bfloat16, torch.float16)
         gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
@@ -194,6 +195,24 @@ class Policy:
                 f"{type(self.model).__name__} computes something that Headrace's attention does not: "
                 f"its log-probs differ by {gap.item():.2g} from ours on a probe"
             )
+
+    @torch.no_grad()
+    def _check_same_bits(self, probe: Tensor) -> None:
+        """Refuse a machine on which company changes a token's bits: compute the probe together and apart."""
+        exact_cpu.check_attention(self.head_size, self.config.num_attention_heads // self.num_kv_heads, self.dtype)
+        together, apart = (
+            torch.cat([self._probe_logits(part) for part in parts]) for parts in ([probe], probe.split(1))
+        )
+        if not torch.equal(together, apart):
+            raise ModelError(
+                f"model.exact = true: on this machine the logits of {type(self.model).__name__} differ by "
+                f"{(together - apart).abs().max().item():.2g} with what is computed beside them; "
+                "set model.exact = false"
+            )
+
+    def _probe_logits(self, probe: Tensor) -> Tensor:
+        plan = PackedPlan([probe.shape[1]] * probe.shape[0], self.device)
+        return self.logits(self.hidden(probe.flatten(), plan.positions, plan))
 
 
 @contextmanager
