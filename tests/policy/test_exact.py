@@ -114,9 +114,9 @@ def test_half_precision_is_refused(make_policy: Callable[..., Policy]):
 
 
 def test_a_machine_that_cannot_is_refused(make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(exact_cpu, "ROWS", 1)  # products of one row have other bits
-    with pytest.raises(ModelError, match=r"model\.exact = true: .*; set model\.exact = false"):
-        make_policy(exact=True)
+    monkeypatch.setattr(exact_cpu, "QUERY_ROWS", (1,))  # products of one row have other bits
+    with pytest.raises(ModelError, match=r"model\.exact = true: .* heads of size 24 .*; set model\.exact = false"):
+        make_policy(exact=True, head_dim=24)
 
 
 def test_the_setting_reaches_the_policy(policy: Policy, tmp_path):

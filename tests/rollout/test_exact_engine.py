@@ -72,7 +72,7 @@ def gaps(policy: Policy, found: list[Sample], num_per_pack: int) -> FloatArray:
 @pytest.mark.usefixtures("endless")
 def test_a_hundred_thousand_tokens_without_a_bit_of_difference(make_policy: Callable[..., Policy]):
     policy = make_policy(exact=True, num_hidden_layers=1, intermediate_size=40)
-    wanted = arrivals(num_groups=180, max_new_tokens=300, spread_steps=150)
+    wanted = arrivals(num_groups=300, max_new_tokens=180, spread_steps=150)
     found = samples(policy, wanted, max_running=256, prefill_tokens=97)
     for num_per_pack in (len(found) // 12, len(found) // 40):
         difference = gaps(policy, found, num_per_pack)

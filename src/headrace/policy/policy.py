@@ -199,7 +199,6 @@ class Policy:
     @torch.no_grad()
     def _check_same_bits(self, probe: Tensor) -> None:
         """Refuse a machine on which company changes a token's bits: compute the probe together and apart."""
-        exact_cpu.check_attention(self.head_size, self.config.num_attention_heads // self.num_kv_heads, self.dtype)
         together, apart = (
             torch.cat([self._probe_logits(part) for part in parts]) for parts in ([probe], probe.split(1))
         )
