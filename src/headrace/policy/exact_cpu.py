@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.errors import ModelError
 from headrace.policy.functions import _Gated, _RmsNorm, _Rotate
 
-ROWS = 16  # products of fewer rows use other instructions; every product has a multiple of these
+ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
 TILE = 64  # keys come in multiples of it
 SUMMED = 256  # keys whose values are summed in one product
 QUERY_ROWS = (2, 4, 8, 16)
@@ -32,13 +32,27 @@ LANES = 32  # a multiple of what the widest elementwise loop takes at once, on a
 Attention = Callable[[Tensor, Tensor, Tensor, tuple[int, int], float, int], Tensor]
 
 
+class _KeepsNothing:
+    """Stands for autograd's context where there is no backward pass: `apply` costs more than a small product."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Nothing."""
+
+
+_KEEPS_NOTHING = _KeepsNothing()
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight, over the last dimension."""
+    if not torch.is_grad_enabled():
+        return _RmsNorm.forward(_KEEPS_NOTHING, x, weight, epsilon)
     return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotary position embedding."""
+    if not torch.is_grad_enabled():
+        return _ExactRotate.forward(_KEEPS_NOTHING, x_THD, cos_T1D, sin_T1D)
     return _ExactRotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -53,6 +67,8 @@ class _ExactRotate(_Rotate):
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
+    if not torch.is_grad_enabled():
+        return _ExactGated.forward(_KEEPS_NOTHING, gate, up)
     return _ExactGated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -89,6 +105,8 @@ def _loops(num_elements: int, threads: int) -> Iterator[int]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias."""
+    if not torch.is_grad_enabled():
+        return _in_blocks(x.contiguous(), weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -113,16 +131,20 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns, width = weight.shape
     shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
     most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
-    padded = F.pad(x, (0, 0, 0, -len(x) % ROWS))
-    out = x.new_empty(len(padded), columns)
+    out = x.new_empty(len(x), columns)
     start = 0
-    while start < len(padded):
-        rows = min(most, len(padded) - start)
+    while (left := len(x) - start) >= ROWS:
+        rows = min(most, left // ROWS * ROWS)
         while not _proven(rows, *shape):
             rows = rows // 2 // ROWS * ROWS
-        _product(padded[start : start + rows], weight, bias, out[start : start + rows])
+        _product(x[start : start + rows], weight, bias, out[start : start + rows])
         start += rows
-    return out[: len(x)]
+    if left:
+        rows = next(rows for rows in (2, 4, 8, ROWS) if rows >= left and _proven(rows, *shape))
+        last = x.new_empty(rows, columns)
+        _product(F.pad(x[start:], (0, 0, 0, rows - left)), weight, bias, last)
+        out[start:] = last[:left]
+    return out
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -134,13 +156,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 @cache
 def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Whether a product of so many rows has the bits of one of ROWS rows, tried once on this machine.
+    """Whether products of so many rows have the bits of those of ROWS rows, tried once on this machine.
 
     For ROWS rows: whether it matters where a row stands among them, and then exactness is impossible here.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
-        x = torch.randn(rows, width, generator=generator, dtype=dtype)
+        x = torch.randn(max(rows, ROWS), width, generator=generator, dtype=dtype)
         # a few rows of weights, over and over, are made sooner than as many random ones
         weight = torch.randn(min(columns, 512), width, generator=generator, dtype=dtype)
         weight = weight.repeat(-(-columns // len(weight)), 1)[:columns]
@@ -153,7 +175,7 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
             return out
 
         expected = product(x, ROWS)
-        if rows > ROWS:
+        if rows != ROWS:
             return torch.equal(product(x, rows), expected)
         if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
             raise ModelError(
