@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from headrace.policy import exact_cpu
 from headrace.policy.attention import Plan
@@ -41,10 +40,7 @@ class ExactBody(DenseBody):
         x = body.embed_tokens(token_ids_T)
         cos, sin = self._angles_at(positions_1T[0], x)
         for layer in body.layers:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(self._exact_layer, layer, x, cos, sin, plan, use_reentrant=False)
-            else:
-                x = self._exact_layer(layer, x, cos, sin, plan)
+            x = self._run(self._exact_layer, layer, x, cos, sin, plan)
         return _norm(body.norm, x)
 
     def _exact_layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: ExactPlan) -> Tensor:
