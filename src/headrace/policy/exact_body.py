@@ -31,7 +31,7 @@ class ExactBody(DenseBody):
 
     def __init__(self, body: Any) -> None:
         super().__init__(body)
-        self._angles = torch.empty(2, 0, 1, 0)  # cos and sin of all positions so far, [2, positions, 1, D]
+        self._exact_angles = torch.empty(2, 0, 1, 0)  # cos and sin of all positions so far, [2, positions, 1, D]
 
     def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
         """Final hidden states `[T, E]`."""
@@ -62,12 +62,12 @@ class ExactBody(DenseBody):
         """cos and sin `[2, T, 1, D]`, from a table: computed in passing, an angle's last bit depends on its place."""
         needed = int(positions_T.max()) + 1
         with torch.inference_mode(False), torch.no_grad():
-            while self._angles.shape[1] < needed:
-                known = self._angles.shape[1]
+            while self._exact_angles.shape[1] < needed:
+                known = self._exact_angles.shape[1]
                 block = torch.arange(known, known + POSITIONS)[None]
                 more = torch.stack(self._body.rotary_emb(x.new_empty(1), block))[:, 0, :, None]
-                self._angles = torch.cat([self._angles, more], dim=1) if known else more
-        return self._angles[:, positions_T]
+                self._exact_angles = torch.cat([self._exact_angles, more], dim=1) if known else more
+        return self._exact_angles[:, positions_T]
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
