@@ -53,9 +53,14 @@ def make_policy() -> Callable[..., Policy]:
     """`make_policy("Llama", seed=1, dtype=torch.float64, sliding_window=8)`: a tiny random policy."""
 
     def make(
-        architecture: str = "Qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+        architecture: str = "Qwen3",
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        exact: bool = False,
+        **changes: Any,
     ) -> Policy:
-        return Policy(_model(architecture, seed, **changes).to(dtype), character_tokenizer())
+        return Policy(_model(architecture, seed, **changes).to(dtype), character_tokenizer(), exact=exact)
 
     return make
 

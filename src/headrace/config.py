@@ -47,6 +47,7 @@ class ModelSection(Section):
     )
     device: str = setting("auto", "cpu, cuda or cuda:1; auto takes a GPU when there is one")
     threads: NonNegativeInt = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
+    exact: bool = setting(False, "same bits in engine and learner; slower")
 
 
 class PromptsSection(Section):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headrace import kernels
+from headrace.policy import exact_cpu
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.attention import Blocks, block_attention, block_tokens
@@ -129,13 +130,24 @@ class PackedPlan:
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
+        return self._attend_rectangles(_attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """The same, with the bits of decoding."""
+        return self._attend_rectangles(_attend_rectangle_exact, q_THD, k_TJD, v_TJD, scale, window)
+
+    def _attend_rectangles(
+        self, attend: exact_cpu.Attention, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
         if min(self.lengths) == self.longest:
-            return _attend_rectangle(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
+            return attend(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
         r = self._rectangles
         q, k, v = (_Regroup.apply(x, r.pad, r.unpad, r.nothing) for x in (q_THD, k_TJD, v_TJD))  # type: ignore[no-untyped-call]
         sizes = [count * longest for count, longest in r.shapes]
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
-        outs = [_attend_rectangle(qs, ks, vs, shape, scale, window) for qs, ks, vs, shape in parts]
+        outs = [attend(qs, ks, vs, shape, scale, window) for qs, ks, vs, shape in parts]
         return _Regroup.apply(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-untyped-call, no-any-return]
 
     @cached_property
@@ -181,3 +193,9 @@ def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], s
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_rectangle_exact(
+    q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int
+) -> Tensor:
+    return exact_cpu.attend_rectangle(q, k, v, shape, scale, window, ordinary=_attend_rectangle)

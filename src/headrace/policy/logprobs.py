@@ -6,10 +6,12 @@ computes each chunk's logits again, so memory stays at one chunk whatever N is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace import kernels
@@ -18,6 +20,8 @@ if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.softmax import logits_gradient, token_logprobs
 
 CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
+
+Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +46,24 @@ class Support:
 
 
 def chosen_logprobs(
-    hidden_NE: Tensor, weight_VE: Tensor, chosen_N: Tensor, temperature: float, support: Support | None = None
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    chosen_N: Tensor,
+    temperature: float,
+    support: Support | None = None,
+    linear: Linear = F.linear,
 ) -> Tensor:
     """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support if given."""
     if hidden_NE.is_cuda and support is None and kernels.AVAILABLE:
         return _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call, no-any-return]
     chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
-    return _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk)  # type: ignore[no-untyped-call, no-any-return]
+    return _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _chunk_logprobs(
-    hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int
+    hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int, linear: Linear
 ) -> Tensor:
-    logits = torch.nn.functional.linear(hidden[start:end], weight)
+    logits = linear(hidden[start:end], weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
     if support is not None:
         logits.masked_fill_(support.forbidden(start, end, weight.shape[0]), float("-inf"))
@@ -71,11 +80,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperature: float,
         support: Support | None,
         chunk: int,
+        linear: Linear,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, chosen)
         ctx.rest = (temperature, support, chunk)
         parts = [
-            _chunk_logprobs(hidden, weight, temperature, support, start, min(start + chunk, len(chosen)))
+            _chunk_logprobs(hidden, weight, temperature, support, start, min(start + chunk, len(chosen)), linear)
             .gather(1, chosen[start : start + chunk, None])
             .squeeze(1)
             for start in range(0, len(chosen), chunk)
@@ -83,20 +93,20 @@ class _ChosenLogprobs(torch.autograd.Function):
         return torch.cat([hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32)), *parts])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         hidden, weight, chosen = ctx.saved_tensors
         temperature, support, chunk = ctx.rest
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for start in range(0, len(chosen), chunk):
             end = min(start + chunk, len(chosen))
             # d log p[chosen] / d logits = onehot(chosen) - softmax
-            grad_logits = _chunk_logprobs(hidden, weight, temperature, support, start, end).exp_().neg_()
+            grad_logits = _chunk_logprobs(hidden, weight, temperature, support, start, end, F.linear).exp_().neg_()
             rows = torch.arange(end - start, device=chosen.device)
             grad_logits[rows, chosen[start:end]] += 1
             grad_logits = grad_logits.mul_((grad[start:end] / temperature)[:, None]).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[start:end])
             grad_weight.addmm_(grad_logits.t(), hidden[start:end])
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 class _FusedLogprobs(torch.autograd.Function):

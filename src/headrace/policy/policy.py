@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import ModelSection
 from headrace.errors import HeadraceError, ModelError
+from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan, Plan
-from headrace.policy.dense import DenseBody, is_dense
+from headrace.policy.dense import FAMILY, DenseBody, is_dense
+from headrace.policy.exact_body import ExactBody
 from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
-from headrace.policy.logprobs import Support, chosen_logprobs
+from headrace.policy.logprobs import Linear, Support, chosen_logprobs
 from headrace.policy.routes import Routers, Routes
 
 # float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
@@ -33,12 +35,11 @@ class Policy:
     E hidden size, V vocabulary, T tokens laid in one row.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
-        self._dense = DenseBody(self.body) if is_dense(self.body) else None
         self.routers = Routers(self.body)
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
@@ -50,12 +51,20 @@ class Policy:
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
+        self.exact = exact
+        self._dense: DenseBody | None = None
+        if is_dense(self.body):
+            self._dense = ExactBody(self.body) if exact else DenseBody(self.body)
         self._check_weights()
+        if exact:
+            self._check_exact()
         with _without_dropout(model):
             probe = self._probe_ids()
             expected = self._stock_logprobs(probe)
             model.set_attn_implementation(NAME)
             self._check_same(probe, expected)
+            if exact:
+                self._check_same_bits(probe)
 
     @property
     def max_context(self) -> int:
@@ -83,7 +92,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits `[.., V]`, float32 at least."""
-        logits = nn.functional.linear(hidden, self.head_weight)
+        logits = self._linear(hidden, self.head_weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @property
@@ -108,7 +117,12 @@ class Policy:
         """
         routes = None if routes_TLK is None else Routes(routes_TLK)
         hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
-        return chosen_logprobs(hidden[at - 1], self.head_weight, token_ids_T[at], temperature, support)
+        chosen = token_ids_T[at]
+        return chosen_logprobs(hidden[at - 1], self.head_weight, chosen, temperature, support, self._linear)
+
+    @property
+    def _linear(self) -> Linear:
+        return exact_cpu.linear if self.exact else nn.functional.linear
 
     def checkpoint_activations(self) -> None:
         """Compute activations again in the backward pass instead of keeping them."""
@@ -153,6 +167,20 @@ class Policy:
                 "other sequences of its batch are"
             )
 
+    def _check_exact(self) -> None:
+        """Refuse what has no exact form."""
+        if self._dense is None:
+            names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
+            raise ModelError(
+                f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
+                "depends on the rest of its batch; set model.exact = false"
+            )
+        if self.device.type != "cpu" or self.dtype not in (torch.float32, torch.float64):
+            raise ModelError(
+                f"model.exact = true needs model.device = 'cpu' and model.dtype = 'float32'; here they are "
+                f"'{self.device.type}' and '{str(self.dtype).removeprefix('torch.')}'"
+            )
+
     def _probe_ids(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, self.head_weight.shape[0], (2, 9), generator=generator).to(self.device)
@@ -193,6 +221,23 @@ class Policy:
         for seen in plan.seen:  # what is cached is not always what the config calls a head: DeepSeek's is larger
             self.num_kv_heads, self.head_size, self.value_size = seen
 
+    @torch.no_grad()
+    def _check_same_bits(self, probe: Tensor) -> None:
+        """Refuse a machine on which company changes a token's bits: compute the probe together and apart."""
+        together, apart = (
+            torch.cat([self._probe_logits(part) for part in parts]) for parts in ([probe], probe.split(1))
+        )
+        if not torch.equal(together, apart):
+            raise ModelError(
+                f"model.exact = true: on this machine the logits of {type(self.model).__name__} differ by "
+                f"{(together - apart).abs().max().item():.2g} with what is computed beside them; "
+                "set model.exact = false"
+            )
+
+    def _probe_logits(self, probe: Tensor) -> Tensor:
+        plan = PackedPlan([probe.shape[1]] * probe.shape[0], self.device)
+        return self.logits(self.hidden(probe.flatten(), plan.positions, plan))
+
 
 class _ProbePlan(PackedPlan):
     """Sees what a cache has to hold."""
@@ -211,6 +256,13 @@ class _ProbePlan(PackedPlan):
             )
         self.seen.add((num_heads, key_size, value_size))
         return super().attend(layer, q_THD, k_TJD, v_TJD, scale, window)
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """As ever."""
+        self.seen.add((*k_TJD.shape[1:], v_TJD.shape[2]))
+        return super().attend_exact(layer, q_THD, k_TJD, v_TJD, scale, window)
 
 
 @contextmanager
@@ -262,7 +314,7 @@ def load_policy(section: ModelSection) -> Policy:
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
-    return Policy(model.to(device).eval(), tokenizer)
+    return Policy(model.to(device).eval(), tokenizer, exact=section.exact)
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:

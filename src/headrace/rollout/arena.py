@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.policy import exact_cpu
+
 GROWTH_TOKENS = 64
 
 
@@ -28,7 +30,9 @@ class Arena:
         value_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        granule_tokens: int = 8,
     ) -> None:
+        self._granule_tokens = granule_tokens  # the capacity is a multiple of it
         self.num_rows = 0
         self.capacity = 0
         self.keys = [torch.empty(0, num_heads, key_size, 0, dtype=dtype, device=device)] * num_layers
@@ -44,9 +48,9 @@ class Arena:
         most_tokens = max(num_tokens, most_tokens)
         rows, capacity = max(num_rows, self.num_rows), self.capacity
         if num_tokens > capacity:
-            capacity = _in_eights(min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS)))
+            capacity = self._in_granules(min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS)))
         if rows * capacity > budget_tokens:
-            rows, capacity = num_rows, min(capacity, _in_eights(most_tokens))
+            rows, capacity = num_rows, min(capacity, self._in_granules(most_tokens))
         kept_rows, kept_tokens = min(rows, self.num_rows), min(capacity, self.capacity)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             # zeros, not empty: masked places are multiplied by a probability of zero, and 0 * NaN is NaN
@@ -63,9 +67,8 @@ class Arena:
         for mine, theirs in zip(self.values, other.values, strict=True):
             mine[start:end, :, :num_tokens] = theirs[source, :, :num_tokens]
 
-
-def _in_eights(num_tokens: int) -> int:
-    return -(-num_tokens // 8) * 8
+    def _in_granules(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._granule_tokens) * self._granule_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,22 @@ class PrefillPlan:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """The same, with the bits of any other way to cut the prompt."""
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        sizes = [c.end - c.start for c in self.chunks]
+        outs = []
+        for c, q, k, v in zip(self.chunks, *(x.split(sizes) for x in (q_THD * scale, k_TJD, v_TJD)), strict=True):
+            keys[c.row, ..., c.start : c.end] = k.permute(1, 2, 0)
+            values[c.row, :, c.start : c.end] = v.transpose(0, 1)
+            grouped = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [J, T, H / J, D]
+            group = grouped.shape[2]
+            out = exact_cpu.attend_causal(grouped.flatten(1, 2), keys[c.row], values[c.row], c.start, group, window)
+            outs.append(out.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
+        return torch.cat(outs)
+
 
 class DecodePlan:
     """One new token for each of the rows 0..n-1."""
@@ -126,13 +145,8 @@ class DecodePlan:
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """Write each row's key and value, then attend to the row; grouped query heads share one read of the cache."""
-        n, length = len(self._rows), self.longest
-        keys, values = self.arena.keys[layer], self.arena.values[layer]
-        if self._equal:
-            keys[:n, ..., length - 1], values[:n, :, length - 1] = k_TJD, v_TJD
-        else:
-            keys[self._rows, ..., self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
-        keys, values = keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)  # [n * J, ..]
+        n = len(self._rows)
+        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
         grouped = q_THD.unflatten(1, (k_TJD.shape[1], -1)).flatten(0, 1)  # [n * J, H / J, D]
         mask = self._mask(window, grouped, k_TJD.shape[1])
         beta = 0 if mask is None else 1
@@ -143,6 +157,32 @@ class DecodePlan:
         out = torch.bmm(probs, values).unflatten(0, (n, -1)).flatten(1, 2)
         assert isinstance(out, Tensor)
         return out
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """The same, with the bits of a prefill or of training."""
+        num_heads = k_TJD.shape[1]
+        keys, values = self._write(layer, k_TJD, v_TJD, exact_cpu.tiled(self.longest))
+        grouped = (q_THD * scale).unflatten(1, (num_heads, -1)).flatten(0, 1)
+        if window not in self._masks:
+            mask = exact_cpu.unseen(self._at, keys.shape[2], window, q_THD.dtype)
+            self._masks[window] = mask.repeat_interleave(num_heads, 0)[:, None]
+        mask_or_none = self._masks[window]
+        assert mask_or_none is not None
+        out = exact_cpu.attend(grouped, keys, values, mask_or_none).unflatten(0, (-1, num_heads)).flatten(1, 2)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; the first `length` of all, `[n * J, D, length]` and `[n * J, length, D]`."""
+        n = len(self._rows)
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        if self._equal:
+            keys[:n, ..., self.longest - 1], values[:n, :, self.longest - 1] = k_TJD, v_TJD
+        else:
+            keys[self._rows, ..., self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
+        return keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)
 
     def _mask(self, window: int, grouped: Tensor, num_heads: int) -> Tensor | None:
         """-inf for places beyond a row's end or before its window; shared by all layers with the same window."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.policy.exact_cpu import TILE
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
@@ -199,4 +200,5 @@ def _arena(policy: Policy) -> Arena:
         value_size=policy.value_size,
         dtype=policy.dtype,
         device=policy.device,
+        granule_tokens=TILE if policy.exact else 8,
     )

@@ -1,0 +1,78 @@
+"""The decoder of the Llama family in exact mode: the same steps as dense.py, each with the bits of exact_cpu.py."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headrace.policy import exact_cpu
+from headrace.policy.attention import Plan
+from headrace.policy.dense import DenseBody
+from headrace.policy.exact_cpu import gated, linear, rotate
+
+POSITIONS = 1024  # whose angles are computed at once
+
+
+@runtime_checkable
+class ExactPlan(Protocol):
+    """A plan with an attention whose result for a token does not depend on the others it is computed with."""
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """As `Plan.attend`."""
+        ...
+
+
+class ExactBody(DenseBody):
+    """Embedding, layers and final norm, on a CPU."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__(body)
+        self._exact_angles = torch.empty(2, 0, 1, 0)  # cos and sin of all positions so far, [2, positions, 1, D]
+
+    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
+        """Final hidden states `[T, E]`."""
+        assert isinstance(plan, ExactPlan), f"{type(plan).__name__} has no exact attention"
+        body = self._body
+        x = body.embed_tokens(token_ids_T)
+        cos, sin = self._angles_at(positions_1T[0], x)
+        for layer in body.layers:
+            x = self._run(self._exact_layer, layer, x, cos, sin, plan)
+        return _norm(body.norm, x)
+
+    def _exact_layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: ExactPlan) -> Tensor:
+        attention, mlp = layer.self_attn, layer.mlp
+        h = _norm(layer.input_layernorm, x)
+        q, k, v = (
+            _linear(project, h).unflatten(1, (-1, attention.head_dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = plan.attend_exact(attention.layer_idx, q, k, v, attention.scaling, self._window(attention))
+        x = x + _linear(attention.o_proj, out.flatten(1))
+        h = _norm(layer.post_attention_layernorm, x)
+        return x + _linear(mlp.down_proj, gated(_linear(mlp.gate_proj, h), _linear(mlp.up_proj, h)))
+
+    def _angles_at(self, positions_T: Tensor, x: Tensor) -> Tensor:
+        """cos and sin `[2, T, 1, D]`, from a table: computed in passing, an angle's last bit depends on its place."""
+        needed = int(positions_T.max()) + 1
+        with torch.inference_mode(False), torch.no_grad():
+            while self._exact_angles.shape[1] < needed:
+                known = self._exact_angles.shape[1]
+                block = torch.arange(known, known + POSITIONS)[None]
+                more = torch.stack(self._body.rotary_emb(x.new_empty(1), block))[:, 0, :, None]
+                self._exact_angles = torch.cat([self._exact_angles, more], dim=1) if known else more
+        return self._exact_angles[:, positions_T]
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return exact_cpu.rms_norm(x, module.weight, module.variance_epsilon)

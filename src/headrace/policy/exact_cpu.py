@@ -1,0 +1,299 @@
+"""Exact mode on a CPU: functions whose result for a token has the same bits whatever is computed beside it.
+
+The libraries under torch choose instructions, and with them the order of a sum, by the shape of the whole call and by
+where in it an element lies. Here every sum has one order: products run in row counts that were proven to agree, keys
+are met in tiles that start at position 0, and elementwise functions never end in a scalar remainder. What is left
+(adding, multiplying, maxima, copying) rounds the same everywhere.
+B batch, R rows, D head size, L keys (a multiple of TILE), g query heads per key/value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.errors import ModelError
+from headrace.policy.functions import _Gated, _RmsNorm, _Rotate
+
+ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
+TILE = 64  # keys come in multiples of it
+SUMMED = 256  # keys whose values are summed in one product
+QUERY_ROWS = (2, 4, 8, 16)
+MOST_ROWS = 1024
+MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have more
+GRAIN = 2**15  # elements: torch gives a thread at least so many
+LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
+
+Attention = Callable[[Tensor, Tensor, Tensor, tuple[int, int], float, int], Tensor]
+
+
+class _KeepsNothing:
+    """Stands for autograd's context where there is no backward pass: `apply` costs more than a small product."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Nothing."""
+
+
+_KEEPS_NOTHING = _KeepsNothing()
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) · weight, over the last dimension."""
+    if not torch.is_grad_enabled():
+        return _RmsNorm.forward(_KEEPS_NOTHING, x, weight, epsilon)
+    return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotary position embedding."""
+    if not torch.is_grad_enabled():
+        return _ExactRotate.forward(_KEEPS_NOTHING, x_THD, cos_T1D, sin_T1D)
+    return _ExactRotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ExactRotate(_Rotate):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # no fused multiply-add: whether there is one depends on how long the loop is
+        ctx.save_for_backward(cos, sin)
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos).add_(torch.cat([-second, first], dim=-1).mul_(sin))
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if not torch.is_grad_enabled():
+        return _ExactGated.forward(_KEEPS_NOTHING, gate, up)
+    return _ExactGated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ExactGated(_Gated):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _silu(gate).mul_(up)
+
+
+def _silu(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    out = torch.empty_like(flat)
+    start = 0
+    for end in _loops(len(flat), torch.get_num_threads()):
+        torch.ops.aten.silu.out(flat[start:end], out=out[start:end])
+        start = end
+    if rest := len(flat) - start:
+        out[start:] = F.silu(F.pad(flat[start:], (0, LANES - rest)))[:rest]
+    return out.view(x.shape)
+
+
+def _loops(num_elements: int, threads: int) -> Iterator[int]:
+    """Where loops over so many elements end, so that each thread gets whole lanes; the last few elements stay."""
+    grains = num_elements // GRAIN
+    even = grains - grains % threads
+    if even:
+        yield even * GRAIN
+    if grains > even:
+        yield grains * GRAIN
+    if num_elements % GRAIN >= LANES:
+        yield num_elements - num_elements % LANES
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias."""
+    if not torch.is_grad_enabled():
+        return _in_blocks(x.contiguous(), weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _in_blocks(x.contiguous(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            grad @ weight if wanted[0] else None,
+            grad.t() @ x if wanted[1] else None,
+            grad.sum(0) if wanted[2] else None,
+        )
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    columns, width = weight.shape
+    shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
+    most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
+    out = x.new_empty(len(x), columns)
+    start = 0
+    while (left := len(x) - start) >= ROWS:
+        rows = min(most, left // ROWS * ROWS)
+        while not _proven(rows, *shape):
+            rows = rows // 2 // ROWS * ROWS
+        _product(x[start : start + rows], weight, bias, out[start : start + rows])
+        start += rows
+    if left:
+        rows = next(rows for rows in (2, 4, 8, ROWS) if rows >= left and _proven(rows, *shape))
+        last = x.new_empty(rows, columns)
+        _product(F.pad(x[start:], (0, 0, 0, rows - left)), weight, bias, last)
+        out[start:] = last[:left]
+    return out
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+@cache
+def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
+    """Whether products of so many rows have the bits of those of ROWS rows, tried once on this machine.
+
+    For ROWS rows: whether it matters where a row stands among them, and then exactness is impossible here.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        x = torch.randn(max(rows, ROWS), width, generator=generator, dtype=dtype)
+        # a few rows of weights, over and over, are made sooner than as many random ones
+        weight = torch.randn(min(columns, 512), width, generator=generator, dtype=dtype)
+        weight = weight.repeat(-(-columns // len(weight)), 1)[:columns]
+        bias = torch.randn(columns, generator=generator, dtype=dtype) if biased else None
+
+        def product(x: Tensor, block: int) -> Tensor:
+            out = x.new_empty(len(x), columns)
+            for start in range(0, len(x), block):
+                _product(x[start : start + block], weight, bias, out[start : start + block])
+            return out
+
+        expected = product(x, ROWS)
+        if rows != ROWS:
+            return torch.equal(product(x, rows), expected)
+        if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
+            raise ModelError(
+                f"model.exact = true: this machine multiplies the rows of a [{ROWS}, {width}] by [{width}, {columns}] "
+                f"product differently by their place, with {threads} threads; set model.exact = false"
+            )
+        return True
+
+
+def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor) -> Tensor:
+    """Attention output `[B, R, D]`; the mask, -inf where a query does not look, is added to the scores."""
+    rows = _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads())
+    return _attend(q_BRD, keys_BDL, values_BLD, mask, rows)
+
+
+def _attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int) -> Tensor:
+    rows = q_BRD.shape[1]
+    fill = -rows % multiple
+    q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
+    scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
+    # sums over keys run in lanes, one key after the other: the exact zeros of what is masked change none of them
+    probs = torch.softmax(scores, dim=-1)
+    probs = F.pad(probs, (0, 0, 0, fill)) if fill else probs
+    tiles = zip(probs.split(SUMMED, 2), values_BLD.split(SUMMED, 1), strict=True)
+    out = torch.bmm(*next(tiles))
+    for tile in tiles:
+        out += torch.bmm(*tile)
+    return out[:, :rows]
+
+
+@cache
+def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
+    """The multiple of rows that queries must come in for their bits to be their own, found by trial."""
+    for multiple in QUERY_ROWS:
+        if _is_enough(multiple, head_size, dtype):
+            return multiple
+    raise ModelError(
+        f"model.exact = true: on this machine attention with heads of size {head_size} depends on what is computed "
+        f"beside it, with {threads} threads; set model.exact = false"
+    )
+
+
+@torch.inference_mode()
+def _is_enough(multiple: int, head_size: int, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    heads, length = 9, SUMMED + 3 * TILE
+    q, k, v = (torch.randn(heads, length, head_size, generator=generator, dtype=dtype) for _ in range(3))
+    keys = k.transpose(1, 2).contiguous()
+    together = _attend(q, keys, v, unseen(torch.arange(length), length, 0, dtype), 16)
+    for few in (1, 2, 8):
+        for first, rows in ((TILE - 2, 3), (TILE, 1), (SUMMED - 1, 5), (SUMMED, 9), (length - 33, 33), (length - 1, 1)):
+            at = torch.arange(first, first + rows)
+            for seen in {tiled(first + rows), length}:
+                mask = unseen(at, seen, 0, dtype)
+                apart = _attend(q[:few, at], keys[:few, :, :seen], v[:few, :seen], mask, multiple)
+                if not torch.equal(apart, together[:few, at]):
+                    return False
+    return True
+
+
+def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
+    """For queries at the positions `start`.., `group` rows each, that see their past: the last `window`, or all."""
+    end = start + q_BRD.shape[1] // group
+    outs = []
+    for first in range(start, end, TILE):
+        last = min(first + TILE, end)
+        length = tiled(last)
+        mask = unseen(torch.arange(first, last), length, window, q_BRD.dtype).repeat_interleave(group, 0)
+        q = q_BRD[:, (first - start) * group : (last - start) * group]
+        outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
+    return torch.cat(outs, dim=1)
+
+
+def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+    """Mask `[T, length]`: 0 for the keys that a query sees, -inf for those after it or before its window."""
+    ago = positions_T[:, None] - torch.arange(length)
+    hidden = (ago < 0) | (ago >= window) if window else ago < 0
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def tiled(num_tokens: int) -> int:
+    """Keys in whole tiles."""
+    return -(-num_tokens // TILE) * TILE
+
+
+def attend_rectangle(
+    q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int, ordinary: Attention
+) -> Tensor:
+    """Causal attention of `shape = (sequences, longest)` right-padded sequences, with the gradient of `ordinary`."""
+    return _Attention.apply(q, k, v, shape, scale, window, ordinary)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shape: tuple[int, int],
+        scale: float,
+        window: int,
+        ordinary: Attention,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.rest = (shape, scale, window, ordinary)
+        num_heads, num_kv_heads, head_size = q.shape[1], k.shape[1], q.shape[2]
+        group, fill = num_heads // num_kv_heads, tiled(shape[1]) - shape[1]
+        q_BRD = (q * scale).view(*shape, num_kv_heads, group, head_size).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        keys = F.pad(k.view(*shape, num_kv_heads, head_size).permute(0, 2, 3, 1), (0, fill)).flatten(0, 1)
+        values = F.pad(v.view(*shape, num_kv_heads, head_size).transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1)
+        out = attend_causal(q_BRD, keys.contiguous(), values.contiguous(), 0, group, window)
+        return out.reshape(shape[0], num_kv_heads, shape[1], group, head_size).transpose(1, 2).reshape(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        shape, scale, window, ordinary = ctx.rest
+        with torch.enable_grad():
+            out = ordinary(q, k, v, shape, scale, window)
+        return (*torch.autograd.grad(out, (q, k, v), grad), None, None, None, None)
