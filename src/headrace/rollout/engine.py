@@ -40,7 +40,12 @@ class _Family:
     place: int = -1  # of the prompt's cache
     done: int = 0  # prompt tokens computed
     aborted: set[str] = field(default_factory=set)
-    parked: Parked | None = None  # the row of a request that had to make room; it is alone in its family
+    parked: Parked | None = None  # the row of a request that was laid aside; it is alone in its family
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return len(self.aborted) == len(self.requests)
 
 
 class Engine:
@@ -60,8 +65,8 @@ class Engine:
         self.version = 0
         self.sampled_tokens = 0  # counted ones, ever
         self.prefill_tokens = prefill_tokens
-        self.preemptions = 0
-        self._kv_tokens, self._on_update, self._clock = kv_tokens, on_update, clock
+        self.preemptions = 0  # times a sequence had to make room, ever
+        self._on_update, self._clock = on_update, clock
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
         self._rows = Rows()
@@ -76,10 +81,10 @@ class Engine:
     def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
         """Queue the samples of one prompt."""
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
-        at_once = max(1, min(self._max_running, self._kv_tokens // longest))
+        at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
         for start in range(0, len(requests), at_once):
             family = _Family(prompt, list(requests[start : start + at_once]), longest)
-            self._inbox.append(partial(self._waiting.append, family))
+            self._inbox.append(partial(self._queue, family))
 
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step; they come back with the tokens they have and finish ABORT."""
@@ -131,6 +136,9 @@ class Engine:
             self._store.recompute(sequences, self.prefill_tokens)
 
     # ---- inside
+
+    def _queue(self, family: _Family) -> None:
+        self._waiting.append(family)
 
     def _admit(self) -> None:
         """Start waiting families, oldest first, while rows and cache allow."""
@@ -200,13 +208,22 @@ class Engine:
         self._record(self._store.decode(self._rows, steps), 0)
 
     def _make_room(self) -> None:
-        """Out of cache: the row that started last gives its own back and waits to be computed again."""
-        row = self._rows.youngest()
+        """Out of cache: what started last gives its own back and waits to be computed again."""
+        if self._prefilling:  # nothing is sampled yet, so nothing is lost but a part of its prompt's pass
+            family = self._prefilling.pop()
+            self._store.close(family.place)
+            family.place, family.done = -1, 0
+            self._waiting.appendleft(family)
+            return
+        self._waiting.appendleft(self._lay_aside(self._rows.youngest()))
+        self.preemptions += 1
+
+    def _lay_aside(self, row: int) -> _Family:
+        """Take a row out, with what it sampled: once its tokens are computed again it goes on."""
         sequence, parked = self._rows.sequence(row), self._rows.park(row)
         self._store.remove(row, self._rows)
         self._rows.remove(row)
-        self._waiting.appendleft(_Family(sequence, [parked.request], parked.longest, parked=parked))
-        self.preemptions += 1
+        return _Family(sequence, [parked.request], parked.longest, parked=parked)
 
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
@@ -236,10 +253,18 @@ class Engine:
             for request in family.requests:
                 if request.id in ids and request.id not in family.aborted:
                     family.aborted.add(request.id)
-                    self._finished.append(_nothing_sampled(request, self._clock()))
-        hopeless = [f for f in self._waiting if len(f.aborted) == len(f.requests)]
-        for family in hopeless:
-            self._waiting.remove(family)
+                    self._finished.append(self._unfinished(family, request))
+        for family in [f for f in self._prefilling if f.hopeless]:
+            self._store.close(family.place)
+        self._prefilling = [f for f in self._prefilling if not f.hopeless]
+        self._waiting = deque(f for f in self._waiting if not f.hopeless)
+
+    def _unfinished(self, family: _Family, request: Request) -> Generation:
+        """What an aborted request that holds no row has sampled: something if it was laid aside, else nothing."""
+        now_s = self._clock()
+        if family.parked is not None:
+            return family.parked.generation(FinishReason.ABORT, now_s)
+        return _nothing_sampled(request, now_s)
 
 
 def _nothing_sampled(request: Request, now_s: float) -> Generation:

@@ -23,12 +23,13 @@ class _Sequence:
     request: Request
     prompt: IntArray
     started_s: float
+    order: int  # of its start: rows move about
     supports: list[IntArray] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A row that had to give up its cache, with everything it sampled; it goes on later as if nothing had happened."""
+    """A row without its cache, with everything it sampled; it can go on later as if nothing had happened."""
 
     sequence: _Sequence
     tokens: npt.NDArray[np.int64]
@@ -45,12 +46,31 @@ class Parked:
         """Tokens the sequence may become."""
         return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
 
+    def generation(self, finish: FinishReason, now_s: float) -> Generation:
+        """What its request gets back if it ends here."""
+        replay = None
+        if self.sequence.supports:
+            sizes = [len(ids) for ids in self.sequence.supports]
+            offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+            replay = Replay(support_ids=np.concatenate(self.sequence.supports), support_offsets=offsets)
+        return Generation(
+            id=self.request.id,
+            token_ids=self.tokens.astype(np.int32),
+            logprobs=self.logprobs,
+            spans=_spans(self.versions, len(self.sequence.prompt)),
+            finish=finish,
+            started_s=self.sequence.started_s,
+            finished_s=now_s,
+            replay=replay,
+        )
+
 
 class Rows:
     """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow."""
 
     def __init__(self) -> None:
         self._sequences: list[_Sequence] = []
+        self._started = 0  # rows, ever
         self.samplings: list[Sampling] = []
         self._lengths = np.empty(0, np.int64)  # prompt and sampled tokens
         self._sampled = np.empty(0, np.int64)
@@ -113,7 +133,8 @@ class Rows:
         self._seeds[n : n + more] = [r.seed for r in requests]
         self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
         self._counted[n : n + more] = [r.counted for r in requests]
-        self._sequences += [_Sequence(r, prompt, now_s) for r in requests]
+        self._sequences += [_Sequence(r, prompt, now_s, self._started + i) for i, r in enumerate(requests)]
+        self._started += more
         self.samplings += [r.sampling for r in requests]
 
     def append(
@@ -163,7 +184,7 @@ class Rows:
 
     def youngest(self) -> int:
         """The row that started last."""
-        return max(range(len(self)), key=lambda row: self._sequences[row].started_s)
+        return max(range(len(self)), key=lambda row: self._sequences[row].order)
 
     def park(self, row: int) -> Parked:
         """The row's state, to be resumed later; the row itself stays until it is removed."""
@@ -202,22 +223,7 @@ class Rows:
 
     def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
         """What the row's request gets back."""
-        sequence, count = self._sequences[row], int(self._sampled[row])
-        replay = None
-        if sequence.supports:
-            sizes = [len(ids) for ids in sequence.supports]
-            offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-            replay = Replay(support_ids=np.concatenate(sequence.supports), support_offsets=offsets)
-        return Generation(
-            id=sequence.request.id,
-            token_ids=self._tokens[row, :count].astype(np.int32),
-            logprobs=self._logprobs[row, :count].copy(),
-            spans=_spans(self._versions[row, :count], len(sequence.prompt)),
-            finish=finish,
-            started_s=sequence.started_s,
-            finished_s=now_s,
-            replay=replay,
-        )
+        return self.park(row).generation(finish, now_s)
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row moves into its place."""
