@@ -262,6 +262,7 @@ class Row:
     trained_tokens: int
     dropped_tokens: Mapping[str, int]
     backlog_tokens: int  # buffered and in flight, at the end of the step
+    preemptions: int  # times a sequence gave up its cache because there was no more, and was computed again
     lag_mean: float  # over trained tokens
     lag_max: int
     reward_mean: float  # over every scored trajectory of the interval, trained or not
@@ -276,7 +277,10 @@ class Row:
     entropy: float  # estimated from the sampled tokens: mean of -log p
     kl_reference: float
     mismatch_mean: float  # mean |learner log-prob - behaviour log-prob|
+    mismatch_k3: float  # the same as a divergence: estimated KL(behaviour || learner) per token
     ratio_mean: float
+    ratio_p01: float  # one token in a hundred has a smaller ratio
+    ratio_p99: float  # one in a hundred a larger one
     ratio_outside: float  # share of tokens with ratio outside [0.9, 1.1]
     clipped_share: float
     effective_samples: float  # of the importance weights, as a share: (Σw)² / (n Σw²)

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tight_store import TightStore
 from tiny_runs import Workshop, play, rows_of, select, write_prompts
 
 from headrace import api
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.loop.loop import Loop
+from headrace.place.local import LocalPlace
+from headrace.policy.policy import Policy
+from headrace.rollout.pages import PAGE
 
 LONG_TAILED = (
     "rollout.max_new_tokens=100",
@@ -144,3 +149,20 @@ async def test_what_becomes_of_running_answers_when_weights_change(
     assert any(len(t.spans) > 1 for t in trained) == several_versions
     assert max(t.lag for t in trained) <= 2
     assert audit(run) == []
+
+
+async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    """Eight answers of four pages each, and twelve pages: the run goes on, and the books balance."""
+    monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
+
+    def tighten(place: LocalPlace, loop: Loop) -> None:
+        place.engine._store = TightStore(place.policy, 12 * PAGE)
+
+    longer = ("rollout.max_new_tokens=200", "rollout.stop=[]")
+    config = workshop.config("tight", "loop.steps=1", "loop.groups_per_step=2", *longer, reward="dense")
+    loop = await play(config, tighten)
+    run = workshop.directory / "tight"
+    assert [row.preemptions for row in rows_of(run)] == [loop.stages.actor.engine.preemptions]
+    assert loop.stages.actor.engine.preemptions > 0
+    assert audit(run, finished=True) == []
+    assert books(run).trained.trajectories == 8

@@ -7,8 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from plain_forward import Family, assert_right, assert_same, finish, make_engine, prompt_ids, requests, run, stock_model
-from tight_store import tight_engine
+from plain_forward import (
+    Family,
+    assert_right,
+    assert_same,
+    finish,
+    make_engine,
+    prompt_ids,
+    requests,
+    run,
+    stock_model,
+    tight_engine,
+)
 
 from headrace.errors import ConfigError
 from headrace.policy.policy import Policy

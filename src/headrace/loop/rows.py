@@ -7,22 +7,24 @@ import numpy as np
 from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Ledger
+from headrace.rollout.engine import Engine
 from headrace.types import FinishReason, Group, Row, Trajectory
 
 
 class RowMaker:
     """Collects what a row needs and books it."""
 
-    def __init__(self, ledger: Ledger, clock: StageClock) -> None:
-        self._ledger, self._clock = ledger, clock
+    def __init__(self, ledger: Ledger, clock: StageClock, engine: Engine) -> None:
+        self._ledger, self._clock, self._engine = ledger, clock, engine
         self._start_s = clock.now()
         self._books = ledger.totals()
+        self._preemptions = engine.preemptions
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
-        self._start_s = self._clock.now()
+        self._start_s, self._preemptions = self._clock.now(), self._engine.preemptions
 
     def scored(self, trajectory: Trajectory) -> None:
         """A trajectory got its reward."""
@@ -48,6 +50,7 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`, and begin the next: an evaluation since then is in neither."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before = self._ledger.totals(), self._books
+        preemptions = self._engine.preemptions
         trajectories = [t for group in taken for t in group.trajectories]
         tokens = np.array([t.num_sampled_tokens for t in trajectories])
         lags = np.array([version - 1 - t.oldest_version for t in trajectories])
@@ -67,6 +70,7 @@ class RowMaker:
             trained_tokens=books.trained.tokens - before.trained.tokens,
             dropped_tokens={reason: count for reason, count in dropped.items() if count},
             backlog_tokens=books.backlog_tokens,
+            preemptions=preemptions - self._preemptions,
             lag_mean=float((lags * tokens).sum() / tokens.sum()),
             lag_max=int(lags.max()),
             reward_mean=float(rewards.mean()),
@@ -81,7 +85,10 @@ class RowMaker:
             entropy=stats.entropy,
             kl_reference=stats.kl_reference,
             mismatch_mean=stats.mismatch.mean_abs,
+            mismatch_k3=stats.mismatch.k3,
             ratio_mean=stats.mismatch.ratio_mean,
+            ratio_p01=stats.mismatch.ratio_quantile(0.01),
+            ratio_p99=stats.mismatch.ratio_quantile(0.99),
             ratio_outside=stats.mismatch.outside_share,
             clipped_share=stats.clipped_share,
             effective_samples=stats.mismatch.effective_samples,
@@ -92,6 +99,7 @@ class RowMaker:
         self._ledger.spans(finished)
         self._ledger.row(row)
         self._books, self._scored, self._start_s = books, [], self._clock.now()
+        self._preemptions = preemptions
         return row
 
     def flush(self) -> None:

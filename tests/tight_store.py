@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from plain_forward import make_engine
 from torch import Tensor
 
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
-from headrace.rollout.engine import Engine
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Rows
 from headrace.rollout.store import RowStore
@@ -64,10 +62,3 @@ class TightStore(RowStore):
     def remove(self, row: int, rows: Rows) -> None:
         self.tables.remove(row)
         super().remove(row, rows)
-
-
-def tight_engine(policy: Policy, kv_tokens: int, **changes: Any) -> tuple[Engine, TightStore]:
-    """An engine whose cache has room for so many tokens, and that cache."""
-    engine = make_engine(policy, **changes)
-    engine._store = store = TightStore(policy, kv_tokens)
-    return engine, store
