@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
-from headrace.ledger.ledger import Ledger
+from headrace.ledger.ledger import Books, Ledger
 from headrace.rollout.engine import Engine
 from headrace.types import FinishReason, Group, Row, Trajectory
 
@@ -56,10 +56,6 @@ class RowMaker:
         lags = np.array([version - 1 - t.oldest_version for t in trajectories])
         # sorted: a sum's last bit follows the order of its terms, and verdicts come in any order
         rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
-        dropped = {
-            reason: amount.tokens - (before.dropped[reason].tokens if reason in before.dropped else 0)
-            for reason, amount in books.dropped.items()
-        }
         row = Row(
             step=step,
             version=version,
@@ -68,7 +64,7 @@ class RowMaker:
             num_trajectories=len(trajectories),
             generated_tokens=books.generated.tokens - before.generated.tokens,
             trained_tokens=books.trained.tokens - before.trained.tokens,
-            dropped_tokens={reason: count for reason, count in dropped.items() if count},
+            dropped_tokens=_dropped_tokens(before, books),
             backlog_tokens=books.backlog_tokens,
             preemptions=preemptions - self._preemptions,
             lag_mean=float((lags * tokens).sum() / tokens.sum()),
@@ -105,3 +101,12 @@ class RowMaker:
     def flush(self) -> None:
         """Book the spans measured after the last row."""
         self._ledger.spans(self._clock.drain())
+
+
+def _dropped_tokens(before: Books, books: Books) -> dict[str, int]:
+    """What was dropped between the two, by reason."""
+    dropped = {
+        reason: amount.tokens - (before.dropped[reason].tokens if reason in before.dropped else 0)
+        for reason, amount in books.dropped.items()
+    }
+    return {reason: count for reason, count in dropped.items() if count}
