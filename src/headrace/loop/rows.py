@@ -24,7 +24,8 @@ class RowMaker:
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
-        self._start_s, self._preemptions = self._clock.now(), self._engine.preemptions
+        self._start_s = self._clock.now()
+        self._preempted()
 
     def scored(self, trajectory: Trajectory) -> None:
         """A trajectory got its reward."""
@@ -50,7 +51,6 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`, and begin the next: an evaluation since then is in neither."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before = self._ledger.totals(), self._books
-        preemptions = self._engine.preemptions
         trajectories = [t for group in taken for t in group.trajectories]
         tokens = np.array([t.num_sampled_tokens for t in trajectories])
         lags = np.array([version - 1 - t.oldest_version for t in trajectories])
@@ -66,7 +66,7 @@ class RowMaker:
             trained_tokens=books.trained.tokens - before.trained.tokens,
             dropped_tokens=_dropped_tokens(before, books),
             backlog_tokens=books.backlog_tokens,
-            preemptions=preemptions - self._preemptions,
+            preemptions=self._preempted(),
             lag_mean=float((lags * tokens).sum() / tokens.sum()),
             lag_max=int(lags.max()),
             reward_mean=float(rewards.mean()),
@@ -95,8 +95,12 @@ class RowMaker:
         self._ledger.spans(finished)
         self._ledger.row(row)
         self._books, self._scored, self._start_s = books, [], self._clock.now()
-        self._preemptions = preemptions
         return row
+
+    def _preempted(self) -> int:
+        """Preemptions since the row before."""
+        before, self._preemptions = self._preemptions, self._engine.preemptions
+        return self._preemptions - before
 
     def flush(self) -> None:
         """Book the spans measured after the last row."""
