@@ -98,6 +98,17 @@ class Learner:
                 found[item.trajectory.id] = values.numpy()
         return [found[t.id] for t in group.trajectories]
 
+    @torch.no_grad()
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
+        """How far the log-probs computed here are from those sampled with; trains nothing."""
+        total = MismatchSums()
+        everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
+        for items in balanced(everything, self.section.micro_batch_tokens):
+            batch = pack(items, self.policy.device)
+            ours = self.policy.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
+            total += MismatchSums.of(ours, batch.behaviour)
+        return total
+
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
         known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
