@@ -88,6 +88,10 @@ class RolloutSection(Section):
     on_update: Literal["keep", "recompute", "drain"] = setting(
         "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
     )
+    max_wall_s: NonNegativeFloat = setting(0.0, "seconds that an answer may be decoded at a stretch; 0 is off")
+    on_wall: Literal["cut", "park"] = setting(
+        "cut", "at max_wall_s: end the answer there, or lay it aside while others wait and go on later"
+    )
 
 
 class RewardSection(Section):
@@ -113,7 +117,7 @@ class BufferSection(Section):
     """Which groups are trained on."""
 
     drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
-    drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens")
+    drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens or max_wall_s")
     filters: tuple[str, ...] = setting((), "own filters, 'module:function' or 'file.py:function': group -> keep it?")
     patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
 
@@ -235,6 +239,10 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"learner.correction = 'truncated' and learner.loss = '{config.learner.loss}': that loss bounds its weight "
             "itself; use learner.correction = 'masked' or 'none'"
+        )
+    if config.rollout.on_wall == "park" and not config.rollout.max_wall_s:
+        found.append(
+            "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"
         )
     kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
     if 0 < config.rollout.kv_tokens < kv_needed:

@@ -27,7 +27,13 @@ class FinishReason(StrEnum):
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    WALL = "wall"
     ABORT = "abort"
+
+    @property
+    def cut(self) -> bool:
+        """Whether the policy had more to say: it ran into max_new_tokens or max_wall_s."""
+        return self in (FinishReason.LENGTH, FinishReason.WALL)
 
 
 class DropReason(StrEnum):
@@ -263,13 +269,14 @@ class Row:
     dropped_tokens: Mapping[str, int]
     backlog_tokens: int  # buffered and in flight, at the end of the step
     preemptions: int  # times a sequence gave up its cache because there was no more, and was computed again
+    parks: int  # times a sequence that reached max_wall_s was laid aside for others
     lag_mean: float  # over trained tokens
     lag_max: int
     reward_mean: float  # over every scored trajectory of the interval, trained or not
     reward_std: float
     length_mean: float  # sampled tokens per scored trajectory
     length_max: int
-    truncated_share: float  # of the scored trajectories that ran into max_new_tokens
+    truncated_share: float  # of the scored trajectories that ran into max_new_tokens or max_wall_s
     loss: float
     grad_norm: float
     lr: float

@@ -87,6 +87,7 @@ def make_row() -> Callable[..., Row]:
             "dropped_tokens": {},
             "backlog_tokens": 0,
             "preemptions": 0,
+            "parks": 0,
             "lag_mean": 0.5,
             "lag_max": 1,
             "reward_mean": 0.25,

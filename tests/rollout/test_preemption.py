@@ -149,10 +149,10 @@ def test_the_one_that_started_last_makes_room(policy: Policy):
     assert rows.request_id(rows.youngest()) == "c/0"
     rows.add(prompt_ids(5), requests("d", [Sampling(max_new_tokens=9)]), now_s=1.0)
     rows.append(0, np.full(3, 7), np.zeros(3, np.float32), 0, None)
-    parked = rows.park(0)
+    parked = rows.park(0, now_s=2.0)
     rows.remove(0)
     assert rows.request_id(rows.youngest()) == "d/0"
-    rows.resume(parked)
+    rows.resume(parked, now_s=3.0)
     assert rows.request_id(rows.youngest()) == "d/0", "the one that was laid aside has not become younger"
 
 

@@ -17,6 +17,7 @@ def scalars(row: Row) -> dict[str, float]:
         "tokens/trained": row.trained_tokens,
         "tokens/backlog": row.backlog_tokens,
         "engine/preemptions": row.preemptions,
+        "engine/parks": row.parks,
         "lag/mean": row.lag_mean,
         "lag/max": row.lag_max,
         "reward/mean": row.reward_mean,

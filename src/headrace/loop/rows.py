@@ -8,7 +8,7 @@ from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Books, Ledger
 from headrace.rollout.engine import Engine
-from headrace.types import FinishReason, Group, Row, Trajectory
+from headrace.types import Group, Row, Trajectory
 
 
 class RowMaker:
@@ -18,20 +18,19 @@ class RowMaker:
         self._ledger, self._clock, self._engine = ledger, clock, engine
         self._start_s = clock.now()
         self._books = ledger.totals()
-        self._preemptions = engine.preemptions
+        self._laid_aside = (engine.preemptions, engine.parks)
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
         self._start_s = self._clock.now()
-        self._preempted()
+        self._count_laid_aside()
 
     def scored(self, trajectory: Trajectory) -> None:
         """A trajectory got its reward."""
         assert trajectory.reward is not None
-        truncated = trajectory.finish is FinishReason.LENGTH
-        self._scored.append((trajectory.reward, trajectory.num_sampled_tokens, truncated))
+        self._scored.append((trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut))
 
     def reward_failed(self, detail: str) -> None:
         """A trajectory could not be scored; the first such detail is kept for the summary."""
@@ -51,6 +50,7 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`, and begin the next: an evaluation since then is in neither."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before = self._ledger.totals(), self._books
+        preemptions, parks = self._count_laid_aside()
         trajectories = [t for group in taken for t in group.trajectories]
         tokens = np.array([t.num_sampled_tokens for t in trajectories])
         lags = np.array([version - 1 - t.oldest_version for t in trajectories])
@@ -66,7 +66,8 @@ class RowMaker:
             trained_tokens=books.trained.tokens - before.trained.tokens,
             dropped_tokens=_dropped_tokens(before, books),
             backlog_tokens=books.backlog_tokens,
-            preemptions=self._preempted(),
+            preemptions=preemptions,
+            parks=parks,
             lag_mean=float((lags * tokens).sum() / tokens.sum()),
             lag_max=int(lags.max()),
             reward_mean=float(rewards.mean()),
@@ -97,10 +98,10 @@ class RowMaker:
         self._books, self._scored, self._start_s = books, [], self._clock.now()
         return row
 
-    def _preempted(self) -> int:
-        """Preemptions since the row before."""
-        before, self._preemptions = self._preemptions, self._engine.preemptions
-        return self._preemptions - before
+    def _count_laid_aside(self) -> tuple[int, int]:
+        """Preemptions and parks since the row before."""
+        before, self._laid_aside = self._laid_aside, (self._engine.preemptions, self._engine.parks)
+        return self._laid_aside[0] - before[0], self._laid_aside[1] - before[1]
 
     def flush(self) -> None:
         """Book the spans measured after the last row."""

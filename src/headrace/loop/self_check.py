@@ -51,7 +51,7 @@ def warning(mismatch: MismatchSums, dtype: torch.dtype) -> str:
     )
     return (
         f"self-check: with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
-        f"{mismatch.mean_abs:.2g} away from the engine's on average, and {mismatch.outside_share:.0%} of the ratios are "
-        f"outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {name} explains at most {LARGE[dtype]:g}, so part of what is "
+        f"{mismatch.mean_abs:.2g} away from the engine's on average, and {mismatch.outside_share:.0%} of the ratios "
+        f"are outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {name} explains at most {LARGE[dtype]:g}, so part of what is "
         f"trained will be noise: {advice}"
     )

@@ -54,6 +54,8 @@ class LocalPlace:
             prefill_tokens=r.prefill_tokens,
             kv_tokens=kv_budget(self.policy, r.kv_tokens),
             on_update=r.on_update,
+            max_wall_s=r.max_wall_s,
+            on_wall=r.on_wall,
             clock=self.clock.now,
         )
         self.actor = RolloutActor(

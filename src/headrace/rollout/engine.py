@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -59,6 +59,8 @@ class Engine:
         prefill_tokens: int,
         kv_tokens: int,
         on_update: str,
+        max_wall_s: float = 0.0,
+        on_wall: str = "cut",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
@@ -66,7 +68,9 @@ class Engine:
         self.sampled_tokens = 0  # counted ones, ever
         self.prefill_tokens = prefill_tokens
         self.preemptions = 0  # times a sequence had to make room, ever
+        self.parks = 0  # times one was laid aside at `max_wall_s`, ever
         self._on_update, self._clock = on_update, clock
+        self._max_wall_s, self._on_wall = max_wall_s, on_wall
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
         self._rows = Rows()
@@ -119,6 +123,8 @@ class Engine:
             self._inbox.popleft()()
         budget = self.prefill_tokens
         self._admit()
+        if self._max_wall_s:
+            self._mind_the_wall()
         while self._prefilling and budget:
             budget -= self._prefill(budget)
             self._admit()
@@ -191,7 +197,7 @@ class Engine:
             if requests:
                 self._store.fork(family.place, self._rows, len(requests), len(family.prompt), family.longest)
                 if family.parked is not None:
-                    self._rows.resume(family.parked)
+                    self._rows.resume(family.parked, self._clock())
                 else:
                     self._rows.add(family.prompt, requests, self._clock())
                     self._begun.extend((r.id, self.version) for r in requests)
@@ -218,9 +224,29 @@ class Engine:
         self._waiting.appendleft(self._lay_aside(self._rows.youngest()))
         self.preemptions += 1
 
-    def _lay_aside(self, row: int) -> _Family:
+    def _mind_the_wall(self) -> None:
+        """Cut the sequences that reached `max_wall_s`, or lay them aside, the most overdue first, while others wait.
+
+        They queue up behind those, so that each has its turn, and then decode for as long again.
+        """
+        now_s, parked = self._clock(), []
+        overdue = self._rows.overdue(now_s, self._max_wall_s)
+        if self._on_wall == "cut":
+            for row in sorted(overdue, reverse=True):
+                self._retire(row, FinishReason.WALL)
+            return
+        while overdue and self._waiting and self._waiting[0] not in parked:
+            parked.append(self._lay_aside(overdue[0], another_stretch=True))
+            self._waiting.append(parked[-1])
+            self._admit()
+            overdue = self._rows.overdue(now_s, self._max_wall_s)
+        self.parks += len(parked)
+
+    def _lay_aside(self, row: int, *, another_stretch: bool = False) -> _Family:
         """Take a row out, with what it sampled: once its tokens are computed again it goes on."""
-        sequence, parked = self._rows.sequence(row), self._rows.park(row)
+        sequence, parked = self._rows.sequence(row), self._rows.park(row, self._clock())
+        if another_stretch:
+            parked = replace(parked, decoded_s=0.0)
         self._store.remove(row, self._rows)
         self._rows.remove(row)
         return _Family(sequence, [parked.request], parked.longest, parked=parked)

@@ -35,6 +35,7 @@ class Parked:
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    decoded_s: float  # of the stretch it was decoding in
 
     @property
     def request(self) -> Request:
@@ -78,6 +79,7 @@ class Rows:
         self._seeds = np.empty(0, np.uint64)
         self._temperatures = np.empty(0, np.float32)
         self._counted = np.empty(0, np.bool_)
+        self._began_s = np.empty(0, np.float64)  # its present stretch of decoding
         self._tokens = np.empty((0, 0), np.int64)
         self._logprobs = np.empty((0, 0), np.float32)
         self._versions = np.empty((0, 0), np.int32)
@@ -133,6 +135,7 @@ class Rows:
         self._seeds[n : n + more] = [r.seed for r in requests]
         self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
         self._counted[n : n + more] = [r.counted for r in requests]
+        self._began_s[n : n + more] = now_s
         self._sequences += [_Sequence(r, prompt, now_s, self._started + i) for i, r in enumerate(requests)]
         self._started += more
         self.samplings += [r.sampling for r in requests]
@@ -186,7 +189,15 @@ class Rows:
         """The row that started last."""
         return max(range(len(self)), key=lambda row: self._sequences[row].order)
 
-    def park(self, row: int) -> Parked:
+    def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
+        """The rows that have been decoding for so long, the longest first. A score must not depend on the clock, so
+        what is not counted (evaluation) is never among them.
+        """
+        decoded_s = np.where(self.counted, now_s - self._began_s[: len(self)], -np.inf)
+        rows = np.argsort(-decoded_s, kind="stable")
+        return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
+
+    def park(self, row: int, now_s: float) -> Parked:
         """The row's state, to be resumed later; the row itself stays until it is removed."""
         count = int(self._sampled[row])
         return Parked(
@@ -194,12 +205,13 @@ class Rows:
             tokens=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             versions=self._versions[row, :count].copy(),
+            decoded_s=now_s - float(self._began_s[row]),
         )
 
-    def resume(self, parked: Parked) -> None:
-        """Append a row that was parked."""
+    def resume(self, parked: Parked, now_s: float) -> None:
+        """Append a row that was parked. Its stretch of decoding goes on where it was; the time between is not in it."""
         row, count = len(self), len(parked.tokens)
-        self.add(parked.sequence.prompt, [parked.request], parked.sequence.started_s)
+        self.add(parked.sequence.prompt, [parked.request], now_s - parked.decoded_s)
         self._sequences[row] = parked.sequence
         if count >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * count))
@@ -223,13 +235,14 @@ class Rows:
 
     def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
         """What the row's request gets back."""
-        return self.park(row).generation(finish, now_s)
+        return self.park(row, now_s).generation(finish, now_s)
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
-            for array in (self._lengths, self._sampled, self._limits, self._seeds, self._temperatures, self._counted):
+            of_requests = (self._limits, self._seeds, self._temperatures, self._counted)
+            for array in (self._lengths, self._sampled, self._began_s, *of_requests):
                 array[row] = array[last]
             count = int(self._sampled[last])
             for table in (self._tokens, self._logprobs, self._versions):
@@ -243,7 +256,7 @@ class Rows:
 
         self._lengths, self._sampled, self._limits = grown(self._lengths), grown(self._sampled), grown(self._limits)
         self._seeds, self._counted = grown(self._seeds), grown(self._counted)
-        self._temperatures = grown(self._temperatures)
+        self._temperatures, self._began_s = grown(self._temperatures), grown(self._began_s)
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
         self._versions = grown(self._versions)
 
