@@ -33,6 +33,7 @@ from headrace.loop.loop import Loop, sampling_of
 from headrace.loop.self_check import self_check, warning
 from headrace.loop.summary import summarise
 from headrace.place.local import START, LocalPlace
+from headrace.place.memory import STEPS, memory_for
 from headrace.roles import Sink
 from headrace.types import Row
 
@@ -74,7 +75,8 @@ class Nobody:
 
 def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     """Train as the settings say; returns what `summary.json` in the run directory holds."""
-    return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
+    with memory_for("training", STEPS):
+        return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
 
 
 def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:

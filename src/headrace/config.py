@@ -15,6 +15,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+NotNan = Annotated[float, Field(ge=-math.inf)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -158,7 +159,9 @@ class LoopSection(Section):
     """How much, how far ahead, how often."""
 
     steps: NonNegativeInt = setting(60, "optimizer steps")
-    target_reward: float = setting(math.inf, "end sooner, once the mean reward of eight steps has come this far")
+    target_reward: Annotated[float, Field(ge=-math.inf)] = setting(
+        math.inf, "end sooner, once the mean reward of eight steps has come this far"
+    )
     groups_per_step: PositiveInt = setting(16, "prompts per optimizer step")
     max_lag: NonNegativeInt = setting(0, "how many versions old a trained token may be; 0 is strictly on-policy")
     eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")
@@ -220,8 +223,6 @@ def contradictions(config: Config) -> list[str]:
         )
     if config.rollout.samples < 2 and config.buffer.drop_no_signal:
         found.append("rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped")
-    if config.reward.overlong_tokens > config.rollout.max_new_tokens:
-        found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
     if config.learner.correction == "masked" and config.learner.correction_low >= config.learner.correction_high:
         found.append("learner.correction_low must be smaller than learner.correction_high")
     if config.reward.function == "regex" and not config.reward.pattern:
@@ -240,6 +241,18 @@ def contradictions(config: Config) -> list[str]:
             f"learner.correction = 'truncated' and learner.loss = '{config.learner.loss}': that loss bounds its weight "
             "itself; use learner.correction = 'masked' or 'none'"
         )
+    return found + _of_generation(config)
+
+
+def _of_generation(config: Config) -> list[str]:
+    found = []
+    if config.model.path == "demo" and config.prompts.source != "arithmetic" and not config.warmstart.steps:
+        found.append(
+            f"prompts.source = '{config.prompts.source}' and model.path = 'demo': that model is random and cannot "
+            "answer your prompts; name a model of your own, model.path=DIRECTORY"
+        )
+    if config.reward.overlong_tokens > config.rollout.max_new_tokens:
+        found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
     if config.rollout.on_wall == "park" and not config.rollout.max_wall_s:
         found.append(
             "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"

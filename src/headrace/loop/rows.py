@@ -52,8 +52,7 @@ class RowMaker:
         books, before = self._ledger.totals(), self._books
         preemptions, parks = self._count_laid_aside()
         trajectories = [t for group in taken for t in group.trajectories]
-        tokens = np.array([t.num_sampled_tokens for t in trajectories])
-        lags = np.array([version - 1 - t.oldest_version for t in trajectories])
+        tokens, lags = np.array([(t.num_sampled_tokens, version - 1 - t.oldest_version) for t in trajectories]).T
         # sorted: a sum's last bit follows the order of its terms, and verdicts come in any order
         rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
         row = Row(

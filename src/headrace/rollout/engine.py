@@ -316,6 +316,10 @@ def kv_budget(policy: Policy, kv_tokens: int) -> int:
     """Tokens of cache to use: the setting, or what half of the free GPU memory (2 GiB on a CPU) holds."""
     if kv_tokens:
         return kv_tokens
-    bytes_per_token = 2 * policy.num_layers * policy.num_kv_heads * policy.head_size * policy.dtype.itemsize
     free = torch.cuda.mem_get_info(policy.device)[0] // 2 if policy.device.type == "cuda" else 2 * 2**30
-    return int(free // bytes_per_token)
+    return int(free // kv_bytes_per_token(policy))
+
+
+def kv_bytes_per_token(policy: Policy) -> int:
+    """Keys and values of every layer."""
+    return 2 * policy.num_layers * policy.num_kv_heads * policy.head_size * policy.dtype.itemsize
