@@ -13,7 +13,7 @@ from headrace.rollout.arena import Chunk
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Rows
 from headrace.rollout.store import RowStore
-from headrace.types import IntArray
+from headrace.types import IntArray, RouteArray
 
 
 class TightStore(RowStore):
@@ -40,8 +40,10 @@ class TightStore(RowStore):
             self._staged[place] = row
         return place
 
-    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
-        return super().prefill([replace(c, row=self._staged[c.row]) for c in chunks], sequences)
+    def prefill(
+        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
+    ) -> tuple[Tensor, RouteArray]:
+        return super().prefill([replace(c, row=self._staged[c.row]) for c in chunks], sequences, known)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         self.tables.fork(place, count, num_prompt)

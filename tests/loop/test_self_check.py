@@ -40,8 +40,8 @@ def test_a_sound_run_is_told_nothing_and_its_summary_has_the_number(workshop: Wo
 def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
     stock = Policy.logprobs
 
-    def hotter(self: Policy, ids, plan, at, temperature, support=None):  # type: ignore[no-untyped-def]
-        return stock(self, ids, plan, at, 2 * temperature, support)
+    def hotter(self: Policy, ids, plan, at, temperature, *replay):  # type: ignore[no-untyped-def]
+        return stock(self, ids, plan, at, 2 * temperature, *replay)
 
     monkeypatch.setattr(Policy, "logprobs", hotter)
     notes = Notes()

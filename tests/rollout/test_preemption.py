@@ -35,6 +35,7 @@ FAMILIES: list[Family] = [
     (prompt_ids(70), requests("b", [Sampling(max_new_tokens=180)] * 2)),
     (prompt_ids(64), requests("c", [Sampling(max_new_tokens=170)])),
 ]
+NO_ROUTES = np.zeros((5, 0, 0), np.uint8)
 IDS = {r.id for _, members in FAMILIES for r in members}
 
 
@@ -144,15 +145,15 @@ def test_a_prompt_half_computed_makes_room_before_any_answer(policy: Policy):
 def test_the_one_that_started_last_makes_room(policy: Policy):
     rows = Rows()
     for name in "abc":
-        rows.add(prompt_ids(5), requests(name, [Sampling(max_new_tokens=9)]), now_s=1.0)  # all at the same moment
+        rows.add(prompt_ids(5), requests(name, [Sampling(max_new_tokens=9)]), 1.0, NO_ROUTES)  # all at the same moment
     rows.remove(0)  # `c` is row 0 now
     assert rows.request_id(rows.youngest()) == "c/0"
-    rows.add(prompt_ids(5), requests("d", [Sampling(max_new_tokens=9)]), now_s=1.0)
+    rows.add(prompt_ids(5), requests("d", [Sampling(max_new_tokens=9)]), 1.0, NO_ROUTES)
     rows.append(0, np.full(3, 7), np.zeros(3, np.float32), 0, None)
     parked = rows.park(0, now_s=2.0)
     rows.remove(0)
     assert rows.request_id(rows.youngest()) == "d/0"
-    rows.resume(parked, now_s=3.0)
+    rows.resume(parked, 3.0, np.zeros((6, 0, 0), np.uint8))
     assert rows.request_id(rows.youngest()) == "d/0", "the one that was laid aside has not become younger"
 
 

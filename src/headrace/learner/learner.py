@@ -86,7 +86,10 @@ class Learner:
 
     @torch.no_grad()
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
-        """Log-probs of the group's sampled tokens under the start weights."""
+        """Log-probs of the group's sampled tokens under the start weights.
+
+        The reference is a policy of its own: it chooses its own experts, not those the tokens were sampled with.
+        """
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
@@ -104,9 +107,8 @@ class Learner:
         total = MismatchSums()
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in balanced(everything, self.section.micro_batch_tokens):
-            batch = pack(items, self.policy.device)
-            ours = self.policy.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
-            total += MismatchSums.of(ours, batch.behaviour)
+            batch = pack(items, self.policy.device, self.policy.routers)
+            total += MismatchSums.of(self._logprobs(batch), batch.behaviour)
         return total
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
@@ -149,12 +151,18 @@ class Learner:
 
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over one micro-batch; gradients add up unnormalised."""
-        batch = pack(items, self.policy.device)
+        batch = pack(items, self.policy.device, self.policy.routers)
         with torch.enable_grad():
-            current = self.policy.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
-            loss = self._loss(batch, current)
+            loss = self._loss(batch, self._logprobs(batch))
             loss.backward()
+        self._optimizer.collect()
         self._sums.loss += float(loss.detach())
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        """Of the sampled tokens, over the support and through the experts they were sampled with."""
+        return self.policy.logprobs(
+            batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
+        )
 
     def _loss(self, batch: Batch, current: Tensor) -> Tensor:
         s, sums = self.section, self._sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -29,18 +30,30 @@ class Optimizer:
             fused=True,
         )
 
+    def collect(self) -> None:
+        """Add the gradients of one backward pass to those of the step, in the precision of the master weights."""
+        pairs = [
+            (p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p and p.grad is not None
+        ]
+        first, later = [(p, m) for p, m in pairs if m.grad is None], [(p, m) for p, m in pairs if m.grad is not None]
+        for _, master in first:
+            master.grad = torch.empty_like(master)
+        for combine, chosen in ((torch._foreach_copy_, first), (torch._foreach_add_, later)):
+            if chosen:
+                combine([_gradient(m) for _, m in chosen], [_gradient(p) for p, _ in chosen])
+        for parameter, _ in pairs:
+            parameter.grad = None
+
     def step(self, *, lr: float, scale: float, clip: float) -> float:
         """Multiply the gradients by `scale`, clip their norm, update. Returns the norm before clipping.
 
         A norm that is not finite leaves weights and moments as they were.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
-        norm = float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
-        if norm == norm and norm != float("inf"):
-            if clip and norm > clip:
-                torch._foreach_mul_(gradients, clip / norm)
-            self._update(lr)
+        self.collect()
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        norm = scale * float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
+        if math.isfinite(norm):
+            self._update(lr, scale * clip / norm if clip and norm > clip else scale)
         self.zero_grad()
         return norm
 
@@ -49,16 +62,23 @@ class Optimizer:
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, scale: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        for parameter, master in pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        device = self.masters[0].device
+        # the fused kernel divides by `grad_scale` as it goes, which saves a pass over all gradients
+        self.adamw.grad_scale = torch.tensor(1 / scale, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        self.adamw.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
         self.adamw.step()
-        with torch.no_grad():
-            for parameter, master in pairs:
-                parameter.copy_(master)
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+
+from headrace import kernels
+
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.attention import Blocks, block_attention, block_tokens
+    from headrace.kernels.attention_backward import QUERIES, attention_gradient
 
 NAME = "headrace"
 
@@ -116,14 +121,14 @@ class PackedPlan:
         self.lengths = lengths
         self.longest = max(lengths)
         self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]  # [1, T]
-        self._ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         self._device = device
+        self._cut: dict[int, Blocks] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """Causal attention inside each sequence."""
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return self._attend_varlen(q_THD, k_TJD, v_TJD, scale, window)
+            return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
         if min(self.lengths) == self.longest:
             return _attend_rectangle(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
         r = self._rectangles
@@ -137,13 +142,33 @@ class PackedPlan:
     def _rectangles(self) -> _Rectangles:
         return _Rectangles.of(self.lengths, self._device)
 
-    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        size = (window - 1 if window else -1, 0)
-        out = varlen_attn(q, k, v, self._ends, self._ends, self.longest, self.longest, scale=scale, window_size=size)
-        assert isinstance(out, Tensor)
+    def blocks(self, tokens: int) -> Blocks:
+        """The sequences in blocks of so many tokens."""
+        if tokens not in self._cut:
+            starts = [0, *np.cumsum(self.lengths)[:-1].tolist()]
+            self._cut[tokens] = Blocks.of([0] * len(self.lengths), self.lengths, starts, tokens, self._device)
+        return self._cut[tokens]
+
+
+class _Packed(torch.autograd.Function):
+    """Packed attention on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float, window: int) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        blocks = plan.blocks(block_tokens(q.shape[1], k.shape[1]))
+        out, log_sums = block_attention(q, k, v, None, blocks, scale=scale, window=window)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.rest = plan, scale, window
         return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, scale, window = ctx.rest
+        q, k, v, out, log_sums = ctx.saved_tensors
+        blocks = plan.blocks(QUERIES)
+        grads = attention_gradient(grad.contiguous(), q, k, v, out, log_sums, blocks, scale=scale, window=window)
+        return *grads, None, None, None
 
 
 def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:

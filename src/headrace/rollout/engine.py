@@ -22,7 +22,7 @@ from headrace.rollout.arena import Chunk
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Parked, Rows
 from headrace.rollout.store import Burst, RowStore, Store, sample
-from headrace.types import FinishReason, IntArray
+from headrace.types import FinishReason, IntArray, RouteArray
 
 if kernels.AVAILABLE:
     from headrace.rollout.paged import PagedStore
@@ -39,6 +39,7 @@ class _Family:
     longest: int  # tokens of the longest sequence it may become
     place: int = -1  # of the prompt's cache
     done: int = 0  # prompt tokens computed
+    routes: list[RouteArray] = field(default_factory=list)  # the experts of those, part by part
     aborted: set[str] = field(default_factory=set)
     parked: Parked | None = None  # the row of a request that was laid aside; it is alone in its family
 
@@ -73,7 +74,7 @@ class Engine:
         self._max_wall_s, self._on_wall = max_wall_s, on_wall
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
-        self._rows = Rows()
+        self._rows = Rows(policy.routers.shape, policy.routers.dtype)
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
         self._prefilling: list[_Family] = []
@@ -137,9 +138,11 @@ class Engine:
         self.version = version
         for family in self._prefilling:
             family.done = 0  # its spans will name this version alone, so none of its cache may be older
+            family.routes.clear()
         if self._on_update == "recompute":
-            sequences = [self._rows.sequence(row)[:-1] for row in range(len(self._rows))]
-            self._store.recompute(sequences, self.prefill_tokens)
+            rows = range(len(self._rows))
+            sequences, known = [self._rows.sequence(r)[:-1] for r in rows], [self._rows.routes(r) for r in rows]
+            self._store.recompute(sequences, known, self.prefill_tokens)
 
     # ---- inside
 
@@ -181,7 +184,11 @@ class Engine:
                 complete.append((family, len(chunks) - 1))
             if not left:
                 break
-        last_hidden = self._store.prefill([c for _, c in chunks], [family.prompt for family, _ in chunks])
+        known = [None if f.parked is None else f.parked.routes for f, _ in chunks]
+        last_hidden, routes = self._store.prefill([c for _, c in chunks], [f.prompt for f, _ in chunks], known)
+        ends = np.cumsum([c.end - c.start for _, c in chunks])
+        for (family, _), part in zip(chunks, np.split(routes, ends[:-1]), strict=True):
+            family.routes.append(part)
         self._start(complete, last_hidden)
         self._prefilling = [f for f in self._prefilling if f.place >= 0]
         return budget - left
@@ -196,10 +203,11 @@ class Engine:
             requests = [r for r in family.requests if r.id not in family.aborted]
             if requests:
                 self._store.fork(family.place, self._rows, len(requests), len(family.prompt), family.longest)
+                routes = np.concatenate(family.routes)
                 if family.parked is not None:
-                    self._rows.resume(family.parked, self._clock())
+                    self._rows.resume(family.parked, self._clock(), routes)
                 else:
-                    self._rows.add(family.prompt, requests, self._clock())
+                    self._rows.add(family.prompt, requests, self._clock(), routes)
                     self._begun.extend((r.id, self.version) for r in requests)
                 ends += [end] * len(requests)
             self._store.close(family.place)
@@ -219,6 +227,7 @@ class Engine:
             family = self._prefilling.pop()
             self._store.close(family.place)
             family.place, family.done = -1, 0
+            family.routes.clear()
             self._waiting.appendleft(family)
             return
         self._waiting.appendleft(self._lay_aside(self._rows.youngest()))
@@ -254,8 +263,9 @@ class Engine:
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
         columns = np.arange(burst.tokens.shape[1])  # of the burst, for the rows from `first` on
-        for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
-            self._rows.append(first, tokens[columns], logprobs[columns], self.version, burst.allowed)
+        for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
+            routes = None if burst.routes is None else burst.routes[step, columns]
+            self._rows.append(first, tokens[columns], logprobs[columns], self.version, burst.allowed, routes)
             self.sampled_tokens += int(self._rows.counted[first:].sum())
             done = self._rows.done(first, self.policy.eos_ids, self.policy.tokenizer)
             for row, finish in sorted(done.items(), reverse=True):
@@ -322,4 +332,5 @@ def kv_budget(policy: Policy, kv_tokens: int) -> int:
 
 def kv_bytes_per_token(policy: Policy) -> int:
     """Keys and values of every layer."""
-    return 2 * policy.num_layers * policy.num_kv_heads * policy.head_size * policy.dtype.itemsize
+    head_bytes: int = (policy.head_size + policy.value_size) * policy.dtype.itemsize
+    return policy.num_layers * policy.num_kv_heads * head_bytes

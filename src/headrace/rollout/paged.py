@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.block import rotate_and_store
-from headrace.kernels.decode import SEGMENT, decode_attention
-from headrace.kernels.sample import draw_tokens
-from headrace.policy.attention import PackedPlan
+from headrace.kernels.attention import SEGMENT, Blocks, block_attention, block_tokens, decode_attention
+from headrace.kernels.block import Heads, rotate_and_store
+from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routes
 from headrace.rollout.arena import Chunk
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import Burst, sample
-from headrace.types import IntArray
+from headrace.rollout.store import Burst, known_routes, sample
+from headrace.types import IntArray, RouteArray
 
 MOST_STEPS = 16  # of one burst
 
@@ -42,16 +42,13 @@ class DecodePlan:
         pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
         self._slots = pages * PAGE + positions % PAGE
 
-    def rotate_and_attend(self, attention: Any, qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, window: int) -> Tensor:
+    def rotate_and_attend(
+        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
+    ) -> Tensor:
         """For models of the Llama family."""
-        layer, norms, epsilon = attention.layer_idx, None, 0.0
-        if hasattr(attention, "q_norm"):
-            norms = (attention.q_norm.weight, attention.k_norm.weight)
-            epsilon = attention.q_norm.variance_epsilon
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        num_heads = qkv.shape[1] // attention.head_dim - 2 * keys.shape[1]
-        q = rotate_and_store(qkv, norms, epsilon, cos_TD, sin_TD, keys, values, self._slots, num_heads)
-        return self._attend(q, layer, attention.scaling, window)
+        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
+        return self._attend(q, layer, scale, window)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """For every other model."""
@@ -68,33 +65,37 @@ class DecodePlan:
 class PrefillPlan:
     """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
-    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]]) -> None:
+    def __init__(
+        self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]], tokens: int
+    ) -> None:
         device = cache.keys[0].device
         at = [np.arange(c.start, c.end) for c in chunks]
-        self._cache, self._chunks = cache, chunks
+        self._cache = cache
         self._slots = _slots(at, tables).to(device)
         self.positions = torch.from_numpy(np.concatenate(at)).to(device)[None]
-        self._whole = PackedPlan([c.end for c in chunks], device) if not any(c.start for c in chunks) else None
-        self._pages = [torch.from_numpy(t[: -(-c.end // PAGE)]).to(device) for c, t in zip(chunks, tables, strict=True)]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        self._tables = torch.from_numpy(padded).to(device)
+        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
+        self._blocks = Blocks.of(starts, ends, range(len(chunks)), tokens, device)
+
+    def rotate_and_attend(
+        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """For models of the Llama family."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
+        return self._attend(q, layer, scale, window)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """Keys and values go to their pages first."""
+        """For every other model."""
         self._cache.write(layer, self._slots, k_TJD, v_TJD)
-        if self._whole is not None:
-            return self._whole.attend(layer, q_THD, k_TJD, v_TJD, scale, window)
-        queries = q_THD.split([c.end - c.start for c in self._chunks])
-        parts = zip(self._chunks, queries, self._pages, strict=True)
-        return torch.cat([self._attend_one(layer, c, q, pages, scale, window) for c, q, pages in parts])
+        return self._attend(q_THD.contiguous(), layer, scale, window)
 
-    def _attend_one(self, layer: int, c: Chunk, q: Tensor, pages: Tensor, scale: float, window: int) -> Tensor:
-        caches = self._cache.keys[layer], self._cache.values[layer]
-        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, : c.end] for x in caches)
-        ago = torch.arange(c.start, c.end, device=q.device)[:, None] - torch.arange(c.end, device=q.device)
-        mask = (ago >= 0) & (ago < window) if window else ago >= 0
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
+    def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        return block_attention(q, keys, values, self._tables, self._blocks, scale=scale, window=window)[0]
 
 
 class PagedCache:
@@ -140,9 +141,12 @@ class PagedStore:
         """Pages for the prompt."""
         return self._tables.open(num_prompt, num_requests)
 
-    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+    def prefill(
+        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
+    ) -> tuple[Tensor, RouteArray]:
         """Into the prompts' pages."""
-        return self._forward(chunks, sequences, [np.array(self._tables.prompt(c.row), np.int64) for c in chunks])
+        tables = [np.array(self._tables.prompt(c.row), np.int64) for c in chunks]
+        return self._forward(chunks, sequences, tables, known)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """The rows read the prompt's full pages together; of the last one each has its own."""
@@ -169,14 +173,15 @@ class PagedStore:
             return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
         lengths = torch.from_numpy(rows.lengths.astype(np.int32)).to(self._policy.device)
         plan = DecodePlan(self._cache, torch.from_numpy(tables).to(lengths.device), lengths, int(rows.lengths.max()))
-        tokens = torch.from_numpy(rows.last_tokens).to(lengths.device)
-        return sample(self._policy.logits(self._policy.hidden(tokens, plan.positions, plan)), rows, 0)
+        tokens, routes = torch.from_numpy(rows.last_tokens).to(lengths.device), Routes()
+        logits = self._policy.logits(self._policy.hidden(tokens, plan.positions, plan, routes))
+        return sample(logits, rows, 0, self._policy.routers.to_host(routes, len(rows)))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Give its pages back; the last row takes its place."""
         self._tables.remove(row)
 
-    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
+    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """In batches of about `budget` tokens. Shared pages are written once per reader, with the same values."""
         batch: list[int] = []
         for row in range(len(sequences)):
@@ -184,17 +189,24 @@ class PagedStore:
             if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
                 chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
                 tables = [np.array(self._tables.rows[r], np.int64) for r in batch]
-                self._forward(chunks, [sequences[r] for r in batch], tables)
+                self._forward(chunks, [sequences[r] for r in batch], tables, [known[r] for r in batch])
                 batch = []
 
     def _forward(
-        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], tables: Sequence[npt.NDArray[np.int64]]
-    ) -> Tensor:
+        self,
+        chunks: Sequence[Chunk],
+        sequences: Sequence[IntArray],
+        tables: Sequence[npt.NDArray[np.int64]],
+        known: Sequence[RouteArray | None],
+    ) -> tuple[Tensor, RouteArray]:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        plan = PrefillPlan(self._cache, chunks, tables)
+        tokens_per_block = block_tokens(self._policy.num_heads, self._policy.num_kv_heads)
+        plan = PrefillPlan(self._cache, chunks, tables, tokens_per_block)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
-        hidden = self._policy.hidden(ids, plan.positions, plan)
-        return hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
+        routes = known_routes(self._policy, chunks, known)
+        hidden = self._policy.hidden(ids, plan.positions, plan, routes)
+        last = hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
+        return last, self._policy.routers.to_host(routes, len(tokens))
 
 
 class GraphDecoder:
@@ -212,6 +224,9 @@ class GraphDecoder:
         self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64, device=device)
         self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32, device=device)
+        self._routes = torch.zeros(  # without a byte for a dense model
+            MOST_STEPS, rows, *policy.routers.shape, dtype=policy.routers.device_dtype, device=device
+        )
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -239,7 +254,8 @@ class GraphDecoder:
         for _ in range(steps):
             graph.replay()
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
-        return Burst(drawn.numpy(), logprobs.numpy())
+        routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
+        return Burst(drawn.numpy(), logprobs.numpy(), routes=routes)
 
     def _graph(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         if (rows, segments) not in self._graphs:
@@ -266,7 +282,10 @@ class GraphDecoder:
     def _advance(self, rows: int, segments: int) -> None:
         """One decode step of the first rows, entirely on the GPU."""
         plan = DecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
-        hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan)
+        routes = Routes()
+        hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
+        if (chosen := routes.chosen) is not None:
+            self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
         logits = F.linear(hidden, self._policy.head_weight)
         noise = self._noise[:, :rows].index_select(0, self._step)[0]
         tokens, logprobs = draw_tokens(logits, noise, self._temperatures[:rows])

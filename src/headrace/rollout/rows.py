@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling
-from headrace.types import BoolArray, FinishReason, IntArray, Replay, Span
+from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Span
 
 GROWTH_TOKENS = 64
 
@@ -23,6 +23,7 @@ class _Sequence:
     request: Request
     prompt: IntArray
     started_s: float
+    routes: RouteArray  # of the prompt's tokens
     order: int  # of its start: rows move about
     supports: list[IntArray] = field(default_factory=list)
 
@@ -35,6 +36,7 @@ class Parked:
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    routes: RouteArray  # of all tokens but the newest, the prompt's too
     decoded_s: float  # of the stretch it was decoding in
 
     @property
@@ -49,11 +51,6 @@ class Parked:
 
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
         """What its request gets back if it ends here."""
-        replay = None
-        if self.sequence.supports:
-            sizes = [len(ids) for ids in self.sequence.supports]
-            offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-            replay = Replay(support_ids=np.concatenate(self.sequence.supports), support_offsets=offsets)
         return Generation(
             id=self.request.id,
             token_ids=self.tokens.astype(np.int32),
@@ -62,14 +59,29 @@ class Parked:
             finish=finish,
             started_s=self.sequence.started_s,
             finished_s=now_s,
-            replay=replay,
+            replay=self._replay(),
         )
+
+    def _replay(self) -> Replay | None:
+        supports, routes, ids, offsets = self.sequence.supports, None, None, None
+        if supports:
+            ids = np.concatenate(supports)
+            offsets = np.concatenate([[0], np.cumsum([len(subset) for subset in supports])]).astype(np.int64)
+        if self.routes.shape[1]:
+            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
+        if ids is None and routes is None:
+            return None
+        return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
 
 
 class Rows:
-    """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow."""
+    """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow.
 
-    def __init__(self) -> None:
+    So do the experts of sampled tokens, `[rows, tokens, L, K]`; a dense model has none: its L and K are 0. The experts
+    of a token are known one step after it was sampled, when it was computed with.
+    """
+
+    def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
         self._sequences: list[_Sequence] = []
         self._started = 0  # rows, ever
         self.samplings: list[Sampling] = []
@@ -83,6 +95,7 @@ class Rows:
         self._tokens = np.empty((0, 0), np.int64)
         self._logprobs = np.empty((0, 0), np.float32)
         self._versions = np.empty((0, 0), np.int32)
+        self._routes: RouteArray = np.empty((0, 0, *routes_shape), routes_dtype)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -124,8 +137,8 @@ class Rows:
         n = len(self)
         return int((self._lengths[:n] - self._sampled[:n] + self._limits[:n]).max()) if n else 0
 
-    def add(self, prompt: IntArray, requests: list[Request], now_s: float) -> None:
-        """Append rows for the requests of one prompt, with nothing sampled yet."""
+    def add(self, prompt: IntArray, requests: list[Request], now_s: float, routes: RouteArray) -> None:
+        """Append rows for the requests of one prompt, with nothing sampled yet. `routes` are the prompt's."""
         n, more = len(self), len(requests)
         if n + more > len(self._lengths):
             self._grow_rows(max(n + more, 2 * len(self._lengths)))
@@ -136,7 +149,7 @@ class Rows:
         self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
         self._counted[n : n + more] = [r.counted for r in requests]
         self._began_s[n : n + more] = now_s
-        self._sequences += [_Sequence(r, prompt, now_s, self._started + i) for i, r in enumerate(requests)]
+        self._sequences += [_Sequence(r, prompt, now_s, routes, self._started + i) for i, r in enumerate(requests)]
         self._started += more
         self.samplings += [r.sampling for r in requests]
 
@@ -147,12 +160,15 @@ class Rows:
         logprobs: npt.NDArray[np.float32],
         version: int,
         allowed: BoolArray | None,
+        routes: RouteArray | None = None,
     ) -> None:
-        """One more token for the rows from `first` on."""
+        """One more token for the rows from `first` on. `routes [n, L, K]` are those of the token before it."""
         rows = np.arange(first, first + len(tokens))
         at = self._sampled[rows]
         if int(at.max()) >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * self._tokens.shape[1]))
+        if routes is not None:
+            self._routes[rows, at - 1] = routes
         self._tokens[rows, at] = tokens
         self._logprobs[rows, at] = logprobs
         self._versions[rows, at] = version
@@ -205,20 +221,26 @@ class Rows:
             tokens=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             versions=self._versions[row, :count].copy(),
+            routes=self.routes(row),
             decoded_s=now_s - float(self._began_s[row]),
         )
 
-    def resume(self, parked: Parked, now_s: float) -> None:
-        """Append a row that was parked. Its stretch of decoding goes on where it was; the time between is not in it."""
+    def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
+        """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too.
+
+        Its stretch of decoding goes on where it was: the time since then is not in it.
+        """
         row, count = len(self), len(parked.tokens)
-        self.add(parked.sequence.prompt, [parked.request], now_s - parked.decoded_s)
-        self._sequences[row] = parked.sequence
+        sequence = parked.sequence
+        self.add(sequence.prompt, [parked.request], now_s - parked.decoded_s, sequence.routes)
+        self._sequences[row] = sequence
         if count >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * count))
         for table, values in (
             (self._tokens, parked.tokens),
             (self._logprobs, parked.logprobs),
             (self._versions, parked.versions),
+            (self._routes, routes[len(sequence.prompt) :]),
         ):
             table[row, :count] = values
         self._sampled[row] = count
@@ -228,6 +250,10 @@ class Rows:
         """Prompt and sampled tokens."""
         sampled = self._tokens[row, : self._sampled[row]].astype(np.int32)
         return np.concatenate([self._sequences[row].prompt, sampled])
+
+    def routes(self, row: int) -> RouteArray:
+        """Experts of prompt and sampled tokens, all but the newest."""
+        return np.concatenate([self._sequences[row].routes, self._routes[row, : self._sampled[row] - 1]])
 
     def request_id(self, row: int) -> str:
         """Whose row it is."""
@@ -245,7 +271,7 @@ class Rows:
             for array in (self._lengths, self._sampled, self._began_s, *of_requests):
                 array[row] = array[last]
             count = int(self._sampled[last])
-            for table in (self._tokens, self._logprobs, self._versions):
+            for table in (self._tokens, self._logprobs, self._versions, self._routes):
                 table[row, :count] = table[last, :count]
         self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
         del self._sequences[last], self.samplings[last]
@@ -258,14 +284,15 @@ class Rows:
         self._seeds, self._counted = grown(self._seeds), grown(self._counted)
         self._temperatures, self._began_s = grown(self._temperatures), grown(self._began_s)
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
-        self._versions = grown(self._versions)
+        self._versions, self._routes = grown(self._versions), grown(self._routes)
 
     def _grow_tokens(self, num_tokens: int) -> None:
         def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.pad(array, ((0, 0), (0, num_tokens - array.shape[1])))
+            more = np.zeros((len(array), num_tokens - array.shape[1], *array.shape[2:]), array.dtype)
+            return np.concatenate([array, more], axis=1)
 
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
-        self._versions = grown(self._versions)
+        self._versions, self._routes = grown(self._versions), grown(self._routes)
 
 
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:
