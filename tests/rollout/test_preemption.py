@@ -94,6 +94,22 @@ def test_an_abort_of_a_preempted_sequence_keeps_what_it_sampled(policy: Policy):
         assert sum(span.end - span.start for span in generation.spans) == count
 
 
+def test_the_experts_of_a_mixture_survive(make_policy: Callable[..., Policy]):
+    policy = make_policy("Qwen3Moe")
+    roomy = run(make_engine(policy), *FAMILIES)
+    engine, _ = tight_engine(policy, 12 * 64)
+    found = run(engine, *FAMILIES)
+    assert engine.preemptions
+    aborting = squeezed(policy)
+    aborting.abort(IDS)
+    for id, generation in found.items():
+        assert_same(generation, roomy[id])
+        np.testing.assert_array_equal(generation.replay.routes, roomy[id].replay.routes)
+    for id, generation in finish(aborting).items():
+        known = len(generation.replay.routes) - 1  # of the newest token nothing is known yet
+        np.testing.assert_array_equal(generation.replay.routes[:known], roomy[id].replay.routes[:known])
+
+
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 def test_an_update_while_a_sequence_waits_leaves_its_spans_right(make_policy: Callable[..., Policy], on_update: str):
     policy = make_policy()

@@ -80,6 +80,16 @@ def test_nobody_is_parked_while_nobody_waits(policy: Policy):
     assert engine.parks == 0
 
 
+def test_nobody_is_parked_for_those_that_only_wait_for_their_prompts_pass(policy: Policy):
+    """Twenty prompts come at once: rows are free for all of them, only places to compute prompts are few."""
+    clock = Steps()
+    engine = make_engine(policy, max_running=64, prefill_tokens=5, max_wall_s=10, on_wall="park", clock=clock)
+    crowd = [(prompt_ids(9, i), requests(f"crowd{i}", [Sampling(max_new_tokens=8)])) for i in range(20)]
+    found = finish(engine, [(0, *LONG[0]), *((15, *family) for family in crowd)], clock)
+    assert engine.parks == 0
+    assert_right(stock_model(policy), [LONG[0], *crowd], found)
+
+
 def test_long_answers_take_turns_and_none_starves(policy: Policy):
     families = [(prompt_ids(6, i), requests(f"long{i}", [Sampling(max_new_tokens=60)])) for i in range(5)]
     engine, found = drive(policy, families, max_running=2, max_wall_s=10, on_wall="park")

@@ -123,9 +123,9 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
         budget = self.prefill_tokens
-        self._admit()
         if self._max_wall_s:
             self._mind_the_wall()
+        self._admit()
         while self._prefilling and budget:
             budget -= self._prefill(budget)
             self._admit()
@@ -149,8 +149,8 @@ class Engine:
     def _queue(self, family: _Family) -> None:
         self._waiting.append(family)
 
-    def _admit(self) -> None:
-        """Start waiting families, oldest first, while rows and cache allow."""
+    def _admit(self) -> bool:
+        """Start waiting families, oldest first, while rows and cache allow; whether the next one lacks these."""
         reserved = sum(len(f.requests) for f in self._prefilling)
         while self._waiting:
             family = self._waiting[0]
@@ -163,13 +163,14 @@ class Engine:
             )
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self._max_running and room) and not alone:
-                break
+                return True
             place = self._store.open(len(family.prompt), len(family.requests))
             if place is None:
                 break
             family.place = place
             reserved += len(family.requests)
             self._prefilling.append(self._waiting.popleft())
+        return False
 
     def _prefill(self, budget: int) -> int:
         """Compute at most `budget` tokens of the waiting prompts; a finished prompt starts its requests."""
@@ -238,17 +239,15 @@ class Engine:
 
         They queue up behind those, so that each has its turn, and then decode for as long again.
         """
-        now_s, parked = self._clock(), []
-        overdue = self._rows.overdue(now_s, self._max_wall_s)
+        overdue = partial(self._rows.overdue, self._clock(), self._max_wall_s)
         if self._on_wall == "cut":
-            for row in sorted(overdue, reverse=True):
+            for row in sorted(overdue(), reverse=True):
                 self._retire(row, FinishReason.WALL)
             return
-        while overdue and self._waiting and self._waiting[0] not in parked:
-            parked.append(self._lay_aside(overdue[0], another_stretch=True))
+        parked: list[_Family] = []
+        while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
+            parked.append(self._lay_aside(rows[0], another_stretch=True))
             self._waiting.append(parked[-1])
-            self._admit()
-            overdue = self._rows.overdue(now_s, self._max_wall_s)
         self.parks += len(parked)
 
     def _lay_aside(self, row: int, *, another_stretch: bool = False) -> _Family:
