@@ -14,8 +14,8 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,9 +29,11 @@ from headrace.learner.supervised import warm_start
 from headrace.ledger.database import FILE_NAME, remove_database
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
-from headrace.loop.loop import Loop
+from headrace.loop.loop import Loop, sampling_of
+from headrace.loop.self_check import self_check, warning
 from headrace.loop.summary import summarise
 from headrace.place.local import START, LocalPlace
+from headrace.place.memory import STEPS, memory_for
 from headrace.roles import Sink
 from headrace.types import Row
 
@@ -73,7 +75,8 @@ class Nobody:
 
 def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     """Train as the settings say; returns what `summary.json` in the run directory holds."""
-    return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
+    with memory_for("training", STEPS):
+        return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
 
 
 def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:
@@ -156,9 +159,9 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
 
         loop.on_row = on_row
         watcher.phase("evaluation before")
-        before = await _score(place)
+        before, mismatch = await _score(place), await _self_check(place, loop, watcher)
         watcher.phase("training")
-        summary = _Summary(place, loop, run_dir, before)
+        summary = _Summary(place, loop, run_dir, {"score_before": before, "mismatch_before": mismatch})
         try:
             await _interruptible(loop)
         finally:  # whatever ended the steps, what they led to is kept
@@ -181,7 +184,7 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
 class _Summary:
     """`summary.json`, written when the steps end and again with the last evaluation."""
 
-    def __init__(self, place: LocalPlace, loop: Loop, run_dir: Path, before: float | None) -> None:
+    def __init__(self, place: LocalPlace, loop: Loop, run_dir: Path, before: dict[str, float | None]) -> None:
         self.content: dict[str, Any] = {}
         self._place, self._loop, self._run_dir, self._before = place, loop, run_dir, before
 
@@ -189,8 +192,8 @@ class _Summary:
         """Bring the file up to date; returns its content."""
         assert self._place.ledger is not None
         totals = summarise(self._place.ledger, self._loop, wall_s=self._place.clock.now())
-        scores = {"score_before": self._before, "score_after": after}
-        self.content = {"run_dir": str(self._run_dir), "finished": finished, **scores, **totals}
+        known = {"run_dir": str(self._run_dir), "finished": finished, **self._before, "score_after": after}
+        self.content = known | totals
         (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
         return self.content
 
@@ -228,9 +231,28 @@ async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
 
 async def _score(place: LocalPlace) -> float | None:
     """The held-out score, with the engine running for it alone."""
+    async with _running(place):
+        return await evaluate(place.actor, place.scorer, place.prompts.held_out, place.config)
+
+
+async def _self_check(place: LocalPlace, loop: Loop, watcher: Watcher) -> float | None:
+    """How far engine and learner are apart before the first step; the user hears of it when that is far."""
+    if not place.config.loop.steps:
+        return None
+    async with _running(place):
+        learner, prompts = loop.stages.learner, place.prompts.held_out
+        found = await self_check(place.actor, learner, place.device, prompts, sampling_of(place.config))
+    if text := warning(found, place.policy.dtype):
+        watcher.note(text)
+    return found.mean_abs
+
+
+@asynccontextmanager
+async def _running(place: LocalPlace) -> AsyncIterator[None]:
+    """The engine runs meanwhile."""
     engine = asyncio.create_task(place.actor.run())
     try:
-        return await evaluate(place.actor, place.scorer, place.prompts.held_out, place.config)
+        yield
     finally:
         engine.cancel()
         await asyncio.wait([engine])

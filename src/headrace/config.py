@@ -15,6 +15,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+NotNan = Annotated[float, Field(ge=-math.inf)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -89,6 +90,10 @@ class RolloutSection(Section):
     on_update: Literal["keep", "recompute", "drain"] = setting(
         "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
     )
+    max_wall_s: NonNegativeFloat = setting(0.0, "seconds that an answer may be decoded at a stretch; 0 is off")
+    on_wall: Literal["cut", "park"] = setting(
+        "cut", "at max_wall_s: end the answer there, or lay it aside while others wait and go on later"
+    )
 
 
 class RewardSection(Section):
@@ -114,7 +119,7 @@ class BufferSection(Section):
     """Which groups are trained on."""
 
     drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
-    drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens")
+    drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens or max_wall_s")
     filters: tuple[str, ...] = setting((), "own filters, 'module:function' or 'file.py:function': group -> keep it?")
     patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
 
@@ -155,7 +160,9 @@ class LoopSection(Section):
     """How much, how far ahead, how often."""
 
     steps: NonNegativeInt = setting(60, "optimizer steps")
-    target_reward: float = setting(math.inf, "end sooner, once the mean reward of eight steps has come this far")
+    target_reward: Annotated[float, Field(ge=-math.inf)] = setting(
+        math.inf, "end sooner, once the mean reward of eight steps has come this far"
+    )
     groups_per_step: PositiveInt = setting(16, "prompts per optimizer step")
     max_lag: NonNegativeInt = setting(0, "how many versions old a trained token may be; 0 is strictly on-policy")
     eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")
@@ -217,8 +224,6 @@ def contradictions(config: Config) -> list[str]:
         )
     if config.rollout.samples < 2 and config.buffer.drop_no_signal:
         found.append("rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped")
-    if config.reward.overlong_tokens > config.rollout.max_new_tokens:
-        found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
     if config.learner.correction == "masked" and config.learner.correction_low >= config.learner.correction_high:
         found.append("learner.correction_low must be smaller than learner.correction_high")
     if config.reward.function == "regex" and not config.reward.pattern:
@@ -236,6 +241,22 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"learner.correction = 'truncated' and learner.loss = '{config.learner.loss}': that loss bounds its weight "
             "itself; use learner.correction = 'masked' or 'none'"
+        )
+    return found + _of_generation(config)
+
+
+def _of_generation(config: Config) -> list[str]:
+    found = []
+    if config.model.path == "demo" and config.prompts.source != "arithmetic" and not config.warmstart.steps:
+        found.append(
+            f"prompts.source = '{config.prompts.source}' and model.path = 'demo': that model is random and cannot "
+            "answer your prompts; name a model of your own, model.path=DIRECTORY"
+        )
+    if config.reward.overlong_tokens > config.rollout.max_new_tokens:
+        found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
+    if config.rollout.on_wall == "park" and not config.rollout.max_wall_s:
+        found.append(
+            "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"
         )
     kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
     if 0 < config.rollout.kv_tokens < kv_needed:

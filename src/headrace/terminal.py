@@ -205,7 +205,7 @@ class Terminal:
         return f"{_duration(self._clock() - self._started_s)} elapsed{left}"
 
     def _facts_text(self) -> str:
-        """One line that fits 80 columns: reward, held-out score, lag, goodput, drops, wall."""
+        """One line that fits 80 columns: reward, held-out score, lag, goodput, drops, wall; what is rare comes last."""
         recent = self._rows[-RECENT_ROWS:]
         row = recent[-1]
         wall_s = sum(r.wall_s for r in recent)
@@ -219,6 +219,7 @@ class Terminal:
             f"{sum(r.trained_tokens for r in recent) / wall_s if wall_s else 0:,.0f} tok/s",
             f"dropped {dropped / generated if generated else 0:.0%}",
             f"wall: {busy.wall}",
+            f"preempted {row.preemptions}" if row.preemptions else "",
             "step skipped" if row.skipped else "",
         ]
         return "  ".join(filter(None, facts))

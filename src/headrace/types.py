@@ -28,7 +28,13 @@ class FinishReason(StrEnum):
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    WALL = "wall"
     ABORT = "abort"
+
+    @property
+    def cut(self) -> bool:
+        """Whether the policy had more to say: it ran into max_new_tokens or max_wall_s."""
+        return self in (FinishReason.LENGTH, FinishReason.WALL)
 
 
 class DropReason(StrEnum):
@@ -266,13 +272,15 @@ class Row:
     trained_tokens: int
     dropped_tokens: Mapping[str, int]
     backlog_tokens: int  # buffered and in flight, at the end of the step
+    preemptions: int  # times a sequence gave up its cache because there was no more, and was computed again
+    parks: int  # times a sequence that reached max_wall_s was laid aside for others
     lag_mean: float  # over trained tokens
     lag_max: int
     reward_mean: float  # over every scored trajectory of the interval, trained or not
     reward_std: float
     length_mean: float  # sampled tokens per scored trajectory
     length_max: int
-    truncated_share: float  # of the scored trajectories that ran into max_new_tokens
+    truncated_share: float  # of the scored trajectories that ran into max_new_tokens or max_wall_s
     loss: float
     grad_norm: float
     lr: float
@@ -280,7 +288,10 @@ class Row:
     entropy: float  # estimated from the sampled tokens: mean of -log p
     kl_reference: float
     mismatch_mean: float  # mean |learner log-prob - behaviour log-prob|
+    mismatch_k3: float  # the same as a divergence: estimated KL(behaviour || learner) per token
     ratio_mean: float
+    ratio_p01: float  # one token in a hundred has a smaller ratio
+    ratio_p99: float  # one in a hundred a larger one
     ratio_outside: float  # share of tokens with ratio outside [0.9, 1.1]
     clipped_share: float
     effective_samples: float  # of the importance weights, as a share: (Σw)² / (n Σw²)

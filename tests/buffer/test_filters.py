@@ -38,7 +38,7 @@ def test_groups_of_equal_rewards_have_no_signal():
 
 
 def test_overlong_drops_only_the_cut_answers():
-    finishes = [FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH]
+    finishes = [FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP, FinishReason.WALL]
     answers = [trajectory(index=i, finish=finish, reward=float(i)) for i, finish in enumerate(finishes)]
     assert reasons(Sieve(BufferSection()), group_of(*answers)) == ([0, 1, 2, 3], [])
     sieve = Sieve(BufferSection(drop_overlong=True))

@@ -130,7 +130,7 @@ def test_many_micro_batches_equal_one() -> None:
     whole = MismatchSums.of(learner, behaviour)
     parts = [MismatchSums.of(a, b) for a, b in zip(learner.split(37), behaviour.split(37), strict=True)]
     total = sum(parts, MismatchSums())
-    assert (total.count, total.outside) == (whole.count, whole.outside)
+    assert (total.count, total.outside, total.histogram) == (whole.count, whole.outside, whole.histogram)
     for name in ("mean_abs", "ratio_mean", "outside_share", "effective_samples", "k3"):
         assert getattr(total, name) == pytest.approx(getattr(whole, name), rel=1e-12)
 
@@ -140,6 +140,7 @@ def test_equal_log_probs_are_no_mismatch_and_neither_is_nothing() -> None:
     for sums in (MismatchSums.of(same, same), MismatchSums(), MismatchSums.of(same[:0], same[:0])):
         found = (sums.mean_abs, sums.ratio_mean, sums.outside_share, sums.effective_samples, sums.k3)
         assert found == (0.0, 1.0, 0.0, 1.0, 0.0)
+        assert (sums.ratio_quantile(0.01), sums.ratio_quantile(0.99)) == (1.0, 1.0)
 
 
 def test_one_token_that_outweighs_the_rest_shows_in_the_effective_samples() -> None:
@@ -148,3 +149,23 @@ def test_one_token_that_outweighs_the_rest_shows_in_the_effective_samples() -> N
     assert sums.effective_samples == pytest.approx(0.25, rel=1e-6)
     assert sums.mean_abs == 5.0
     assert sums.k3 == pytest.approx((math.exp(20) - 21) / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 0.01, 0.3, 3.0])
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.99])
+def test_quantiles_of_the_ratio_are_known_to_a_twentieth_of_their_logarithm(scale: float, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    delta = scale * torch.randn(5000, generator=generator, dtype=torch.float64)
+    sums = MismatchSums.of(delta, torch.zeros(5000, dtype=torch.float64))
+    exact = delta.sort().values[math.ceil(share * 5000) - 1].item()
+    assert math.log(sums.ratio_quantile(share)) == pytest.approx(exact, rel=0.045, abs=2e-7)
+
+
+def test_broken_tokens_are_at_the_ends_of_the_histogram() -> None:
+    learner, behaviour = f64([-1.0, -1.0, -INF, math.nan]), f64([-1.0, -INF, -1.0, -1.0])
+    sums = MismatchSums.of(learner, behaviour)
+    assert sum(sums.histogram.values()) == 4
+    lowest, highest = math.log(sums.ratio_quantile(0.25)), math.log(sums.ratio_quantile(0.75))
+    assert lowest == pytest.approx(-20, rel=0.045)
+    assert highest == pytest.approx(20, rel=0.045)
+    assert sums.ratio_quantile(1.0) > sums.ratio_quantile(0.75), "what is no number counts as the largest"

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
-from headrace.ledger.row_json import row_from_json
+from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.scalars import scalars
 from headrace.ledger.sinks import open_sinks
 
@@ -34,6 +34,15 @@ def test_every_field_of_a_row_is_shown(make_row):
     plain = [field.name for field in fields(make_row(1)) if field.name not in ("step", "dropped_tokens", "stage_s")]
     numbers = {name: float(1000 + i) for i, name in enumerate(plain)}
     assert set(numbers.values()) <= set(scalars(make_row(1, **numbers)).values())
+
+
+def test_a_number_that_an_older_ledger_lacks_reads_as_nan(make_row):
+    kept = json.loads(row_to_json(make_row(1)))
+    del kept["preemptions"], kept["ratio_p99"]
+    row = row_from_json(json.dumps(kept))
+    assert math.isnan(row.ratio_p99)
+    assert math.isnan(row.preemptions)
+    assert row.trained_tokens == make_row(1).trained_tokens
 
 
 def test_no_sinks_by_default(tmp_path):

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tight_store import TightStore
 from tiny_runs import Workshop, play, rows_of, select, write_prompts
 
 from headrace import api
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.loop.loop import Loop
+from headrace.place.local import LocalPlace
+from headrace.policy.policy import Policy
+from headrace.rollout.pages import PAGE
 
 LONG_TAILED = (
     "rollout.max_new_tokens=100",
@@ -144,3 +149,50 @@ async def test_what_becomes_of_running_answers_when_weights_change(
     assert any(len(t.spans) > 1 for t in trained) == several_versions
     assert max(t.lag for t in trained) <= 2
     assert audit(run) == []
+
+
+async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    """Eight answers of four pages each, and twelve pages: the run goes on, and the books balance."""
+    monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
+
+    def tighten(place: LocalPlace, loop: Loop) -> None:
+        place.engine._store = TightStore(place.policy, 12 * PAGE)
+
+    longer = ("rollout.max_new_tokens=200", "rollout.stop=[]")
+    config = workshop.config("tight", "loop.steps=1", "loop.groups_per_step=2", *longer, reward="dense")
+    loop = await play(config, tighten)
+    run = workshop.directory / "tight"
+    assert [row.preemptions for row in rows_of(run)] == [loop.stages.actor.engine.preemptions]
+    assert loop.stages.actor.engine.preemptions > 0
+    assert audit(run, finished=True) == []
+    assert books(run).trained.trajectories == 8
+
+
+def test_answers_cut_at_the_wall_are_truncated_and_a_score_does_not_know_of_it(workshop: Workshop):
+    """No time at all: an answer ends with the first look at the clock."""
+    hasty = ("rollout.max_new_tokens=100", "rollout.stop=[]", "loop.steps=1")
+    summary = api.train(workshop.config("hasty", *hasty, "rollout.max_wall_s=1e-9", reward="dense"))
+    run = workshop.directory / "hasty"
+    finishes = dict(select(run, "SELECT finish, MAX(num_tokens) FROM trajectories GROUP BY finish"))
+    assert "wall" in finishes
+    assert "length" not in finishes
+    assert finishes["wall"] < 10
+    assert rows_of(run)[0].truncated_share > 0.5
+    patient = api.train(workshop.config("patient", *hasty, reward="dense"))
+    assert summary["score_before"] == patient["score_before"]
+
+
+@pytest.mark.parametrize("max_lag", [0, 3])
+def test_parked_answers_are_neither_lost_nor_left_over(workshop: Workshop, max_lag: int):
+    """They are parked whenever anything waits, and some still are when the run ends."""
+    name = f"parked{max_lag}"
+    extra = ("rollout.max_running=6", "rollout.max_wall_s=1e-9", "rollout.on_wall=park", f"loop.max_lag={max_lag}")
+    summary = api.train(workshop.config(name, *LONG_TAILED, *extra, "loop.steps=3", reward="dense"))
+    run = workshop.directory / name
+    assert sum(row.parks for row in rows_of(run)) > 0
+    assert summary["finished"]
+    assert audit(run) == []
+    assert books(run).in_flight == Amount()
+    assert books(run).trained.trajectories >= 3 * 4 * 2
+    finishes = {finish for (finish,) in select(run, "SELECT DISTINCT finish FROM trajectories WHERE state = 'trained'")}
+    assert finishes <= {"eos", "stop", "length"}

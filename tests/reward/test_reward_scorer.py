@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -166,6 +167,15 @@ async def test_the_same_answer_is_judged_once(make_scorer: MakeScorer, rewards: 
     assert last.reward == 98.5
     assert failed.failure is DropReason.REWARD_ERROR
     assert (scorer.num_scored, scorer.num_cached, scorer.num_failed) == (7, 6, 2)
+
+
+async def test_an_answer_that_ran_out_of_time_is_as_overlong_as_one_that_ran_out_of_tokens() -> None:
+    scorer = Scorer(RewardSection(overlong_tokens=10, overlong_penalty=0.5), max_new_tokens=100)
+    await scorer.start()
+    answer = completion("21", answer=21, num_tokens=40)
+    ended, cut = await score_all(scorer, answer, replace(answer, finish="wall"))
+    assert (ended.reward, cut.reward) == (1.0, 0.5)
+    await scorer.close()
 
 
 async def test_the_cache_can_be_off(make_scorer: MakeScorer, rewards: str) -> None:

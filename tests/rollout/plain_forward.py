@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tight_store import TightStore
 
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
@@ -37,6 +38,13 @@ class Steps:
 def make_engine(policy: Policy, **changes: Any) -> Engine:
     settings = {"max_running": 16, "prefill_tokens": 64, "kv_tokens": 10**6, "on_update": "keep"}
     return Engine(policy, **(settings | changes))
+
+
+def tight_engine(policy: Policy, kv_tokens: int, **changes: Any) -> tuple[Engine, TightStore]:
+    """An engine whose cache has room for so many tokens, counted in pages, and that cache."""
+    engine = make_engine(policy, **changes)
+    engine._store = store = TightStore(policy, kv_tokens)
+    return engine, store
 
 
 def prompt_ids(length: int, seed: int = 0) -> IntArray:

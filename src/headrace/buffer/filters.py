@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.config import BufferSection
 from headrace.errors import ConfigError, HeadraceError
-from headrace.types import DropReason, FinishReason, Group, Trajectory
+from headrace.types import DropReason, Group, Trajectory
 
 Filter = Callable[[Group], bool]
 Dropped = list[tuple[Trajectory, str]]
@@ -28,8 +28,8 @@ class Sieve:
         """What of the group may be trained on, and what may not and why."""
         dropped: Dropped = []
         if self._section.drop_overlong:
-            dropped = [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish is FinishReason.LENGTH]
-            kept = tuple(t for t in group.trajectories if t.finish is not FinishReason.LENGTH)
+            dropped = [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]
+            kept = tuple(t for t in group.trajectories if not t.finish.cut)
             group = replace(group, trajectories=kept)
         reason = self._verdict(group)
         if reason is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 import torch
@@ -14,6 +16,13 @@ CorrectionKind = Literal["none", "truncated", "masked"]
 
 NEAR = (0.9, 1.1)
 """A ratio within these limits, both included, counts as near-on-policy."""
+
+FINEST, BINS_PER_OCTAVE, OCTAVES = 2.0**-23, 8, 28
+"""The histogram of Δ: bin 0 is |Δ| < FINEST, bin ±k holds |Δ| from FINEST 2^((k - 1) / 8) to FINEST 2^(k / 8).
+
+A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of itself. 2^-23 is float32's last bit, and
+28 octaves above it lies 32, beyond which Δ is clamped.
+"""
 
 
 def correction_weight(
@@ -52,7 +61,8 @@ class MismatchSums:
     With no tokens the properties read as no mismatch at all.
 
     Example:
-        MismatchSums(count=2, abs_delta=0.22, ratio=2.12, ratio_squared=2.25, outside=1, k3_sum=0.012)
+        MismatchSums(count=2, abs_delta=0.22, ratio=2.12, ratio_squared=2.25, outside=1, k3_sum=0.012,
+            histogram=Counter({-141: 1, 157: 1}))
     """
 
     count: int = 0
@@ -61,6 +71,7 @@ class MismatchSums:
     ratio_squared: float = 0.0  # Σ r²
     outside: int = 0  # tokens with r outside NEAR
     k3_sum: float = 0.0  # Σ r - 1 - Δ, which estimates KL(behaviour || learner) without negative terms
+    histogram: Counter[int] = field(default_factory=Counter)  # tokens in each bin of Δ
 
     @classmethod
     def of(cls, learner: Tensor, behaviour: Tensor) -> MismatchSums:
@@ -69,7 +80,11 @@ class MismatchSums:
         ratio = delta.exp()
         outside = ~((ratio >= NEAR[0]) & (ratio <= NEAR[1]))
         columns = (delta.abs(), ratio, ratio.square(), outside.double(), torch.expm1(delta) - delta)
-        abs_delta, ratio_sum, ratio_squared, num_outside, k3_sum = torch.stack([c.sum() for c in columns]).tolist()
+        most = BINS_PER_OCTAVE * OCTAVES
+        counts = delta.new_zeros(2 * most + 1).index_add_(0, _bins(delta) + most, torch.ones_like(delta))
+        sums = torch.cat([torch.stack([c.sum() for c in columns]), counts]).tolist()
+        abs_delta, ratio_sum, ratio_squared, num_outside, k3_sum = sums[: len(columns)]
+        held = {i - most: int(count) for i, count in enumerate(sums[len(columns) :]) if count}
         return cls(
             count=delta.numel(),
             abs_delta=abs_delta,
@@ -77,6 +92,7 @@ class MismatchSums:
             ratio_squared=ratio_squared,
             outside=int(num_outside),
             k3_sum=k3_sum,
+            histogram=Counter(held),
         )
 
     def __add__(self, other: MismatchSums) -> MismatchSums:
@@ -87,6 +103,7 @@ class MismatchSums:
             ratio_squared=self.ratio_squared + other.ratio_squared,
             outside=self.outside + other.outside,
             k3_sum=self.k3_sum + other.k3_sum,
+            histogram=self.histogram + other.histogram,
         )
 
     @property
@@ -113,3 +130,24 @@ class MismatchSums:
     def k3(self) -> float:
         """Estimated KL(behaviour || learner) per token."""
         return self.k3_sum / self.count if self.count else 0.0
+
+    def ratio_quantile(self, share: float) -> float:
+        """The r that this share of the tokens does not exceed, from the histogram; 1 where there are no tokens."""
+        below = 0
+        for bin in sorted(self.histogram):
+            below += self.histogram[bin]
+            if below >= share * self.count:
+                return math.exp(_middle(bin))
+        return 1.0
+
+
+def _bins(delta: Tensor) -> Tensor:
+    """The histogram's bin of each Δ; a NaN counts as the largest."""
+    size = (delta.nan_to_num(nan=math.inf).abs() / FINEST).clamp(max=2.0**OCTAVES)
+    bins = ((size.log2() * BINS_PER_OCTAVE).floor() + 1).clamp(0, BINS_PER_OCTAVE * OCTAVES)
+    return torch.where(delta < 0, -bins, bins).long()
+
+
+def _middle(bin: int) -> float:
+    """The Δ that stands for a bin."""
+    return math.copysign(FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE), bin) if bin else 0.0

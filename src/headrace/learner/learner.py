@@ -101,6 +101,16 @@ class Learner:
                 found[item.trajectory.id] = values.numpy()
         return [found[t.id] for t in group.trajectories]
 
+    @torch.no_grad()
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
+        """How far the log-probs computed here are from those sampled with; trains nothing."""
+        total = MismatchSums()
+        everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
+        for items in balanced(everything, self.section.micro_batch_tokens):
+            batch = pack(items, self.policy.device, self.policy.routers)
+            total += MismatchSums.of(self._logprobs(batch), batch.behaviour)
+        return total
+
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
         known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
@@ -143,13 +153,16 @@ class Learner:
         """Forward and backward over one micro-batch; gradients add up unnormalised."""
         batch = pack(items, self.policy.device, self.policy.routers)
         with torch.enable_grad():
-            current = self.policy.logprobs(
-                batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
-            )
-            loss = self._loss(batch, current)
+            loss = self._loss(batch, self._logprobs(batch))
             self._optimizer.make_room()
             loss.backward()
         self._sums.loss += float(loss.detach())
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        """Of the sampled tokens, over the support and through the experts they were sampled with."""
+        return self.policy.logprobs(
+            batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
+        )
 
     def _loss(self, batch: Batch, current: Tensor) -> Tensor:
         s, sums = self.section, self._sums

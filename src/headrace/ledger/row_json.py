@@ -19,8 +19,9 @@ def row_to_json(row: Row) -> str:
 
 
 def row_from_json(text: str) -> Row:
-    """The row that `row_to_json` wrote."""
-    data = {name: _number(value) for name, value in json.loads(text).items()}
+    """The row that `row_to_json` wrote. What a ledger does not have, because it is older than that number, is NaN."""
+    data: dict[str, Any] = {field.name: math.nan for field in fields(Row) if field.type in ("int", "float")}
+    data |= {name: _number(value) for name, value in json.loads(text).items()}
     stage_s = StageTimes(**{stage: _number(seconds) for stage, seconds in data.pop("stage_s").items()})
     return Row(stage_s=stage_s, **data)
 

@@ -59,7 +59,7 @@ class Loop:
         self.interrupted = False
         self.solved = False  # whether `loop.target_reward` was reached
         self.on_row: Callable[[Row], None] = lambda row: None
-        self._rows = RowMaker(stages.ledger, stages.clock)
+        self._rows = RowMaker(stages.ledger, stages.clock, stages.actor.engine)
         self._sampling = sampling_of(config)
         self._running: dict[int, Prompt] = {}  # serial -> prompt of the groups under way
         self._taken: list[Group] = []  # groups of the step under way

@@ -6,29 +6,31 @@ import numpy as np
 
 from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
-from headrace.ledger.ledger import Ledger
-from headrace.types import FinishReason, Group, Row, Trajectory
+from headrace.ledger.ledger import Books, Ledger
+from headrace.rollout.engine import Engine
+from headrace.types import Group, Row, Trajectory
 
 
 class RowMaker:
     """Collects what a row needs and books it."""
 
-    def __init__(self, ledger: Ledger, clock: StageClock) -> None:
-        self._ledger, self._clock = ledger, clock
+    def __init__(self, ledger: Ledger, clock: StageClock, engine: Engine) -> None:
+        self._ledger, self._clock, self._engine = ledger, clock, engine
         self._start_s = clock.now()
         self._books = ledger.totals()
+        self._laid_aside = (engine.preemptions, engine.parks)
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
         self._start_s = self._clock.now()
+        self._count_laid_aside()
 
     def scored(self, trajectory: Trajectory) -> None:
         """A trajectory got its reward."""
         assert trajectory.reward is not None
-        truncated = trajectory.finish is FinishReason.LENGTH
-        self._scored.append((trajectory.reward, trajectory.num_sampled_tokens, truncated))
+        self._scored.append((trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut))
 
     def reward_failed(self, detail: str) -> None:
         """A trajectory could not be scored; the first such detail is kept for the summary."""
@@ -48,15 +50,11 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`, and begin the next: an evaluation since then is in neither."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before = self._ledger.totals(), self._books
+        preemptions, parks = self._count_laid_aside()
         trajectories = [t for group in taken for t in group.trajectories]
-        tokens = np.array([t.num_sampled_tokens for t in trajectories])
-        lags = np.array([version - 1 - t.oldest_version for t in trajectories])
+        tokens, lags = np.array([(t.num_sampled_tokens, version - 1 - t.oldest_version) for t in trajectories]).T
         # sorted: a sum's last bit follows the order of its terms, and verdicts come in any order
         rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
-        dropped = {
-            reason: amount.tokens - (before.dropped[reason].tokens if reason in before.dropped else 0)
-            for reason, amount in books.dropped.items()
-        }
         row = Row(
             step=step,
             version=version,
@@ -65,8 +63,10 @@ class RowMaker:
             num_trajectories=len(trajectories),
             generated_tokens=books.generated.tokens - before.generated.tokens,
             trained_tokens=books.trained.tokens - before.trained.tokens,
-            dropped_tokens={reason: count for reason, count in dropped.items() if count},
+            dropped_tokens=_dropped_tokens(before, books),
             backlog_tokens=books.backlog_tokens,
+            preemptions=preemptions,
+            parks=parks,
             lag_mean=float((lags * tokens).sum() / tokens.sum()),
             lag_max=int(lags.max()),
             reward_mean=float(rewards.mean()),
@@ -81,7 +81,10 @@ class RowMaker:
             entropy=stats.entropy,
             kl_reference=stats.kl_reference,
             mismatch_mean=stats.mismatch.mean_abs,
+            mismatch_k3=stats.mismatch.k3,
             ratio_mean=stats.mismatch.ratio_mean,
+            ratio_p01=stats.mismatch.ratio_quantile(0.01),
+            ratio_p99=stats.mismatch.ratio_quantile(0.99),
             ratio_outside=stats.mismatch.outside_share,
             clipped_share=stats.clipped_share,
             effective_samples=stats.mismatch.effective_samples,
@@ -94,6 +97,20 @@ class RowMaker:
         self._books, self._scored, self._start_s = books, [], self._clock.now()
         return row
 
+    def _count_laid_aside(self) -> tuple[int, int]:
+        """Preemptions and parks since the row before."""
+        before, self._laid_aside = self._laid_aside, (self._engine.preemptions, self._engine.parks)
+        return self._laid_aside[0] - before[0], self._laid_aside[1] - before[1]
+
     def flush(self) -> None:
         """Book the spans measured after the last row."""
         self._ledger.spans(self._clock.drain())
+
+
+def _dropped_tokens(before: Books, books: Books) -> dict[str, int]:
+    """What was dropped between the two, by reason."""
+    dropped = {
+        reason: amount.tokens - (before.dropped[reason].tokens if reason in before.dropped else 0)
+        for reason, amount in books.dropped.items()
+    }
+    return {reason: count for reason, count in dropped.items() if count}

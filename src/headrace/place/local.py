@@ -16,13 +16,14 @@ from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop, Stages
 from headrace.place.device import DeviceThread
+from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy, load_policy
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
 from headrace.rollout.actor import RolloutActor
-from headrace.rollout.engine import Engine, kv_budget
+from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
 from headrace.types import Group, Trajectory
 
 START = "start"  # where the demo model is made
@@ -36,9 +37,11 @@ class LocalPlace:
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         self.device = DeviceThread()
-        self.policy = self.device.call(self._load)
-        self.prompts = PromptStream(config.prompts, self.policy.tokenizer, config.run.seed)
-        self._check_context()
+        with memory_for("the model", MODEL):
+            self.policy = self.device.call(self._load)
+        self.prompts = PromptStream(
+            config.prompts, self.policy.tokenizer, config.run.seed, room_tokens=self._room_for_prompts()
+        )
         self._sieve = Sieve(config.buffer)
         self.scorer = Scorer(
             config.reward,
@@ -47,15 +50,7 @@ class LocalPlace:
         )
         self.clock = StageClock()
         self.ledger: Ledger | None = None
-        r = config.rollout
-        self.engine = Engine(
-            self.policy,
-            max_running=r.max_running,
-            prefill_tokens=r.prefill_tokens,
-            kv_tokens=kv_budget(self.policy, r.kv_tokens),
-            on_update=r.on_update,
-            clock=self.clock.now,
-        )
+        self.engine = self._engine()
         self.actor = RolloutActor(
             self.engine,
             self.device,
@@ -82,15 +77,8 @@ class LocalPlace:
             on_drop=on_drop,
         )
         self.actor.on_begun = buffer.begin
-        learner = self.device.call(
-            lambda: Learner(
-                self.policy,
-                config.learner,
-                temperature=config.rollout.temperature,
-                max_new_tokens=config.rollout.max_new_tokens,
-                total_steps=config.loop.steps,
-            )
-        )
+        with memory_for("the optimizer and the reference policy", LEARNER):
+            learner = self.device.call(self._learner)
         stages = Stages(
             prompts=self.prompts,
             actor=self.actor,
@@ -120,15 +108,44 @@ class LocalPlace:
             section = section.model_copy(update={"path": str(start)})
         return load_policy(section)
 
-    def _check_context(self) -> None:
-        """Prompt and answer must fit what the model was made for."""
-        longest = max(len(p.token_ids) for p in self.prompts.held_out)
-        needed = longest + self.config.rollout.max_new_tokens
-        if needed > self.policy.max_context:
+    def _engine(self) -> Engine:
+        r = self.config.rollout
+        kv_tokens = kv_budget(self.policy, r.kv_tokens)
+        needed = max(len(p.token_ids) for p in self.prompts.held_out) + r.max_new_tokens
+        if kv_tokens < needed:
             raise ConfigError(
-                f"rollout.max_new_tokens = {self.config.rollout.max_new_tokens} and prompts of up to {longest} tokens "
-                f"need {needed} tokens of context; the model has {self.policy.max_context}"
+                f"the free memory holds a key/value cache of {kv_tokens} tokens, and one sequence may need {needed}: "
+                "lower rollout.max_new_tokens, take a smaller model, or free memory (rollout.kv_tokens sets the size)"
             )
+        with memory_for("the key/value cache", CACHE, wanted_bytes=kv_tokens * kv_bytes_per_token(self.policy)):
+            return Engine(
+                self.policy,
+                max_running=r.max_running,
+                prefill_tokens=r.prefill_tokens,
+                kv_tokens=kv_tokens,
+                on_update=r.on_update,
+                max_wall_s=r.max_wall_s,
+                on_wall=r.on_wall,
+                clock=self.clock.now,
+            )
+
+    def _learner(self) -> Learner:
+        return Learner(
+            self.policy,
+            self.config.learner,
+            temperature=self.config.rollout.temperature,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            total_steps=self.config.loop.steps,
+        )
+
+    def _room_for_prompts(self) -> int:
+        """Tokens of the model's context that answers leave."""
+        context, answer = self.policy.max_context, self.config.rollout.max_new_tokens
+        if answer >= context:
+            raise ConfigError(
+                f"rollout.max_new_tokens = {answer} leaves no room for a prompt: the model's context is {context}"
+            )
+        return context - answer
 
     def _on_sampled(self, num_tokens: int) -> None:
         assert self.ledger is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.config import ModelSection
 from headrace.errors import HeadraceError, ModelError
@@ -158,7 +161,10 @@ class Policy:
             raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
         vocab = self.head_weight.shape[0]
         if len(self.tokenizer) > vocab:
-            raise ModelError(f"the tokenizer has {len(self.tokenizer)} tokens, the model only {vocab}")
+            raise ModelError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, the model only {vocab}: they do not belong together; "
+                "name the model's own with model.tokenizer"
+            )
         if getattr(self.head, "bias", None) is not None:
             raise ModelError(f"{type(self.model).__name__} has a bias on its output head, which is not supported")
         if unsteady := _unsteady(self.config):
@@ -307,14 +313,30 @@ def load_policy(section: ModelSection) -> Policy:
     if not path.exists():
         raise ModelError(f"model.path = '{section.path}': no such directory or file")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    _check_architecture(path)
     try:
         model = _load_model(path, dtype)
         tokenizer = _load_tokenizer(Path(section.tokenizer) if section.tokenizer else path)
-    except HeadraceError:
+    except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
     return Policy(model.to(device).eval(), tokenizer, exact=section.exact)
+
+
+def _check_architecture(path: Path) -> None:
+    """Refuse what `transformers` does not know as a causal LM: its own message lists all that it knows."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        name = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # a GGUF file, or damaged: loading it says how
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
+        return
+    known = "knows, but not as a causal language model" if name in CONFIG_MAPPING else "does not know"
+    raise ModelError(
+        f"model.path = '{path}' has the architecture '{name}', which transformers {transformers.__version__} {known}"
+    )
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:

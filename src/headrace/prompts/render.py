@@ -23,8 +23,9 @@ class Renderer:
         Renderer(tokenizer, PromptsSection()).render({"prompt": "12+9=", "answer": "21"}, "train-17").text == "12+9="
     """
 
-    def __init__(self, tokenizer: Any, section: PromptsSection) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, section: PromptsSection, room_tokens: int = 2**31) -> None:
+        """`room_tokens` is what the model's context leaves for a prompt."""
+        self._tokenizer, self._room_tokens = tokenizer, room_tokens
         self._section = section
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._overhead_tokens: int | None = None
@@ -46,6 +47,11 @@ class Renderer:
             raise DataError(
                 f"prompt '{id}' has {len(token_ids)} tokens, more than prompts.max_tokens = {self._section.max_tokens}"
             )
+        if len(token_ids) > self._room_tokens:
+            raise DataError(
+                f"prompt '{id}' has {len(token_ids)} tokens, but the model's context has room for {self._room_tokens} "
+                "beside the answer; lower rollout.max_new_tokens, or leave the prompt out"
+            )
         fields = {name: value for name, value in record.items() if name != key}
         return Prompt(id=id, text=text, token_ids=np.asarray(token_ids, np.int32), fields=fields)
 
@@ -57,7 +63,8 @@ class Renderer:
         if self._overhead_tokens is None:
             self._overhead_tokens = len(self._text_ids("x", "x"))
         # A token is at least one byte of text; what the template adds is the same for every text.
-        return len(content.encode(errors="replace")) + self._overhead_tokens <= self._section.max_tokens
+        most = min(self._section.max_tokens, self._room_tokens)
+        return len(content.encode(errors="replace")) + self._overhead_tokens <= most
 
     def _text_ids(self, text: str, id: str) -> list[int]:
         if self._section.chat == "always" or (self._section.chat == "auto" and self._has_template):

@@ -31,9 +31,9 @@ class PromptStream:
         PromptStream(PromptsSection(), tokenizer, seed=0).next() == (0, Prompt(id="train-8141", text="47+85=", ...))
     """
 
-    def __init__(self, section: PromptsSection, tokenizer: Any, seed: int) -> None:
+    def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
         self._section = section
-        self._renderer = Renderer(tokenizer, section)
+        self._renderer = Renderer(tokenizer, section, room_tokens)
         self._source = open_source(section.source, count=section.count, seed=seed, prompt_field=section.prompt_field)
         num_train = self._num_train()
         self.default_reward = default_reward(section.source)

@@ -11,7 +11,7 @@ from headrace.reward.function import source_hash
 from headrace.reward.pool import Pool
 from headrace.reward.shaping import overlong_penalty
 from headrace.reward.worker import Setup
-from headrace.types import Completion, Score
+from headrace.types import Completion, FinishReason, Score
 
 
 class Scorer:
@@ -61,7 +61,9 @@ class Scorer:
             return score
         self.num_scored += 1
         self.num_cached += cached
-        return self._with_overlong(score, completion.num_tokens)
+        # what ran out of time is as overlong as what ran out of tokens
+        ran_out = completion.finish == FinishReason.WALL
+        return self._with_overlong(score, self._max_new_tokens if ran_out else completion.num_tokens)
 
     async def close(self) -> None:
         """End the workers; scoring that is still under way raises RewardError."""

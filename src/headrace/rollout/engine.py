@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -41,7 +41,12 @@ class _Family:
     done: int = 0  # prompt tokens computed
     routes: list[RouteArray] = field(default_factory=list)  # the experts of those, part by part
     aborted: set[str] = field(default_factory=set)
-    parked: Parked | None = None  # the row of a request that had to make room; it is alone in its family
+    parked: Parked | None = None  # the row of a request that was laid aside; it is alone in its family
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return len(self.aborted) == len(self.requests)
 
 
 class Engine:
@@ -55,14 +60,18 @@ class Engine:
         prefill_tokens: int,
         kv_tokens: int,
         on_update: str,
+        max_wall_s: float = 0.0,
+        on_wall: str = "cut",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
         self.version = 0
         self.sampled_tokens = 0  # counted ones, ever
         self.prefill_tokens = prefill_tokens
-        self.preemptions = 0
-        self._kv_tokens, self._on_update, self._clock = kv_tokens, on_update, clock
+        self.preemptions = 0  # times a sequence had to make room, ever
+        self.parks = 0  # times one was laid aside at `max_wall_s`, ever
+        self._on_update, self._clock = on_update, clock
+        self._max_wall_s, self._on_wall = max_wall_s, on_wall
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
         self._rows = Rows(policy.routers.shape, policy.routers.dtype)
@@ -77,10 +86,10 @@ class Engine:
     def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
         """Queue the samples of one prompt."""
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
-        at_once = max(1, min(self._max_running, self._kv_tokens // longest))
+        at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
         for start in range(0, len(requests), at_once):
             family = _Family(prompt, list(requests[start : start + at_once]), longest)
-            self._inbox.append(partial(self._waiting.append, family))
+            self._inbox.append(partial(self._queue, family))
 
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step; they come back with the tokens they have and finish ABORT."""
@@ -114,6 +123,8 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
         budget = self.prefill_tokens
+        if self._max_wall_s:
+            self._mind_the_wall()
         self._admit()
         while self._prefilling and budget:
             budget -= self._prefill(budget)
@@ -135,8 +146,11 @@ class Engine:
 
     # ---- inside
 
-    def _admit(self) -> None:
-        """Start waiting families, oldest first, while rows and cache allow."""
+    def _queue(self, family: _Family) -> None:
+        self._waiting.append(family)
+
+    def _admit(self) -> bool:
+        """Start waiting families, oldest first, while rows and cache allow; whether the next one lacks these."""
         reserved = sum(len(f.requests) for f in self._prefilling)
         while self._waiting:
             family = self._waiting[0]
@@ -149,13 +163,14 @@ class Engine:
             )
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self._max_running and room) and not alone:
-                break
+                return True
             place = self._store.open(len(family.prompt), len(family.requests))
             if place is None:
                 break
             family.place = place
             reserved += len(family.requests)
             self._prefilling.append(self._waiting.popleft())
+        return False
 
     def _prefill(self, budget: int) -> int:
         """Compute at most `budget` tokens of the waiting prompts; a finished prompt starts its requests."""
@@ -191,7 +206,7 @@ class Engine:
                 self._store.fork(family.place, self._rows, len(requests), len(family.prompt), family.longest)
                 routes = np.concatenate(family.routes)
                 if family.parked is not None:
-                    self._rows.resume(family.parked, routes)
+                    self._rows.resume(family.parked, self._clock(), routes)
                 else:
                     self._rows.add(family.prompt, requests, self._clock(), routes)
                     self._begun.extend((r.id, self.version) for r in requests)
@@ -208,13 +223,41 @@ class Engine:
         self._record(self._store.decode(self._rows, steps), 0)
 
     def _make_room(self) -> None:
-        """Out of cache: the row that started last gives its own back and waits to be computed again."""
-        row = self._rows.youngest()
-        sequence, parked = self._rows.sequence(row), self._rows.park(row)
+        """Out of cache: what started last gives its own back and waits to be computed again."""
+        if self._prefilling:  # nothing is sampled yet, so nothing is lost but a part of its prompt's pass
+            family = self._prefilling.pop()
+            self._store.close(family.place)
+            family.place, family.done = -1, 0
+            family.routes.clear()
+            self._waiting.appendleft(family)
+            return
+        self._waiting.appendleft(self._lay_aside(self._rows.youngest()))
+        self.preemptions += 1
+
+    def _mind_the_wall(self) -> None:
+        """Cut the sequences that reached `max_wall_s`, or lay them aside, the most overdue first, while others wait.
+
+        They queue up behind those, so that each has its turn, and then decode for as long again.
+        """
+        overdue = partial(self._rows.overdue, self._clock(), self._max_wall_s)
+        if self._on_wall == "cut":
+            for row in sorted(overdue(), reverse=True):
+                self._retire(row, FinishReason.WALL)
+            return
+        parked: list[_Family] = []
+        while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
+            parked.append(self._lay_aside(rows[0], another_stretch=True))
+            self._waiting.append(parked[-1])
+        self.parks += len(parked)
+
+    def _lay_aside(self, row: int, *, another_stretch: bool = False) -> _Family:
+        """Take a row out, with what it sampled: once its tokens are computed again it goes on."""
+        sequence, parked = self._rows.sequence(row), self._rows.park(row, self._clock())
+        if another_stretch:
+            parked = replace(parked, decoded_s=0.0)
         self._store.remove(row, self._rows)
         self._rows.remove(row)
-        self._waiting.appendleft(_Family(sequence, [parked.request], parked.longest, parked=parked))
-        self.preemptions += 1
+        return _Family(sequence, [parked.request], parked.longest, parked=parked)
 
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
@@ -245,10 +288,18 @@ class Engine:
             for request in family.requests:
                 if request.id in ids and request.id not in family.aborted:
                     family.aborted.add(request.id)
-                    self._finished.append(_nothing_sampled(request, self._clock()))
-        hopeless = [f for f in self._waiting if len(f.aborted) == len(f.requests)]
-        for family in hopeless:
-            self._waiting.remove(family)
+                    self._finished.append(self._unfinished(family, request))
+        for family in [f for f in self._prefilling if f.hopeless]:
+            self._store.close(family.place)
+        self._prefilling = [f for f in self._prefilling if not f.hopeless]
+        self._waiting = deque(f for f in self._waiting if not f.hopeless)
+
+    def _unfinished(self, family: _Family, request: Request) -> Generation:
+        """What an aborted request that holds no row has sampled: something if it was laid aside, else nothing."""
+        now_s = self._clock()
+        if family.parked is not None:
+            return family.parked.generation(FinishReason.ABORT, now_s)
+        return _nothing_sampled(request, now_s)
 
 
 def _nothing_sampled(request: Request, now_s: float) -> Generation:
@@ -274,7 +325,11 @@ def kv_budget(policy: Policy, kv_tokens: int) -> int:
     """Tokens of cache to use: the setting, or what half of the free GPU memory (2 GiB on a CPU) holds."""
     if kv_tokens:
         return kv_tokens
-    head_bytes = (policy.head_size + policy.value_size) * policy.dtype.itemsize
-    bytes_per_token = policy.num_layers * policy.num_kv_heads * head_bytes
     free = torch.cuda.mem_get_info(policy.device)[0] // 2 if policy.device.type == "cuda" else 2 * 2**30
-    return int(free // bytes_per_token)
+    return int(free // kv_bytes_per_token(policy))
+
+
+def kv_bytes_per_token(policy: Policy) -> int:
+    """Keys and values of every layer."""
+    head_bytes: int = (policy.head_size + policy.value_size) * policy.dtype.itemsize
+    return policy.num_layers * policy.num_kv_heads * head_bytes

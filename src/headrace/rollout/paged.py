@@ -17,20 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.errors import ConfigError
 from headrace.kernels.attention import SEGMENT, Blocks, block_attention, block_tokens, decode_attention
 from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.arena import Chunk
-from headrace.rollout.pages import Pages
+from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import uniforms
 from headrace.rollout.store import Burst, known_routes, sample
 from headrace.types import IntArray, RouteArray
 
-PAGE = 64
 MOST_STEPS = 16  # of one burst
 
 
@@ -103,10 +101,8 @@ class PrefillPlan:
 class PagedCache:
     """Keys and values of every layer, in pages."""
 
-    def __init__(self, policy: Policy, num_tokens: int) -> None:
-        num_pages = num_tokens // PAGE + 1
-        shape = (num_pages, policy.num_kv_heads, PAGE, policy.head_size)
-        self.pages = Pages(num_pages)
+    def __init__(self, policy: Policy, num_pages: int) -> None:
+        shape = (num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size)
         nothing = torch.empty(0, dtype=policy.dtype, device=policy.device)
         self.keys = [nothing.new_zeros(shape) for _ in range(policy.num_layers)]
         self.values = [nothing.new_zeros(shape) for _ in range(policy.num_layers)]
@@ -127,75 +123,51 @@ class PagedStore:
     """The cache of an engine on a GPU. Pages are taken as sequences grow; when they run out, a row has to make room."""
 
     def __init__(self, policy: Policy, kv_tokens: int, max_running: int) -> None:
-        self._policy, self._cache = policy, PagedCache(policy, kv_tokens)
-        self._pages = self._cache.pages
+        self._policy, self._tables = policy, PageTables(kv_tokens)
+        self._cache = PagedCache(policy, self._tables.num_pages)
         self._decoder = GraphDecoder(
             policy, self._cache, max_rows=max_running, max_tokens=min(policy.max_context, kv_tokens)
         )
-        self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # place -> pages of the prompt, pages for its rows
-        self._rows: list[list[int]] = []  # pages of each row
-        self._opened = 0
+
+    def most_rows(self, longest: int) -> int:
+        """By whole pages."""
+        return self._tables.most_rows(longest)
 
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
-        """Room for the prompt, a page for each new row, and one to grow for every row."""
-        return self._pages.num_free >= _count(num_prompt) + num_requests + num_rows
+        """Room to start and to grow a little; how long the rows may become does not matter."""
+        return self._tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
 
     def open(self, num_prompt: int, num_requests: int) -> int | None:
-        """Pages for the prompt, and for the copies of its last, half-filled page."""
-        num_copies = num_requests if num_prompt % PAGE else 0
-        if self._pages.num_free < _count(num_prompt) + num_copies:
-            if not self._rows and not self._prompts:
-                raise ConfigError(
-                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the key/value "
-                    f"cache, which has room for {self._pages.num_free * PAGE} tokens: raise rollout.kv_tokens"
-                )
-            return None
-        self._opened += 1
-        self._prompts[self._opened] = self._pages.take(_count(num_prompt)), self._pages.take(num_copies)
-        return self._opened
+        """Pages for the prompt."""
+        return self._tables.open(num_prompt, num_requests)
 
     def prefill(
         self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
     ) -> tuple[Tensor, RouteArray]:
         """Into the prompts' pages."""
-        return self._forward(chunks, sequences, [np.array(self._prompts[c.row][0], np.int64) for c in chunks], known)
+        tables = [np.array(self._tables.prompt(c.row), np.int64) for c in chunks]
+        return self._forward(chunks, sequences, tables, known)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
-        """The rows read the prompt's full pages together; each goes on in a copy of the last one."""
-        pages, copies = self._prompts[place]
-        full = pages[: num_prompt // PAGE]
-        own, copies[:] = (copies[:count], copies[count:]) if num_prompt % PAGE else ([], copies)
-        if own:
-            self._cache.copy_page(pages[-1], own)
-        for i in range(count):
-            self._pages.share(full)
-            self._rows.append([*full, *own[i : i + 1]])
+        """The rows read the prompt's full pages together; of the last one each has its own."""
+        source, targets = self._tables.fork(place, count, num_prompt)
+        if targets:
+            self._cache.copy_page(source, targets)
 
     def close(self, place: int) -> None:
         """The prompt's own hold on its pages ends."""
-        pages, copies = self._prompts.pop(place)
-        self._pages.give_back([*pages, *copies])
+        self._tables.close(place)
 
     def steps(self, rows: Rows, wanted: int) -> int:
         """Take the pages that the next steps write to."""
         for steps in (min(wanted, MOST_STEPS), 1) if rows.plain else (1,):
-            needed = [_count(length + steps) - len(held) for length, held in zip(rows.lengths, self._rows, strict=True)]
-            if sum(needed) <= self._pages.num_free:
-                for held, count in zip(self._rows, needed, strict=True):
-                    if count > 0:
-                        held += self._pages.take(count)
+            if self._tables.grow(rows.lengths, steps):
                 return steps
-        if len(rows) == 1:
-            raise ConfigError(
-                f"an answer of {int(rows.lengths[0])} tokens fills the whole key/value cache: raise rollout.kv_tokens"
-            )
         return 0
 
     def decode(self, rows: Rows, steps: int) -> Burst:
         """A burst from a graph, or one plain step where sampling needs the host."""
-        tables = np.zeros((len(rows), max(map(len, self._rows))), np.int32)
-        for row, held in enumerate(self._rows):
-            tables[row, : len(held)] = held
+        tables = self._tables.table()
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
             return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
@@ -207,9 +179,7 @@ class PagedStore:
 
     def remove(self, row: int, rows: Rows) -> None:
         """Give its pages back; the last row takes its place."""
-        self._pages.give_back(self._rows[row])
-        self._rows[row] = self._rows[-1]
-        del self._rows[-1]
+        self._tables.remove(row)
 
     def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """In batches of about `budget` tokens. Shared pages are written once per reader, with the same values."""
@@ -218,7 +188,7 @@ class PagedStore:
             batch.append(row)
             if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
                 chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
-                tables = [np.array(self._rows[r], np.int64) for r in batch]
+                tables = [np.array(self._tables.rows[r], np.int64) for r in batch]
                 self._forward(chunks, [sequences[r] for r in batch], tables, [known[r] for r in batch])
                 batch = []
 
@@ -324,10 +294,6 @@ class GraphDecoder:
         self._tokens[:rows] = tokens
         self._lengths[:rows] += 1
         self._step += 1
-
-
-def _count(num_tokens: int) -> int:
-    return -(-int(num_tokens) // PAGE)
 
 
 def _slots(positions: Sequence[npt.NDArray[np.int64]], tables: Sequence[npt.NDArray[np.int64]]) -> Tensor:

@@ -1,4 +1,7 @@
-"""Who holds which page of the key/value cache. Page 0 belongs to nobody: rows that only fill up a batch write there."""
+"""Who holds which page of the key/value cache: bookkeeping only, without a tensor.
+
+Page 0 belongs to nobody: rows that only fill up a batch write there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from headrace.errors import ConfigError
+
+PAGE = 64  # tokens
 
 
 class Pages:
@@ -42,3 +49,100 @@ class Pages:
         assert (self._readers[held] > 0).all()
         self._readers[held] -= 1
         self._free += [page for page in held if not self._readers[page]]
+
+
+class PageTables:
+    """The pages of every prompt that is being computed and of every row. Rows take pages as they grow.
+
+    Example:
+        tables = PageTables(num_tokens=10_000); place = tables.open(num_prompt=100, num_requests=8)
+        source, targets = tables.fork(place, count=8, num_prompt=100)  # page `source` is to be copied to `targets`
+        tables.close(place); tables.grow(lengths, steps=16); tables.remove(3)
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_pages = num_pages(num_tokens)
+        self.pages = Pages(self.num_pages + 1)
+        self.rows: list[list[int]] = []
+        self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # place -> pages of the prompt, pages for its rows
+        self._opened = 0
+
+    def most_rows(self, longest: int) -> int:
+        """Rows of this length that fit beside each other, with a page to spare for the prompt they come from."""
+        return (self.num_pages - 1) // num_pages(longest)
+
+    def has_room(self, *, num_rows: int, num_prompt: int, num_requests: int) -> bool:
+        """Room for the prompt, a page for each new row, and one to grow for every row."""
+        return self.pages.num_free >= num_pages(num_prompt) + num_requests + num_rows
+
+    def open(self, num_prompt: int, num_requests: int) -> int | None:
+        """Pages for the prompt, and for copies of its last, half-filled page; None if there are not enough now."""
+        num_copies = num_requests - 1 if num_prompt % PAGE else 0
+        if self.pages.num_free < num_pages(num_prompt) + num_copies:
+            if not self.rows and not self._prompts:
+                raise ConfigError(
+                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the key/value "
+                    f"cache, which has room for {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                )
+            return None
+        self._opened += 1
+        self._prompts[self._opened] = self.pages.take(num_pages(num_prompt)), self.pages.take(num_copies)
+        return self._opened
+
+    def prompt(self, place: int) -> list[int]:
+        """The pages of an opened prompt."""
+        return self._prompts[place][0]
+
+    def fork(self, place: int, count: int, num_prompt: int) -> tuple[int, list[int]]:
+        """New rows that read the prompt's pages together.
+
+        The first of them goes on in the prompt's last page, each other in a copy of it: returned are the page to copy
+        and where to. Close the prompt next, for nothing else may be written to it.
+        """
+        pages, copies = self._prompts[place]
+        shared, last = (pages[:-1], pages[-1]) if num_prompt % PAGE else (pages, 0)
+        own = [copies.pop() for _ in range(count - 1)] if last else []
+        for row in range(count):
+            self.pages.share(shared)
+            self.rows.append([*shared, *own[row - 1 : row]])
+        if last:
+            self.pages.share([last])
+            self.rows[len(self.rows) - count].append(last)
+        return last, own
+
+    def close(self, place: int) -> None:
+        """The prompt's own hold on its pages ends."""
+        pages, copies = self._prompts.pop(place)
+        self.pages.give_back([*pages, *copies])
+
+    def grow(self, lengths: npt.NDArray[np.int64], steps: int) -> bool:
+        """Take the pages that the next steps of all rows write to; without room for all of them take none."""
+        needed = [num_pages(length + steps) - len(held) for length, held in zip(lengths, self.rows, strict=True)]
+        if sum(max(0, count) for count in needed) <= self.pages.num_free:
+            for held, count in zip(self.rows, needed, strict=True):
+                held += self.pages.take(max(0, count))
+            return True
+        if steps == 1 and len(self.rows) == 1 and not self._prompts:
+            raise ConfigError(
+                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole key/value cache of "
+                f"{self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+            )
+        return False
+
+    def remove(self, row: int) -> None:
+        """Give a row's pages back; the last row takes its place."""
+        self.pages.give_back(self.rows[row])
+        self.rows[row] = self.rows[-1]
+        del self.rows[-1]
+
+    def table(self) -> npt.NDArray[np.int32]:
+        """The pages of each row, filled up with page 0."""
+        table = np.zeros((len(self.rows), max(map(len, self.rows))), np.int32)
+        for row, held in enumerate(self.rows):
+            table[row, : len(held)] = held
+        return table
+
+
+def num_pages(num_tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-int(num_tokens) // PAGE)

@@ -24,18 +24,20 @@ class _Sequence:
     prompt: IntArray
     started_s: float
     routes: RouteArray  # of the prompt's tokens
+    order: int  # of its start: rows move about
     supports: list[IntArray] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A row that had to give up its cache, with everything it sampled; it goes on later as if nothing had happened."""
+    """A row without its cache, with everything it sampled; it can go on later as if nothing had happened."""
 
     sequence: _Sequence
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     routes: RouteArray  # of all tokens but the newest, the prompt's too
+    decoded_s: float  # of the stretch it was decoding in
 
     @property
     def request(self) -> Request:
@@ -47,6 +49,30 @@ class Parked:
         """Tokens the sequence may become."""
         return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
 
+    def generation(self, finish: FinishReason, now_s: float) -> Generation:
+        """What its request gets back if it ends here."""
+        return Generation(
+            id=self.request.id,
+            token_ids=self.tokens.astype(np.int32),
+            logprobs=self.logprobs,
+            spans=_spans(self.versions, len(self.sequence.prompt)),
+            finish=finish,
+            started_s=self.sequence.started_s,
+            finished_s=now_s,
+            replay=self._replay(),
+        )
+
+    def _replay(self) -> Replay | None:
+        supports, routes, ids, offsets = self.sequence.supports, None, None, None
+        if supports:
+            ids = np.concatenate(supports)
+            offsets = np.concatenate([[0], np.cumsum([len(subset) for subset in supports])]).astype(np.int64)
+        if self.routes.shape[1]:
+            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
+        if ids is None and routes is None:
+            return None
+        return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
+
 
 class Rows:
     """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow.
@@ -57,6 +83,7 @@ class Rows:
 
     def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
         self._sequences: list[_Sequence] = []
+        self._started = 0  # rows, ever
         self.samplings: list[Sampling] = []
         self._lengths = np.empty(0, np.int64)  # prompt and sampled tokens
         self._sampled = np.empty(0, np.int64)
@@ -64,6 +91,7 @@ class Rows:
         self._seeds = np.empty(0, np.uint64)
         self._temperatures = np.empty(0, np.float32)
         self._counted = np.empty(0, np.bool_)
+        self._began_s = np.empty(0, np.float64)  # its present stretch of decoding
         self._tokens = np.empty((0, 0), np.int64)
         self._logprobs = np.empty((0, 0), np.float32)
         self._versions = np.empty((0, 0), np.int32)
@@ -120,7 +148,9 @@ class Rows:
         self._seeds[n : n + more] = [r.seed for r in requests]
         self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
         self._counted[n : n + more] = [r.counted for r in requests]
-        self._sequences += [_Sequence(r, prompt, now_s, routes) for r in requests]
+        self._began_s[n : n + more] = now_s
+        self._sequences += [_Sequence(r, prompt, now_s, routes, self._started + i) for i, r in enumerate(requests)]
+        self._started += more
         self.samplings += [r.sampling for r in requests]
 
     def append(
@@ -173,9 +203,17 @@ class Rows:
 
     def youngest(self) -> int:
         """The row that started last."""
-        return max(range(len(self)), key=lambda row: self._sequences[row].started_s)
+        return max(range(len(self)), key=lambda row: self._sequences[row].order)
 
-    def park(self, row: int) -> Parked:
+    def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
+        """The rows that have been decoding for so long, the longest first. A score must not depend on the clock, so
+        what is not counted (evaluation) is never among them.
+        """
+        decoded_s = np.where(self.counted, now_s - self._began_s[: len(self)], -np.inf)
+        rows = np.argsort(-decoded_s, kind="stable")
+        return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
+
+    def park(self, row: int, now_s: float) -> Parked:
         """The row's state, to be resumed later; the row itself stays until it is removed."""
         count = int(self._sampled[row])
         return Parked(
@@ -184,13 +222,17 @@ class Rows:
             logprobs=self._logprobs[row, :count].copy(),
             versions=self._versions[row, :count].copy(),
             routes=self.routes(row),
+            decoded_s=now_s - float(self._began_s[row]),
         )
 
-    def resume(self, parked: Parked, routes: RouteArray) -> None:
-        """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too."""
+    def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
+        """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too.
+
+        Its stretch of decoding goes on where it was: the time since then is not in it.
+        """
         row, count = len(self), len(parked.tokens)
         sequence = parked.sequence
-        self.add(sequence.prompt, [parked.request], sequence.started_s, sequence.routes)
+        self.add(sequence.prompt, [parked.request], now_s - parked.decoded_s, sequence.routes)
         self._sequences[row] = sequence
         if count >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * count))
@@ -219,35 +261,14 @@ class Rows:
 
     def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
         """What the row's request gets back."""
-        sequence, count = self._sequences[row], int(self._sampled[row])
-        return Generation(
-            id=sequence.request.id,
-            token_ids=self._tokens[row, :count].astype(np.int32),
-            logprobs=self._logprobs[row, :count].copy(),
-            spans=_spans(self._versions[row, :count], len(sequence.prompt)),
-            finish=finish,
-            started_s=sequence.started_s,
-            finished_s=now_s,
-            replay=self._replay(row),
-        )
-
-    def _replay(self, row: int) -> Replay | None:
-        supports, routes, ids, offsets = self._sequences[row].supports, None, None, None
-        if supports:
-            ids = np.concatenate(supports)
-            offsets = np.concatenate([[0], np.cumsum([len(subset) for subset in supports])]).astype(np.int64)
-        if self._routes.shape[2]:
-            known = self.routes(row)
-            routes = np.concatenate([known, np.zeros_like(known[:1])])
-        if ids is None and routes is None:
-            return None
-        return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
+        return self.park(row, now_s).generation(finish, now_s)
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
-            for array in (self._lengths, self._sampled, self._limits, self._seeds, self._temperatures, self._counted):
+            of_requests = (self._limits, self._seeds, self._temperatures, self._counted)
+            for array in (self._lengths, self._sampled, self._began_s, *of_requests):
                 array[row] = array[last]
             count = int(self._sampled[last])
             for table in (self._tokens, self._logprobs, self._versions, self._routes):
@@ -261,7 +282,7 @@ class Rows:
 
         self._lengths, self._sampled, self._limits = grown(self._lengths), grown(self._sampled), grown(self._limits)
         self._seeds, self._counted = grown(self._seeds), grown(self._counted)
-        self._temperatures = grown(self._temperatures)
+        self._temperatures, self._began_s = grown(self._temperatures), grown(self._began_s)
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
         self._versions, self._routes = grown(self._versions), grown(self._routes)
 

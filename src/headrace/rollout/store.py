@@ -39,6 +39,10 @@ class Burst:
 class Store(Protocol):
     """The cache of one engine. Rows are those of `Rows`: 0..n-1 are in use."""
 
+    def most_rows(self, longest: int) -> int:
+        """How many rows of this length fit at the same time; a family never has more."""
+        ...
+
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
         """Whether a family may start, when it would bring the rows to `num_rows` and the longest to `longest`."""
         ...
@@ -89,6 +93,10 @@ class RowStore:
         self._policy, self._kv_tokens = policy, kv_tokens
         self._arena, self._staging = _arena(policy), _arena(policy)
         self._free = list(range(STAGING_ROWS))
+
+    def most_rows(self, longest: int) -> int:
+        """By tokens."""
+        return self._kv_tokens // longest
 
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
         """Every row is kept as long as the longest may become."""

@@ -1,0 +1,40 @@
+"""Out of device memory: what it was wanted for, how much there is, and which settings ask for less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from headrace.errors import ConfigError
+
+GIB = 2**30
+
+MODEL = "Take a smaller model (model.path), or model.dtype=bfloat16"
+CACHE = "Lower rollout.kv_tokens or rollout.max_running, or take a smaller model"
+LEARNER = "Set learner.kl_coef=0 if there is a reference, lower rollout.kv_tokens, or take a smaller model"
+STEPS = "Lower learner.micro_batch_tokens or rollout.kv_tokens, or set learner.checkpoint_activations=true"
+
+
+@contextmanager
+def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[None]:
+    """An allocation that fails inside becomes a message with the numbers and the settings to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
+        raise ConfigError(f"out of memory for {what}{wanted}: {_room()}{_first_sentence(error)}. {advice}") from error
+
+
+def _room() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free. "
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What torch says it tried, without its advice on fragmentation."""
+    text = str(error).removeprefix("CUDA out of memory. ").strip()
+    return text.split(". ")[0].rstrip(".") or type(error).__name__

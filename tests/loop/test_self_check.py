@@ -1,0 +1,77 @@
+"""Before the first step: do engine and learner agree?"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import Workshop, rows_of, same_bits, timeless, weights
+
+from headrace import api
+from headrace.learner.corrections import MismatchSums
+from headrace.ledger.audit import audit
+from headrace.loop import self_check
+from headrace.policy.policy import Policy
+
+
+class Notes(api.Nobody):
+    """What a user is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("extra", [(), ("rollout.top_p=0.8", "rollout.temperature=0.7")])
+def test_a_sound_run_is_told_nothing_and_its_summary_has_the_number(workshop: Workshop, extra: tuple[str, ...]):
+    notes = Notes()
+    summary = api.train(workshop.config(f"sound{len(extra)}", "loop.steps=1", *extra, reward="dense"), notes)
+    assert notes.notes == []
+    assert 0 < summary["mismatch_before"] < 1e-5
+    kept = json.loads((workshop.directory / f"sound{len(extra)}" / "summary.json").read_text())
+    assert kept["mismatch_before"] == summary["mismatch_before"]
+
+
+def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    stock = Policy.logprobs
+
+    def hotter(self: Policy, ids, plan, at, temperature, *replay):  # type: ignore[no-untyped-def]
+        return stock(self, ids, plan, at, 2 * temperature, *replay)
+
+    monkeypatch.setattr(Policy, "logprobs", hotter)
+    notes = Notes()
+    summary = api.train(workshop.config("wrong", "loop.steps=1", reward="dense"), notes)
+    (note,) = notes.notes
+    assert f"{summary['mismatch_before']:.2g} away from the engine's on average" in note
+    assert "Rounding in float32 explains at most 0.001" in note
+
+
+def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def train(name: str) -> Path:
+        api.train(workshop.config(name, "loop.steps=2", reward="dense"))
+        return workshop.directory / name
+
+    checked = train("checked")
+
+    async def nothing(*_: object) -> MismatchSums:
+        return MismatchSums()
+
+    monkeypatch.setattr(api, "self_check", nothing)
+    unchecked = train("unchecked")
+    assert same_bits(weights(checked), weights(unchecked))
+    assert [timeless(row) for row in rows_of(checked)] == [timeless(row) for row in rows_of(unchecked)]
+    assert audit(checked) == []
+
+
+@pytest.mark.parametrize(("dtype", "limit"), self_check.LARGE.items())
+def test_the_warning_begins_where_rounding_ends(dtype: torch.dtype, limit: float):
+    assert self_check.warning(MismatchSums(count=10, abs_delta=9.9 * limit), dtype) == ""
+    text = self_check.warning(MismatchSums(count=10, abs_delta=20 * limit), dtype)
+    assert "10 sampled tokens" in text
+    assert ("model.dtype=float32" in text) == (dtype in (torch.bfloat16, torch.float16))
+    assert self_check.warning(MismatchSums(count=1, abs_delta=math.nan), dtype), "what is no number is not small"
