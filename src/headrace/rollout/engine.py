@@ -19,6 +19,7 @@ import torch
 from headrace import kernels
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
+from headrace.rollout.draft import Drafter
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Parked, Rows
 from headrace.rollout.store import Burst, RowStore, Store, sample
@@ -27,6 +28,7 @@ from headrace.types import FinishReason, IntArray
 if kernels.AVAILABLE:
     from headrace.rollout.paged import PagedStore
 
+MOST_VERIFIED = 128  # tokens of one step with drafts, unless more than that may run
 MOST_STEPS = 16  # of decoding between two looks at what came in
 
 
@@ -54,6 +56,7 @@ class Engine:
         prefill_tokens: int,
         kv_tokens: int,
         on_update: str,
+        speculate: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
@@ -61,9 +64,11 @@ class Engine:
         self.sampled_tokens = 0  # counted ones, ever
         self.prefill_tokens = prefill_tokens
         self.preemptions = 0
+        self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self._kv_tokens, self._on_update, self._clock = kv_tokens, on_update, clock
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
+        self._drafter = make_drafter(policy, speculate, max_running)
         self._rows = Rows()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
@@ -187,6 +192,8 @@ class Engine:
                 else:
                     self._rows.add(family.prompt, requests, self._clock())
                     self._begun.extend((r.id, self.version) for r in requests)
+                    if self._drafter is not None:
+                        self._drafter.read(family.prompt)
                 ends += [end] * len(requests)
             self._store.close(family.place)
             family.place = -1
@@ -197,7 +204,15 @@ class Engine:
         """A few tokens for every running sequence."""
         while not (steps := self._store.steps(self._rows, wanted)):
             self._make_room()
-        self._record(self._store.decode(self._rows, steps), 0)
+        drafts = None if self._drafter is None else self._drafter.propose(self._rows, steps)
+        if drafts is None or not self._store.fits(self._rows, drafts):
+            self._record(self._store.decode(self._rows, steps), 0)
+            return
+        burst = self._store.verify(self._rows, drafts)
+        self.num_drafts += int(np.count_nonzero(drafts.counts))
+        self.drafted_tokens += int(drafts.counts.sum())
+        self.accepted_tokens += int((burst.counts - 1).sum())
+        self._record(burst, 0)
 
     def _make_room(self) -> None:
         """Out of cache: the row that started last gives its own back and waits to be computed again."""
@@ -210,17 +225,23 @@ class Engine:
 
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
-        columns = np.arange(burst.tokens.shape[1])  # of the burst, for the rows from `first` on
-        for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
-            self._rows.append(first, tokens[columns], logprobs[columns], self.version, burst.allowed)
-            self.sampled_tokens += int(self._rows.counted[first:].sum())
-            done = self._rows.done(first, self.policy.eos_ids, self.policy.tokenizer)
-            for row, finish in sorted(done.items(), reverse=True):
-                self._retire(row, finish)
-                columns[row - first] = columns[-1]
-                columns = columns[:-1]
-            if not len(columns):
+        left = burst.counts.copy()
+        ended: dict[int, FinishReason] = {}
+        for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
+            columns = np.flatnonzero(left > step)
+            rows = columns + first
+            allowed = None if burst.allowed is None else burst.allowed[step, columns]
+            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, allowed)
+            self.sampled_tokens += int(self._rows.counted[rows].sum())
+            done = self._rows.done(rows, self.policy.eos_ids, self.policy.tokenizer)
+            left[[row - first for row in done]] = 0
+            ended |= done
+            if not left.any():
                 break
+        if ended and self._drafter is not None:
+            self._drafter.learn(self._rows)
+        for row, finish in sorted(ended.items(), reverse=True):
+            self._retire(row, finish)
 
     def _retire(self, row: int, finish: FinishReason) -> None:
         """Hand the row's request back and move the last row into its place."""
@@ -259,6 +280,13 @@ def make_store(policy: Policy, *, kv_tokens: int, max_running: int) -> Store:
     if policy.device.type == "cuda":
         return PagedStore(policy, kv_tokens, max_running)
     return RowStore(policy, kv_tokens)
+
+
+def make_drafter(policy: Policy, speculate: int, max_running: int) -> Drafter | None:
+    """None where no drafts are wanted."""
+    if not speculate:
+        return None
+    return Drafter(longest=speculate, most_tokens=max(max_running, MOST_VERIFIED), device=policy.device.type)
 
 
 def kv_budget(policy: Policy, kv_tokens: int) -> int:

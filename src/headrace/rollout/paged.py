@@ -24,10 +24,11 @@ from headrace.kernels.sample import draw_tokens
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
+from headrace.rollout.draft import Drafts
 from headrace.rollout.pages import Pages
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import Burst, sample
+from headrace.rollout.store import Burst, judge, sample, sample_cells
 from headrace.types import IntArray
 
 PAGE = 64
@@ -176,11 +177,7 @@ class PagedStore:
     def steps(self, rows: Rows, wanted: int) -> int:
         """Take the pages that the next steps write to."""
         for steps in (min(wanted, MOST_STEPS), 1) if rows.plain else (1,):
-            needed = [_count(length + steps) - len(held) for length, held in zip(rows.lengths, self._rows, strict=True)]
-            if sum(needed) <= self._pages.num_free:
-                for held, count in zip(self._rows, needed, strict=True):
-                    if count > 0:
-                        held += self._pages.take(count)
+            if self._take(rows.lengths + steps):
                 return steps
         if len(rows) == 1:
             raise ConfigError(
@@ -190,16 +187,54 @@ class PagedStore:
 
     def decode(self, rows: Rows, steps: int) -> Burst:
         """A burst from a graph, or one plain step where sampling needs the host."""
-        tables = np.zeros((len(rows), max(map(len, self._rows))), np.int32)
-        for row, held in enumerate(self._rows):
-            tables[row, : len(held)] = held
+        tables = self._tables()
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
             return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
-        lengths = torch.from_numpy(rows.lengths.astype(np.int32)).to(self._policy.device)
-        plan = DecodePlan(self._cache, torch.from_numpy(tables).to(lengths.device), lengths, int(rows.lengths.max()))
-        tokens = torch.from_numpy(rows.last_tokens).to(lengths.device)
-        return sample(self._policy.logits(self._policy.hidden(tokens, plan.positions, plan)), rows, 0)
+        return sample(self._step(tables, rows.lengths, rows.last_tokens), rows, 0)
+
+    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+        """Take the pages that the drafted tokens write to."""
+        return self._take(rows.lengths + drafts.counts + 1)
+
+    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
+        """Every token is a row of the graph, with the pages of its sequence and a length of its own.
+
+        A layer writes the keys and values of all rows before any of them attends, so each finds those before it.
+        """
+        which, ahead = drafts.cells
+        tables, lengths = self._tables()[which], rows.lengths[which] + ahead
+        tokens = drafts.inputs(rows.last_tokens)
+        if rows.plain:
+            noise = uniforms(rows.seeds[which], lengths)[None]
+            return judge(drafts, self._decoder.run(tables, lengths, tokens, rows.temperatures[which], noise))
+        return judge(drafts, sample_cells(self._step(tables, lengths, tokens), rows, which, ahead))
+
+    def _tables(self) -> npt.NDArray[np.int32]:
+        tables = np.zeros((len(self._rows), max(map(len, self._rows))), np.int32)
+        for row, held in enumerate(self._rows):
+            tables[row, : len(held)] = held
+        return tables
+
+    def _take(self, lengths: npt.NDArray[np.int64]) -> bool:
+        """Bring every row to the pages it needs for its length, or none."""
+        needed = [_count(length) - len(held) for length, held in zip(lengths, self._rows, strict=True)]
+        if sum(count for count in needed if count > 0) > self._pages.num_free:
+            return False
+        for held, count in zip(self._rows, needed, strict=True):
+            if count > 0:
+                held += self._pages.take(count)
+        return True
+
+    def _step(
+        self, tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> Tensor:
+        """Logits of one step without a graph."""
+        device = self._policy.device
+        lengths_n = torch.from_numpy(lengths.astype(np.int32)).to(device)
+        plan = DecodePlan(self._cache, torch.from_numpy(tables).to(device), lengths_n, int(lengths.max()))
+        hidden = self._policy.hidden(torch.from_numpy(tokens).to(device), plan.positions, plan)
+        return self._policy.logits(hidden)
 
     def remove(self, row: int, rows: Rows) -> None:
         """Give its pages back; the last row takes its place."""
@@ -270,7 +305,7 @@ class GraphDecoder:
         for _ in range(steps):
             graph.replay()
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
-        return Burst(drawn.numpy(), logprobs.numpy())
+        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps))
 
     def _graph(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         if (rows, segments) not in self._graphs:
