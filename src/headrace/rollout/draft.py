@@ -32,7 +32,7 @@ ORDERS = (3, CONTEXT)  # tokens of context that an entry stands for; the longest
 NUM_SLOTS = 1 << 22
 STREAKS = 4  # kinds of entries of one order: the token followed once, twice, three times, more often in a row
 HALF_LIFE_TOKENS = 256  # scores of a kind of entry count half after so many more
-DOUBT_TOKENS = 4  # wrong guesses that every kind of entry starts with
+DOUBT_TOKENS = 4  # a kind of entry is believed to be like the next weaker one until it has scored more than these
 IDLE_STEPS = 8  # until the next look, after one that found nothing
 
 # When drafts pay. A step of T tokens takes about as long as LEVEL + T units: below LEVEL tokens the time is mostly
@@ -117,12 +117,14 @@ class Drafter:
     def propose(self, rows: Rows, steps: int) -> Drafts | None:
         """Drafts for the rows, where they pay; the alternative is to take so many steps without."""
         self._idle_steps -= steps
-        if self._idle_steps > 0:
+        plain = len(rows) / (self._level + len(rows))
+        needed = plain * (GAIN if steps == 1 else GAIN_OVER_BURST)
+        most = min(self._most_tokens, len(rows) * (1 + self._longest))
+        if self._idle_steps > 0 or most / (self._level + most) < needed:
             return None
         self.learn(rows)
-        plain = len(rows) / (self._level + len(rows))
         tokens, chances = self._guess(rows, max(plain, 0.1))
-        counts = self._choose(chances, plain * (GAIN if steps == 1 else GAIN_OVER_BURST))
+        counts = self._choose(chances, needed)
         if not counts.any():
             self._idle_steps = IDLE_STEPS
             return None
@@ -135,7 +137,7 @@ class Drafter:
         """
         tokens = np.zeros((len(rows), self._longest), np.int64)
         chances = np.zeros(tokens.shape)
-        rates = np.append(self._right / (self._scored + DOUBT_TOKENS), 0.0)  # the last for places without an entry
+        rates = self._rates()
         if rates.max() <= floor:
             return tokens, chances
         room = rows.left - 1  # the token after the last one drafted is drawn too
@@ -151,6 +153,17 @@ class Drafter:
             tokens[which, depth], chances[which, depth] = guesses, chance
             contexts = np.concatenate([contexts[likely, 1:], guesses[:, None]], axis=1)
         return tokens, chances
+
+    def _rates(self) -> npt.NDArray[np.float64]:
+        """How often guesses of each kind were right, from the weakest kind to the strongest; then 0, for no guess."""
+        rates = np.zeros((len(ORDERS), STREAKS))
+        right, scored = self._right.reshape(rates.shape), self._scored.reshape(rates.shape)
+        for order, streak in np.ndindex(rates.shape):
+            weaker = rates[order, streak - 1] if streak else rates[order - 1, 0] if order else 0.0
+            rates[order, streak] = (right[order, streak] + DOUBT_TOKENS * weaker) / (
+                scored[order, streak] + DOUBT_TOKENS
+            )
+        return np.append(rates, 0.0)
 
     def _choose(self, chances: npt.NDArray[np.float64], needed: float) -> Ints:
         """How many tokens `[n]` of each draft to verify: those that make most tokens per unit of time, or none."""
