@@ -262,7 +262,7 @@ def drafted(drafter: Drafter, rows: Rows, row: int) -> list[int]:
 
 
 def make_drafter() -> Drafter:
-    return Drafter(longest=8, most_tokens=128, device="cpu")
+    return Drafter(longest=8, max_running=128, device="cpu")
 
 
 ANSWER = np.random.default_rng(0).integers(3, 99, 60)

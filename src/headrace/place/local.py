@@ -54,6 +54,7 @@ class LocalPlace:
             prefill_tokens=r.prefill_tokens,
             kv_tokens=kv_budget(self.policy, r.kv_tokens),
             on_update=r.on_update,
+            speculate=r.speculate,
             clock=self.clock.now,
         )
         self.actor = RolloutActor(

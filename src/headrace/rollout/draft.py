@@ -29,7 +29,8 @@ Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 ORDERS = (3, CONTEXT)  # tokens of context that an entry stands for; the longest that has one is believed
-NUM_SLOTS = 1 << 22
+NUM_SLOTS = 1 << 21
+MOST_VERIFIED = 128  # tokens of one step with drafts, unless more sequences than that may run
 STREAKS = 4  # kinds of entries of one order: the token followed once, twice, three times, more often in a row
 HALF_LIFE_TOKENS = 256  # scores of a kind of entry count half after so many more
 DOUBT_TOKENS = 4  # a kind of entry is believed to be like the next weaker one until it has scored more than these
@@ -84,8 +85,9 @@ class Drafts:
 class Drafter:
     """Learns from what is sampled and says what may be next."""
 
-    def __init__(self, *, longest: int, most_tokens: int, device: str) -> None:
-        self._longest, self._most_tokens, self._level = longest, most_tokens, LEVEL_TOKENS[device]
+    def __init__(self, *, longest: int, max_running: int, device: str) -> None:
+        self._longest, self._level = longest, LEVEL_TOKENS[device]
+        self._most_tokens = max(max_running, MOST_VERIFIED)
         self._tags = np.zeros(NUM_SLOTS, np.uint32)  # tells apart the contexts that share a slot; 0 is empty
         self._tokens = np.zeros(NUM_SLOTS, np.int32)
         self._streaks = np.zeros(NUM_SLOTS, np.uint8)

@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching over the policy's own modules.
 
-One `step` is: admit what fits, compute a chunk of waiting prompts, decode one token for every running sequence.
+One `step` is: admit what fits, compute a chunk of waiting prompts, decode one token for every running sequence, or
+several where drafts of them turn out right (draft.py).
 The samples of one group share one prefill. Everything here runs in the device thread; `submit` and `abort` only leave
 a message, so any thread may call them. n running sequences are the arena's rows 0..n-1.
 """
@@ -28,7 +29,6 @@ from headrace.types import FinishReason, IntArray
 if kernels.AVAILABLE:
     from headrace.rollout.paged import PagedStore
 
-MOST_VERIFIED = 128  # tokens of one step with drafts, unless more than that may run
 MOST_STEPS = 16  # of decoding between two looks at what came in
 
 
@@ -68,7 +68,9 @@ class Engine:
         self._kv_tokens, self._on_update, self._clock = kv_tokens, on_update, clock
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
-        self._drafter = make_drafter(policy, speculate, max_running)
+        self._drafter = (
+            Drafter(longest=speculate, max_running=max_running, device=policy.device.type) if speculate else None
+        )
         self._rows = Rows()
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
@@ -280,13 +282,6 @@ def make_store(policy: Policy, *, kv_tokens: int, max_running: int) -> Store:
     if policy.device.type == "cuda":
         return PagedStore(policy, kv_tokens, max_running)
     return RowStore(policy, kv_tokens)
-
-
-def make_drafter(policy: Policy, speculate: int, max_running: int) -> Drafter | None:
-    """None where no drafts are wanted."""
-    if not speculate:
-        return None
-    return Drafter(longest=speculate, most_tokens=max(max_running, MOST_VERIFIED), device=policy.device.type)
 
 
 def kv_budget(policy: Policy, kv_tokens: int) -> int:

@@ -24,7 +24,7 @@ from headrace.kernels.sample import draw_tokens
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
-from headrace.rollout.draft import Drafts
+from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import Pages
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import uniforms
@@ -130,7 +130,10 @@ class PagedStore:
         self._policy, self._cache = policy, PagedCache(policy, kv_tokens)
         self._pages = self._cache.pages
         self._decoder = GraphDecoder(
-            policy, self._cache, max_rows=max_running, max_tokens=min(policy.max_context, kv_tokens)
+            policy,
+            self._cache,
+            max_rows=max(max_running, MOST_VERIFIED),
+            max_tokens=min(policy.max_context, kv_tokens),
         )
         self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # place -> pages of the prompt, pages for its rows
         self._rows: list[list[int]] = []  # pages of each row
