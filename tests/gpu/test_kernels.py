@@ -1,23 +1,35 @@
-"""Each kernel against the same arithmetic written out in torch."""
+"""Each kernel against the same arithmetic written out in torch.
+
+With Triton but no GPU, its interpreter runs them, with other last bits: TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py
+"""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-if torch.cuda.is_available():
-    from headrace.kernels.block import add_norm, gate, rotate_and_store
-    from headrace.kernels.decode import decode_attention
-    from headrace.kernels.sample import draw_tokens
+from headrace import kernels
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
+RUNS = INTERPRETED or torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason="needs a CUDA device")]
+if RUNS:
+    from headrace.kernels.attention import Blocks, block_attention, decode_attention
+    from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
+    from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+SHAPES = [(4, 2, 64), (9, 3, 80)] if INTERPRETED else [(4, 2, 64), (16, 8, 128), (14, 2, 64), (9, 3, 80)]
+LENGTHS = [1, 65, 513, 700] if INTERPRETED else [1, 2, 63, 64, 65, 511, 512, 513, 700, 1537]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
 
 
 def paged(lengths: list[int], heads: int, size: int, page: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +37,7 @@ def paged(lengths: list[int], heads: int, size: int, page: int, dtype: torch.dty
     most = -(-max(lengths) // page)
     num_pages = most * len(lengths) + 3
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))[: most * len(lengths)]
-    tables = order.view(len(lengths), most).to("cuda", torch.int32)
+    tables = order.view(len(lengths), most).to(DEVICE, torch.int32)
     return (
         noise(num_pages, heads, page, size, seed=1, dtype=dtype),
         noise(num_pages, heads, page, size, seed=2, dtype=dtype),
@@ -33,17 +45,21 @@ def paged(lengths: list[int], heads: int, size: int, page: int, dtype: torch.dty
     )
 
 
+def contiguous(pages: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first tokens of a sequence, `[T, J, D]`."""
+    return pages[table.long()].transpose(1, 2).flatten(0, 1)[:length]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (16, 8, 128), (14, 2, 64), (9, 3, 80)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
 @pytest.mark.parametrize("window", [0, 100])
 def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int) -> None:
-    lengths = [1, 2, 63, 64, 65, 511, 512, 513, 700, 1537]
-    keys, values, tables = paged(lengths, kv_heads, size, 64, dtype)
-    q = noise(len(lengths), heads, size, dtype=dtype)
-    counts = torch.tensor(lengths, device="cuda", dtype=torch.int32)
-    ours = decode_attention(q, keys, values, tables, counts, scale=size**-0.5, window=window, longest=max(lengths))
-    for i, length in enumerate(lengths):
-        k, v = (x[tables[i].long()].transpose(0, 1).flatten(1, 2)[:, :length].float() for x in (keys, values))
+    keys, values, tables = paged(LENGTHS, kv_heads, size, 64, dtype)
+    q = noise(len(LENGTHS), heads, size, dtype=dtype)
+    counts = torch.tensor(LENGTHS, device=DEVICE, dtype=torch.int32)
+    ours = decode_attention(q, keys, values, tables, counts, scale=size**-0.5, window=window, longest=max(LENGTHS))
+    for i, length in enumerate(LENGTHS):
+        k, v = (contiguous(x, tables[i], length).transpose(0, 1).float() for x in (keys, values))
         scores = q[i].float().view(kv_heads, -1, size) @ k.transpose(1, 2) * size**-0.5
         if window:
             scores[..., : max(0, length - window)] = float("-inf")
@@ -51,10 +67,11 @@ def test_decode_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: i
         torch.testing.assert_close(ours[i].float(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies in another order")
 def test_decode_attention_does_not_depend_on_the_company() -> None:
     lengths = [700, 40, 1900, 512]
     keys, values, tables = paged(lengths, 8, 128, 64, torch.bfloat16)
-    q, counts = noise(4, 16, 128, dtype=torch.bfloat16), torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    q, counts = noise(4, 16, 128, dtype=torch.bfloat16), torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
     together = decode_attention(q, keys, values, tables, counts, scale=0.09, window=0, longest=4000)
     for i, length in enumerate(lengths):
         alone = decode_attention(
@@ -64,25 +81,75 @@ def test_decode_attention_does_not_depend_on_the_company() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("width", [128, 960, 2048])
-def test_add_norm(dtype: torch.dtype, width: int) -> None:
-    x, update, weight = (
-        noise(7, width, dtype=dtype),
-        noise(7, width, seed=1, dtype=dtype),
-        noise(width, seed=2, dtype=dtype),
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize("window", [0, 100])
+def test_decode_prefill_and_training_have_the_same_bits(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int
+) -> None:
+    length = 600 if INTERPRETED else 1537
+    keys, values, tables = paged([length], kv_heads, size, 64, dtype)
+    k, v = contiguous(keys, tables[0], length), contiguous(values, tables[0], length)
+    q = noise(length, heads, size, dtype=dtype)
+    group, device = heads // kv_heads, torch.device(DEVICE)
+    options = {"scale": size**-0.5, "window": window}
+    whole = Blocks.of([0], [length], [0], group, device)
+    trained, log_sums = block_attention(q, k.contiguous(), v.contiguous(), None, whole, **options)
+    prefilled = torch.cat(
+        [
+            block_attention(q[a:b], keys, values, tables, Blocks.of([a], [b], [0], group, device), **options)[0]
+            for a, b in ((0, 37), (37, 512), (512, length))
+        ]
     )
+    some = torch.tensor([1, 2, 64, 65, 300, 512, 513, 600, length], device=DEVICE, dtype=torch.int32)
+    decoded = decode_attention(
+        q[some.long() - 1], keys, values, tables.expand(len(some), -1), some, longest=length, **options
+    )
+    precision = {"rtol": 0, "atol": 1e-5 if INTERPRETED else 0}
+    torch.testing.assert_close(trained, prefilled, **precision)
+    torch.testing.assert_close(trained[some.long() - 1], decoded, **precision)
+    ago = torch.arange(length, device=DEVICE)[:, None] - torch.arange(length, device=DEVICE)
+    unseen = (ago < 0) | (ago >= window) if window else ago < 0
+    expanded = k.float().repeat_interleave(group, 1)
+    scores = torch.einsum("thd,shd->hts", q.float(), expanded) * size**-0.5
+    expected = scores.masked_fill(unseen, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(log_sums, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [128, 960])
+def test_add_norm(dtype: torch.dtype, width: int) -> None:
+    x, update, weight = (noise(*s, seed=i, dtype=dtype) for i, s in enumerate([(700, width), (700, width), (width,)]))
     total, normed = add_norm(x, update, weight, 1e-5)
     assert torch.equal(total, x + update)
     expected = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
     torch.testing.assert_close(normed.float(), expected, rtol=1e-2, atol=TOLERANCE[dtype])
-    same, only = add_norm(x, None, weight, 1e-5)
+    with torch.no_grad():
+        same, only = add_norm(x, None, weight, 1e-5)
     assert same is x
-    torch.testing.assert_close(
-        only.float(),
-        torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-5),
-        rtol=1e-2,
-        atol=TOLERANCE[dtype],
+    expected = torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-5)
+    torch.testing.assert_close(only.float(), expected, rtol=1e-2, atol=TOLERANCE[dtype])
+
+
+def assert_same_gradients(ours: list[Tensor], theirs: list[Tensor], inputs: list[list[Tensor]]) -> None:
+    """Of random mixtures of the outputs, with respect to the inputs."""
+    mixtures = [noise(*o.shape, seed=90 + i) for i, o in enumerate(ours)]
+    found, expected = (
+        torch.autograd.grad(sum((o * m).sum() for o, m in zip(outs, mixtures, strict=True)), given)
+        for outs, given in zip((ours, theirs), inputs, strict=True)
     )
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_gradient_of_add_norm(added: bool) -> None:
+    shapes = [(700, 96), (700, 96), (96,)]
+    mine, copy = ([noise(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)] for _ in range(2))
+    total = copy[0] + copy[1] if added else copy[0] + 0 * copy[1]
+    expected = [total, torch.nn.functional.rms_norm(total, (96,), copy[2], 1e-5)]
+    ours = list(add_norm(mine[0], mine[1] if added else None, mine[2], 1e-5))
+    keep = [0, 1, 2] if added else [0, 2]
+    assert_same_gradients(ours, expected, [[mine[i] for i in keep], [copy[i] for i in keep]])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -92,44 +159,91 @@ def test_gate(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gate(x).float(), torch.nn.functional.silu(g) * u, rtol=1e-2, atol=TOLERANCE[dtype])
 
 
+def test_gradient_of_gate() -> None:
+    mine, copy = (noise(5, 2 * 1100).requires_grad_() for _ in range(2))
+    g, u = copy.chunk(2, dim=1)
+    assert_same_gradients([gate(mine)], [torch.nn.functional.silu(g) * u], [[mine], [copy]])
+
+
+def turned(x: Tensor, weight: Tensor | None, angle: Tensor, size: int) -> Tensor:
+    x = x.unflatten(1, (-1, size))
+    if weight is not None:
+        x = torch.nn.functional.rms_norm(x, (size,), weight, 1e-5)
+    a, b = x.chunk(2, dim=-1)
+    return x * angle.cos()[:, None] + torch.cat([-b, a], -1) * angle.sin()[:, None]
+
+
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rotate_and_store(with_norm: bool) -> None:
-    heads, kv_heads, size, page = 4, 2, 64, 16
-    qkv = noise(5, (heads + 2 * kv_heads) * size)
-    keys, values = (
-        torch.zeros(6, kv_heads, page, size, device="cuda"),
-        torch.zeros(6, kv_heads, page, size, device="cuda"),
-    )
-    slots = torch.tensor([0, 17, 95, 33, 34], device="cuda")
+    num, num_kv, size, page = 4, 2, 64, 16
+    qkv = noise(5, (num + 2 * num_kv) * size)
+    keys, values = (torch.zeros(6, num_kv, page, size, device=DEVICE) for _ in range(2))
+    slots = torch.tensor([0, 17, 95, 33, 34], device=DEVICE)
     angle = noise(5, size // 2, seed=3).repeat(1, 2)
     norms = (noise(size, seed=4), noise(size, seed=5)) if with_norm else None
-    q = rotate_and_store(qkv, norms, 1e-5, angle.cos(), angle.sin(), keys, values, slots, heads)
-
-    def expected(x: Tensor, weight: Tensor | None) -> Tensor:
-        x = x.unflatten(1, (-1, size))
-        if weight is not None:
-            x = torch.nn.functional.rms_norm(x, (size,), weight, 1e-5)
-        a, b = x.chunk(2, dim=-1)
-        return x * angle.cos()[:, None] + torch.cat([-b, a], -1) * angle.sin()[:, None]
-
-    theirs = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=1)
-    torch.testing.assert_close(q, expected(theirs[0], norms and norms[0]), rtol=0, atol=1e-5)
+    heads = Heads(num=num, num_kv=num_kv, size=size, norms=norms, epsilon=1e-5)
+    q = rotate_and_store(qkv, heads, angle.cos(), angle.sin(), keys, values, slots)
+    theirs = qkv.split([num * size, num_kv * size, num_kv * size], dim=1)
+    torch.testing.assert_close(q, turned(theirs[0], norms and norms[0], angle, size), rtol=0, atol=1e-5)
     stored = keys[slots // page, :, slots % page]
-    torch.testing.assert_close(stored, expected(theirs[1], norms and norms[1]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(stored, turned(theirs[1], norms and norms[1], angle, size), rtol=0, atol=1e-5)
     assert torch.equal(values[slots // page, :, slots % page], theirs[2].unflatten(1, (-1, size)))
-    assert int((values != 0).any(-1).sum()) == 5 * kv_heads  # and nowhere else
+    assert int((values != 0).any(-1).sum()) == 5 * num_kv  # and nowhere else
+    again = rotate_heads(qkv, heads, angle.cos(), angle.sin())
+    for mine, same in zip(again, (q, stored, theirs[2].unflatten(1, (-1, size))), strict=True):
+        assert torch.equal(mine, same)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_gradient_of_rotate_heads(with_norm: bool) -> None:
+    num, num_kv, size = 4, 2, 16
+    angle = noise(600, size // 2, seed=3).repeat(1, 2)
+    shapes = [(600, (num + 2 * num_kv) * size), (size,), (size,)]
+    mine, copy = ([noise(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)] for _ in range(2))
+    norms = (mine[1], mine[2]) if with_norm else None
+    heads = Heads(num=num, num_kv=num_kv, size=size, norms=norms, epsilon=1e-5)
+    ours = list(rotate_heads(mine[0], heads, angle.cos(), angle.sin()))
+    q, k, v = copy[0].split([num * size, num_kv * size, num_kv * size], dim=1)
+    weights = (copy[1], copy[2]) if with_norm else (None, None)
+    expected = [turned(q, weights[0], angle, size), turned(k, weights[1], angle, size), v.unflatten(1, (-1, size))]
+    keep = slice(3 if with_norm else 1)
+    assert_same_gradients(ours, expected, [mine[keep], copy[keep]])
 
 
 @pytest.mark.parametrize(("vocab", "temperature"), [(97, 1.0), (4096, 0.7), (20_001, 1.3)])
 def test_draw_tokens(vocab: int, temperature: float) -> None:
+    count = 200 if INTERPRETED else 20_000
     logits = noise(1, vocab) * 2
     logits[0, vocab // 2 :: 3] = float("-inf")
-    uniforms = torch.from_numpy((np.arange(20_000) + 0.5) / 20_000).cuda()
-    tokens, logprobs = draw_tokens(
-        logits.expand(20_000, -1).contiguous(), uniforms, torch.full((20_000,), temperature, device="cuda")
-    )
+    uniforms = torch.from_numpy((np.arange(count) + 0.5) / count).to(DEVICE)
+    temperatures = torch.full((count,), temperature, device=DEVICE)
+    rows = logits.expand(count, -1).contiguous()
+    tokens, logprobs = draw_tokens(rows, uniforms, temperatures)
     expected = torch.log_softmax(logits[0].double() / temperature, -1)
     torch.testing.assert_close(logprobs.double(), expected[tokens], rtol=0, atol=1e-5)
     # evenly spaced numbers hit every token as often as its probability says, give or take one at each end
     counts = torch.bincount(tokens, minlength=vocab)
-    assert (counts - 20_000 * expected.exp()).abs().max() < 1.01
+    assert (counts - count * expected.exp()).abs().max() < 1.01
+    assert torch.equal(token_logprobs(rows, tokens, temperatures)[0], logprobs)  # the same bits
+
+
+def test_a_temperature_of_zero_takes_the_likeliest() -> None:
+    logits = noise(5, 9000)
+    logits[:, 8000:] = float("-inf")
+    tokens, logprobs = draw_tokens(
+        logits, torch.full((5,), 0.7, dtype=torch.float64, device=DEVICE), torch.zeros(5, device=DEVICE)
+    )
+    assert torch.equal(tokens, logits.argmax(1))
+    assert torch.equal(logprobs, torch.zeros(5, device=DEVICE))
+
+
+def test_gradient_of_token_logprobs() -> None:
+    logits, tokens, grads = noise(4, 9001), torch.tensor([0, 4095, 4096, 9000], device=DEVICE), noise(4, seed=1)
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0], device=DEVICE)
+    copy = logits.clone().requires_grad_()
+    expected = torch.log_softmax(copy / temperatures[:, None], -1).gather(1, tokens[:, None]).squeeze(1)
+    found, log_sums = token_logprobs(logits, tokens, temperatures)
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
+    (theirs,) = torch.autograd.grad((expected * grads).sum(), copy)
+    ours = logits_gradient(logits, tokens, log_sums, grads, temperatures)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

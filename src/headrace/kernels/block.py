@@ -1,30 +1,64 @@
 """What stands between a decoder's matrices, one kernel each: residual and norm, norm and rotation, gate.
 
-T tokens, E hidden size, H query heads, J key/value heads, D head size, F width of the gate.
+Each has a backward of its own. A row's result depends on that row alone, to the last bit.
+T tokens, E hidden size, H query heads, J key/value heads, D head size, F width of the gate, N = (H + 2 J) D.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 512  # that share the rows of a backward pass; each keeps its own sum of the weight's gradient
+
 
 def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """x + update, and its RMS norm."""
-    tokens, width = x_TE.shape
-    total = x_TE if update_TE is None else torch.empty_like(x_TE)
-    normed = torch.empty_like(x_TE)
-    _add_norm[(tokens,)](
-        x_TE, x_TE if update_TE is None else update_TE, weight_E, total, normed, epsilon, width,
-        ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
+    if torch.is_grad_enabled():
+        return _AddNorm.apply(x_TE, update_TE, weight_E, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+    return _add_norm(x_TE, update_TE, weight_E, epsilon)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        total, normed = _add_norm(x, update, weight, epsilon)
+        ctx.save_for_backward(total, weight)
+        ctx.epsilon = epsilon
+        return total if update is not None else total.view_as(total), normed
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        total, weight = ctx.saved_tensors
+        tokens, width = total.shape
+        grad = torch.empty_like(total)
+        rows = triton.cdiv(tokens, PROGRAMS)
+        partial = torch.empty(triton.cdiv(tokens, rows), width, dtype=torch.float32, device=total.device)
+        _add_norm_backward[(len(partial),)](
+            total, weight, grad_total, grad_normed.contiguous(), grad, partial, ctx.epsilon, tokens, rows, width,
+            WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
+        )  # fmt: skip
+        return grad, grad if ctx.needs_input_grad[1] else None, partial.sum(0).to(weight.dtype), None
+
+
+def _add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    tokens, width = x.shape
+    total = x if update is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    _add_norm_forward[(tokens,)](
+        x, x if update is None else update, weight, total, normed, epsilon, width,
+        ADD=update is not None, WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
     return total, normed
 
 
 @triton.jit
-def _add_norm(x, update, weight, total, normed, epsilon, width, ADD: tl.constexpr, WIDTH: tl.constexpr):
+def _add_norm_forward(x, update, weight, total, normed, epsilon, width, ADD: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, WIDTH)
     inside = at < width
@@ -39,16 +73,59 @@ def _add_norm(x, update, weight, total, normed, epsilon, width, ADD: tl.constexp
     tl.store(normed + row + at, scaled.to(x.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _add_norm_backward(
+    total, weight, grad_total, grad_normed, grad, partial, epsilon, tokens, rows, width, WIDTH: tl.constexpr
+):
+    at = tl.arange(0, WIDTH)
+    inside = at < width
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.program_id(0) * rows
+    of_weight = tl.zeros([WIDTH], tl.float32)
+    for token in range(first, tl.minimum(first + rows, tokens)):
+        row = tl.cast(token, tl.int64) * width
+        x = tl.load(total + row + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad_normed + row + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+        unit = x * inverse
+        of_weight += g * unit
+        pull = g * w
+        change = (pull - unit * (tl.sum(pull * unit, 0) / width)) * inverse
+        change += tl.load(grad_total + row + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad + row + at, change.to(grad.dtype.element_ty), mask=inside)
+    tl.store(partial + tl.program_id(0) * width + at, of_weight, mask=inside)
+
+
 def gate(gate_up_T2F: Tensor) -> Tensor:
     """silu(first half) · second half."""
-    tokens, double = gate_up_T2F.shape
-    out = gate_up_T2F.new_empty(tokens, double // 2)
-    _gate[(tokens, triton.cdiv(double // 2, 1024))](gate_up_T2F, out, double // 2, BLOCK=1024)
+    if torch.is_grad_enabled():
+        return _Gate.apply(gate_up_T2F)  # type: ignore[no-untyped-call, no-any-return]
+    return _gate(gate_up_T2F)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _gate(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        found, width = torch.empty_like(gate_up), grad.shape[1]
+        _gate_backward[(len(grad), triton.cdiv(width, 1024))](gate_up, grad.contiguous(), found, width, BLOCK=1024)
+        return found
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    tokens, double = gate_up.shape
+    out = gate_up.new_empty(tokens, double // 2)
+    _gate_forward[(tokens, triton.cdiv(double // 2, 1024))](gate_up, out, double // 2, BLOCK=1024)
     return out
 
 
 @triton.jit
-def _gate(gate_up, out, width, BLOCK: tl.constexpr):
+def _gate_forward(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -57,36 +134,122 @@ def _gate(gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _gate_backward(gate_up, grad, found, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    g = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    pull = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    of_gate = pull * u * s * (1 + g * (1 - s))
+    tl.store(found + row * 2 * width + at, of_gate.to(found.dtype.element_ty), mask=inside)
+    tl.store(found + row * 2 * width + width + at, (pull * g * s).to(found.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How queries, keys and values lie side by side in a row of N numbers, and the norm that some models put on them.
+
+    Example:
+        Heads(num=16, num_kv=8, size=128, norms=(q_norm.weight, k_norm.weight), epsilon=1e-6)
+    """
+
+    num: int
+    num_kv: int
+    size: int
+    norms: tuple[Tensor, Tensor] | None
+    epsilon: float
+
+
 def rotate_and_store(
     qkv_TN: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
+    heads: Heads,
     cos_TD: Tensor,
     sin_TD: Tensor,
     keys_PJTD: Tensor,
     values_PJTD: Tensor,
     slots_T: Tensor,
-    num_heads: int,
 ) -> Tensor:
-    """Norm (if the model has one) and rotation of queries and keys; keys and values go to their `slots` in the cache.
+    """Norm and rotation of queries and keys; keys and values go to their `slots` in the cache.
 
     A slot is page · PAGE + place in the page. Returns the queries `[T, H, D]`.
     """
-    tokens = qkv_TN.shape[0]
-    num_kv_heads, page, head_size = keys_PJTD.shape[1:]
-    queries = qkv_TN.new_empty(tokens, num_heads, head_size)
-    q_norm, k_norm = norms if norms is not None else (qkv_TN, qkv_TN)
-    _rotate_and_store[(tokens, num_heads + 2 * num_kv_heads)](
-        qkv_TN, q_norm, k_norm, cos_TD, sin_TD, slots_T, queries, keys_PJTD, values_PJTD,
-        keys_PJTD.stride(0), keys_PJTD.stride(1), epsilon,
-        H=num_heads, J=num_kv_heads, HALF=head_size // 2, PAGE=page, NORM=norms is not None, num_warps=1,
+    queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
+    page = keys_PJTD.shape[2]
+    _launch_rotate(
+        qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys_PJTD, values_PJTD,
+        (keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)), page, store_values=True,
     )  # fmt: skip
     return queries
 
 
+def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries `[T, H, D]` and keys `[T, J, D]` after norm and rotation, and the values `[T, J, D]`."""
+    if torch.is_grad_enabled():
+        q_norm, k_norm = heads.norms if heads.norms is not None else (None, None)
+        q, k, v = _RotateHeads.apply(qkv_TN, q_norm, k_norm, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
+        return q, k, v
+    return _rotate_heads(qkv_TN, heads, cos_TD, sin_TD)
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv, cos, sin)
+        ctx.heads = heads
+        return _rotate_heads(qkv, heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, cos, sin = ctx.saved_tensors
+        heads, tokens = ctx.heads, len(qkv)
+        grad = torch.empty_like(qkv)
+        normed = heads.norms is not None
+        q_norm, k_norm = heads.norms if normed else (qkv, qkv)
+        rows = triton.cdiv(tokens, PROGRAMS)
+        programs = triton.cdiv(tokens, rows)
+        partial = torch.empty(programs, 2, heads.size, dtype=torch.float32, device=qkv.device)
+        _rotate_backward[(programs,)](
+            qkv, q_norm, k_norm, cos, sin, grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous(), grad, partial,
+            heads.epsilon, tokens, rows,
+            H=heads.num, J=heads.num_kv, HALF=heads.size // 2, HP=triton.next_power_of_2(heads.num + 2 * heads.num_kv),
+            NORM=normed, num_warps=8,
+        )  # fmt: skip
+        if not normed:
+            return grad, None, None, None, None, None
+        of_q, of_k = partial.sum(0).to(q_norm.dtype)
+        return grad, of_q, of_k, None, None, None
+
+
+def _rotate_heads(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q = qkv.new_empty(len(qkv), heads.num, heads.size)
+    k = qkv.new_empty(len(qkv), heads.num_kv, heads.size)
+    slots = torch.arange(len(qkv), device=qkv.device)
+    _launch_rotate(qkv, heads, cos, sin, slots, q, k, k, (k.stride(0), 0, k.stride(1)), 1, store_values=False)
+    v = qkv.unflatten(1, (-1, heads.size))[:, heads.num + heads.num_kv :]
+    return q, k, v.contiguous()
+
+
+def _launch_rotate(
+    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    strides: tuple[int, int, int], page: int, *, store_values: bool,
+) -> None:  # fmt: skip
+    q_norm, k_norm = heads.norms if heads.norms is not None else (qkv, qkv)
+    num = heads.num + (2 if store_values else 1) * heads.num_kv
+    _rotate[(len(qkv), num)](
+        qkv, q_norm, k_norm, cos, sin, slots, q, k, v, *strides, heads.epsilon,
+        H=heads.num, J=heads.num_kv, HALF=heads.size // 2, PAGE=page, NORM=heads.norms is not None, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 @triton.jit
-def _rotate_and_store(
-    qkv, q_norm, k_norm, cos, sin, slots, queries, K, V, page_stride, head_stride, epsilon,
+def _rotate(
+    qkv, q_norm, k_norm, cos, sin, slots, queries, K, V, page_stride, token_stride, head_stride, epsilon,
     H: tl.constexpr, J: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -96,7 +259,7 @@ def _rotate_and_store(
     source = qkv + token * (H + 2 * J) * D + head * D
     a, b = tl.load(source + at), tl.load(source + HALF + at)
     slot = tl.load(slots + token)
-    place = slot // PAGE * page_stride + slot % PAGE * D
+    place = slot // PAGE * page_stride + slot % PAGE * token_stride
     if head < H + J:
         x, y = a.to(tl.float32), b.to(tl.float32)
         if NORM:
@@ -111,3 +274,50 @@ def _rotate_and_store(
         target = V + place + (head - H - J) * head_stride
     tl.store(target + at, a)
     tl.store(target + HALF + at, b)
+
+
+@triton.jit
+def _rotate_backward(
+    qkv, q_norm, k_norm, cos, sin, grad_q, grad_k, grad_v, grad, partial, epsilon, tokens, rows,
+    H: tl.constexpr, J: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = 2 * HALF
+    kind = grad.dtype.element_ty
+    at, head = tl.arange(0, HALF)[None, :], tl.arange(0, HP)[:, None]
+    queries, keys, values = head < H, (head >= H) & (head < H + J), (head >= H + J) & (head < H + 2 * J)
+    lower, upper = tl.zeros([HP, HALF], tl.float32), tl.zeros([HP, HALF], tl.float32)
+    if NORM:
+        w = tl.load(q_norm + at + 0 * head, mask=queries, other=0.0).to(tl.float32)
+        w += tl.load(k_norm + at + 0 * head, mask=keys, other=0.0).to(tl.float32)
+        z = tl.load(q_norm + HALF + at + 0 * head, mask=queries, other=0.0).to(tl.float32)
+        z += tl.load(k_norm + HALF + at + 0 * head, mask=keys, other=0.0).to(tl.float32)
+    first = tl.program_id(0) * rows
+    for token in range(first, tl.minimum(first + rows, tokens)):
+        token = tl.cast(token, tl.int64)
+        q, k, v = (token * H + head) * D + at, (token * J + head - H) * D + at, (token * J + head - H - J) * D + at
+        f = tl.load(grad_q + q, mask=queries, other=0.0) + tl.load(grad_k + k, mask=keys, other=0.0)
+        g = tl.load(grad_q + q + HALF, mask=queries, other=0.0) + tl.load(grad_k + k + HALF, mask=keys, other=0.0)
+        f, g = f.to(tl.float32), g.to(tl.float32)
+        c, s = tl.load(cos + token * D + at).to(tl.float32), tl.load(sin + token * D + at).to(tl.float32)
+        f, g = f * c + g * s, g * c - f * s
+        row = (token * (H + 2 * J) + head) * D + at
+        if NORM:
+            x = tl.load(qkv + row, mask=queries | keys, other=0.0).to(tl.float32)
+            y = tl.load(qkv + row + HALF, mask=queries | keys, other=0.0).to(tl.float32)
+            inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + epsilon)[:, None]
+            x, y = x * inverse, y * inverse
+            lower += f * x
+            upper += g * y
+            f, g = f * w, g * z
+            along = ((tl.sum(f * x, 1) + tl.sum(g * y, 1)) / D)[:, None]
+            f, g = (f - x * along) * inverse, (g - y * along) * inverse
+        f += tl.load(grad_v + v, mask=values, other=0.0).to(tl.float32)
+        g += tl.load(grad_v + v + HALF, mask=values, other=0.0).to(tl.float32)
+        tl.store(grad + row, f.to(kind), mask=head < H + 2 * J)
+        tl.store(grad + row + HALF, g.to(kind), mask=head < H + 2 * J)
+    if NORM:
+        place = partial + tl.program_id(0) * 2 * D + tl.arange(0, HALF)
+        tl.store(place, tl.sum(tl.where(queries, lower, 0.0), 0))
+        tl.store(place + HALF, tl.sum(tl.where(queries, upper, 0.0), 0))
+        tl.store(place + D, tl.sum(tl.where(keys, lower, 0.0), 0))
+        tl.store(place + D + HALF, tl.sum(tl.where(keys, upper, 0.0), 0))

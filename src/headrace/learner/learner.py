@@ -143,6 +143,7 @@ class Learner:
             current = self.policy.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
             loss = self._loss(batch, current)
             loss.backward()
+        self._optimizer.collect()
         self._sums.loss += float(loss.detach())
 
     def _loss(self, batch: Batch, current: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -29,17 +30,27 @@ class Optimizer:
             fused=True,
         )
 
+    def collect(self) -> None:
+        """Add the gradients of one backward pass to those of the step, in the precision of the master weights."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
     def step(self, *, lr: float, scale: float, clip: float) -> float:
         """Multiply the gradients by `scale`, clip their norm, update. Returns the norm before clipping.
 
         A norm that is not finite leaves weights and moments as they were.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
-        norm = float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
-        if norm == norm and norm != float("inf"):
-            if clip and norm > clip:
-                torch._foreach_mul_(gradients, clip / norm)
+        self.collect()
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        norm = scale * float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
+        if math.isfinite(norm):
+            torch._foreach_mul_(gradients, scale * clip / norm if clip and norm > clip else scale)
             self._update(lr)
         self.zero_grad()
         return norm
@@ -52,13 +63,11 @@ class Optimizer:
     def _update(self, lr: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        for parameter, master in pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self.adamw.step()
-        with torch.no_grad():
-            for parameter, master in pairs:
-                parameter.copy_(master)
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

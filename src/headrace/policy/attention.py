@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+
+from headrace import kernels
+
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.attention import Blocks, block_attention
 
 NAME = "headrace"
 
@@ -112,12 +116,13 @@ class PackedPlan:
         PackedPlan([5, 3], device) for the tokens a0 a1 a2 a3 a4 b0 b1 b2
     """
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
+    def __init__(self, lengths: list[int], device: torch.device, *, exact: bool = False) -> None:
         self.lengths = lengths
         self.longest = max(lengths)
         self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]  # [1, T]
-        self._ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        self._device = device
+        self.ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        self._device, self._exact = device, exact
+        self._cut: Blocks | None = None
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """Causal attention inside each sequence."""
@@ -138,12 +143,47 @@ class PackedPlan:
         return _Rectangles.of(self.lengths, self._device)
 
     def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        size = (window - 1 if window else -1, 0)
-        out = varlen_attn(q, k, v, self._ends, self._ends, self.longest, self.longest, scale=scale, window_size=size)
-        assert isinstance(out, Tensor)
+        return _Varlen.apply(q, k, v, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
+
+    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+        """The attention's output and its log-sums `[H, T]`."""
+        if self._exact:
+            return block_attention(q, k, v, None, self._blocks(q.shape[1] // k.shape[1]), scale=scale, window=window)
+        ends, longest = self.ends, self.longest
+        left, right = (window - 1, 0) if window else (-1, 0)
+        return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
+            q, k, v, ends, ends, longest, longest, 0.0, not window, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )[:2]  # fmt: skip
+
+    def _blocks(self, group: int) -> Blocks:
+        if self._cut is None:
+            starts = [0, *np.cumsum(self.lengths)[:-1].tolist()]
+            self._cut = Blocks.of([0] * len(self.lengths), self.lengths, starts, group, self._device)
+        return self._cut
+
+
+class _Varlen(torch.autograd.Function):
+    """Packed attention on a GPU. The backward pass is that of the flash kernel in exact mode as well."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float, window: int) -> Tensor:
+        out, log_sums = plan.forward_varlen(q, k, v, scale, window)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.rest = plan, scale, window
         return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        plan, scale, window = ctx.rest
+        nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout there is none of
+        left, right = (window - 1, 0) if window else (-1, 0)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, log_sums, plan.ends, plan.ends, plan.longest, plan.longest,
+            0.0, not window, nothing, nothing, scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return *grads, None, None, None
 
 
 def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:

@@ -1,14 +1,15 @@
 """The decoder of the Llama family: `transformers`' weights and matrices, our own path between them.
 
 A decode step of a small model spends most of its time between the matrices, in module calls, views and elementwise
-chains. This path has few of them, and serves the engine and the learner alike. Other architectures run through
-`transformers`' own modules. Either way the policy compares itself with `transformers` once, when it is loaded.
+chains. This path has few of them, and serves the engine and the learner alike; on a GPU each stretch between two
+matrices is one kernel. Other architectures run through `transformers`' own modules. Either way the policy compares
+itself with `transformers` once, when it is loaded.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,19 @@ from headrace import kernels
 from headrace.policy.attention import Plan
 from headrace.policy.functions import gated, rms_norm, rotate
 
-if kernels.AVAILABLE:
-    from headrace.kernels.block import add_norm, gate
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.block import Heads, add_norm, gate, rotate_heads
 
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 
 
 @runtime_checkable
 class PagedPlan(Protocol):
-    """A decode step over a paged cache."""
+    """A step of the engine over a paged cache."""
 
-    def rotate_and_attend(self, attention: Any, qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, window: int) -> Tensor:
+    def rotate_and_attend(
+        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
+    ) -> Tensor:
         """From queries, keys and values side by side to the attention's output `[T, H, D]`."""
         ...
 
@@ -45,20 +48,26 @@ class DenseBody:
     def __init__(self, body: Any) -> None:
         self._body = body
         self.checkpoint_activations = False
+        head_size = body.layers[0].self_attn.head_dim
+        self._fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
 
     def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
         """Final hidden states `[T, E]`."""
         body = self._body
         x = body.embed_tokens(token_ids_T)
-        if x.is_cuda and isinstance(plan, PagedPlan):
-            return self._decode(x, positions_1T, plan)
-        cos, sin = (angles[0, :, None] for angles in body.rotary_emb(x[None], positions_1T))
+        cos, sin = (angles[0] for angles in body.rotary_emb(x[None], positions_1T))
+        if x.is_cuda and self._fits_kernels:
+            return self._fused(x, cos.contiguous(), sin.contiguous(), plan)
+        cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(self._layer, layer, x, cos, sin, plan, use_reentrant=False)
-            else:
-                x = self._layer(layer, x, cos, sin, plan)
+            x = self._run(self._layer, layer, x, cos, sin, plan)
         return _norm(body.norm, x)
+
+    def _run(self, layer_function: Any, *args: Any) -> Any:
+        """One layer, with its activations kept for the backward pass or computed again there."""
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            return checkpoint(layer_function, *args, use_reentrant=False)
+        return layer_function(*args)
 
     def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         attention, mlp = layer.self_attn, layer.mlp
@@ -75,18 +84,27 @@ class DenseBody:
         h = _norm(layer.post_attention_layernorm, x)
         return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
 
-    def _decode(self, x: Tensor, positions_1T: Tensor, plan: PagedPlan) -> Tensor:
-        """The same for one token per sequence on a GPU, with a kernel for each stretch between the matrices."""
-        body, update = self._body, None
-        cos, sin = (angles[0].contiguous() for angles in body.rotary_emb(x[None], positions_1T))
-        for layer, joined in zip(body.layers, self._joined, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            before, after = layer.input_layernorm, layer.post_attention_layernorm
-            x, h = add_norm(x, update, before.weight, before.variance_epsilon)
-            out = plan.rotate_and_attend(attention, joined.qkv(h), cos, sin, self._window(attention))
-            x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
-            update = mlp.down_proj(gate(joined.gate_up(h)))
-        return add_norm(x, update, body.norm.weight, body.norm.variance_epsilon)[1]
+    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
+        """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
+        update = None
+        for layer, joined in zip(self._body.layers, self._joined, strict=True):
+            x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
+        norm = self._body.norm
+        return add_norm(x, update, norm.weight, norm.variance_epsilon)[1]
+
+    def _fused_layer(
+        self, layer: Any, joined: _Joined, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
+        where = attention.layer_idx, attention.scaling, self._window(attention)
+        x, h = add_norm(x, update, before.weight, before.variance_epsilon)
+        qkv = joined.qkv(h)
+        if isinstance(plan, PagedPlan):
+            out = plan.rotate_and_attend(where[0], qkv, joined.heads, cos, sin, *where[1:])
+        else:
+            out = plan.attend(where[0], *rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
+        x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
+        return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
 
     @cached_property
     def _joined(self) -> list[_Joined]:
@@ -100,39 +118,67 @@ class DenseBody:
 
 
 class _Joined:
-    """The matrices of a layer that read the same input, laid end to end so that one product does for all.
+    """The matrices of a layer that read the same input, as one."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.heads = Heads(
+            num=attention.q_proj.out_features // attention.head_dim,
+            num_kv=attention.k_proj.out_features // attention.head_dim,
+            size=attention.head_dim,
+            norms=(norms[0].weight, norms[1].weight) if norms else None,
+            epsilon=norms[0].variance_epsilon if norms else 0.0,
+        )
+
+
+class JoinedLinear:
+    """Linear maps of one input, laid end to end so that one product does for all.
 
     The model's own weights become views into the joined ones: an update in place reaches both.
     """
 
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self._qkv = _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = _join([mlp.gate_proj, mlp.up_proj])
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self._parts = [linear.weight for linear in linears]
+        self._weight = _join(self._parts)
+        self._bias_parts = [linear.bias for linear in linears if linear.bias is not None]
+        self._bias = _join(self._bias_parts) if self._bias_parts else None
 
-    def qkv(self, x: Tensor) -> Tensor:
-        """Queries, keys and values side by side."""
-        return F.linear(x, *self._qkv)
-
-    def gate_up(self, x: Tensor) -> Tensor:
-        """Gate and input side by side."""
-        return F.linear(x, *self._gate_up)
+    def __call__(self, x: Tensor) -> Tensor:
+        """The results, side by side."""
+        if torch.is_grad_enabled():
+            return _JoinedProduct.apply(x, self._weight, self._bias, *self._parts, *self._bias_parts)  # type: ignore[no-untyped-call, no-any-return]
+        return F.linear(x, self._weight, self._bias)
 
 
-def _join(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    joined: list[Tensor | None] = []
-    for name in ("weight", "bias"):
-        parts = [getattr(linear, name) for linear in linears]
-        if parts[0] is None:
-            joined.append(None)
-            continue
-        whole = torch.cat([part.detach() for part in parts])
-        for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = view
-        joined.append(whole)
-    weight, bias = joined
-    assert weight is not None
-    return weight, bias
+class _JoinedProduct(torch.autograd.Function):
+    """Hands each part of the joined weight (and bias) its own rows of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = [len(part) for part in (parts if bias is None else parts[: len(parts) // 2])]
+        ctx.biased = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_parts: list[Tensor | None] = [None] * len(ctx.needs_input_grad[3:])
+        if any(ctx.needs_input_grad[3:]):
+            of_parts[: len(ctx.sizes)] = (grad.t() @ x).split(ctx.sizes)
+            of_parts[len(ctx.sizes) :] = grad.sum(0).split(ctx.sizes) if ctx.biased else []
+        return of_x, None, None, *of_parts
+
+
+def _join(parts: list[Any]) -> Tensor:
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:

@@ -7,10 +7,15 @@ computes each chunk's logits again, so memory stays at one chunk whatever N is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from headrace import kernels
+
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.softmax import logits_gradient, token_logprobs
 
 CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
 
@@ -40,6 +45,8 @@ def chosen_logprobs(
     hidden_NE: Tensor, weight_VE: Tensor, chosen_N: Tensor, temperature: float, support: Support | None = None
 ) -> Tensor:
     """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support if given."""
+    if hidden_NE.is_cuda and support is None and kernels.AVAILABLE:
+        return _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call, no-any-return]
     chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
     return _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -90,3 +97,49 @@ class _ChosenLogprobs(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=grad_hidden[start:end])
             grad_weight.addmm_(grad_logits.t(), hidden[start:end])
         return grad_hidden, grad_weight, None, None, None, None
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """The same on a GPU over the whole vocabulary, in the precision of the weights.
+
+    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+        temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
+        parts, logits = [], None
+        for rows in _row_chunks(hidden, weight):
+            logits = torch.nn.functional.linear(hidden[rows], weight)
+            parts.append(token_logprobs(logits, chosen[rows], temperatures[rows]))
+        ctx.logits = logits if len(parts) == 1 else None
+        nothing = torch.empty(0, dtype=torch.float32, device=hidden.device)
+        logprobs, log_sums = (torch.cat([nothing, *column]) for column in ([p[i] for p in parts] for i in (0, 1)))
+        ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
+        kept, ctx.logits = ctx.logits, None
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        for rows in _row_chunks(hidden, weight):
+            logits = kept if kept is not None else torch.nn.functional.linear(hidden[rows], weight)
+            of_logits = logits_gradient(
+                logits, chosen[rows], log_sums[rows], grad[rows].contiguous(), temperatures[rows]
+            )
+            torch.mm(of_logits, weight, out=grad_hidden[rows])
+            if kept is not None:
+                grad_weight = of_logits.t() @ hidden
+            else:  # a sum of many chunks: not in half precision
+                part = (of_logits.t() @ hidden[rows]).float()
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        assert grad_weight is not None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _row_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Rows whose logits take at most a sixteenth of the GPU's memory."""
+    share = torch.cuda.get_device_properties(hidden.device).total_memory // 16
+    size = max(1, share // (len(weight) * weight.element_size()))
+    return [slice(start, start + size) for start in range(0, max(1, len(hidden)), size)]

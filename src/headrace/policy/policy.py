@@ -40,6 +40,7 @@ class Policy:
         self._dense = DenseBody(self.body) if is_dense(self.body) else None
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
+        self.num_heads: int = self.config.num_attention_heads
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         per_head = self.config.hidden_size // self.config.num_attention_heads
         self.head_size: int = getattr(self.config, "head_dim", None) or per_head

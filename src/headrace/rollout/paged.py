@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.kernels.block import rotate_and_store
-from headrace.kernels.decode import SEGMENT, decode_attention
-from headrace.kernels.sample import draw_tokens
-from headrace.policy.attention import PackedPlan
+from headrace.kernels.attention import SEGMENT, Blocks, block_attention, decode_attention
+from headrace.kernels.block import Heads, rotate_and_store
+from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
@@ -45,16 +44,13 @@ class DecodePlan:
         pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
         self._slots = pages * PAGE + positions % PAGE
 
-    def rotate_and_attend(self, attention: Any, qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, window: int) -> Tensor:
+    def rotate_and_attend(
+        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
+    ) -> Tensor:
         """For models of the Llama family."""
-        layer, norms, epsilon = attention.layer_idx, None, 0.0
-        if hasattr(attention, "q_norm"):
-            norms = (attention.q_norm.weight, attention.k_norm.weight)
-            epsilon = attention.q_norm.variance_epsilon
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        num_heads = qkv.shape[1] // attention.head_dim - 2 * keys.shape[1]
-        q = rotate_and_store(qkv, norms, epsilon, cos_TD, sin_TD, keys, values, self._slots, num_heads)
-        return self._attend(q, layer, attention.scaling, window)
+        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
+        return self._attend(q, layer, scale, window)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """For every other model."""
@@ -71,33 +67,37 @@ class DecodePlan:
 class PrefillPlan:
     """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
-    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]]) -> None:
+    def __init__(
+        self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]], group: int
+    ) -> None:
         device = cache.keys[0].device
         at = [np.arange(c.start, c.end) for c in chunks]
-        self._cache, self._chunks = cache, chunks
+        self._cache = cache
         self._slots = _slots(at, tables).to(device)
         self.positions = torch.from_numpy(np.concatenate(at)).to(device)[None]
-        self._whole = PackedPlan([c.end for c in chunks], device) if not any(c.start for c in chunks) else None
-        self._pages = [torch.from_numpy(t[: -(-c.end // PAGE)]).to(device) for c, t in zip(chunks, tables, strict=True)]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        self._tables = torch.from_numpy(padded).to(device)
+        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
+        self._blocks = Blocks.of(starts, ends, range(len(chunks)), group, device)
+
+    def rotate_and_attend(
+        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """For models of the Llama family."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
+        return self._attend(q, layer, scale, window)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """Keys and values go to their pages first."""
+        """For every other model."""
         self._cache.write(layer, self._slots, k_TJD, v_TJD)
-        if self._whole is not None:
-            return self._whole.attend(layer, q_THD, k_TJD, v_TJD, scale, window)
-        queries = q_THD.split([c.end - c.start for c in self._chunks])
-        parts = zip(self._chunks, queries, self._pages, strict=True)
-        return torch.cat([self._attend_one(layer, c, q, pages, scale, window) for c, q, pages in parts])
+        return self._attend(q_THD.contiguous(), layer, scale, window)
 
-    def _attend_one(self, layer: int, c: Chunk, q: Tensor, pages: Tensor, scale: float, window: int) -> Tensor:
-        caches = self._cache.keys[layer], self._cache.values[layer]
-        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, : c.end] for x in caches)
-        ago = torch.arange(c.start, c.end, device=q.device)[:, None] - torch.arange(c.end, device=q.device)
-        mask = (ago >= 0) & (ago < window) if window else ago >= 0
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
+    def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        return block_attention(q, keys, values, self._tables, self._blocks, scale=scale, window=window)[0]
 
 
 class PagedCache:
@@ -260,7 +260,7 @@ class PagedStore:
         self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], tables: Sequence[npt.NDArray[np.int64]]
     ) -> Tensor:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        plan = PrefillPlan(self._cache, chunks, tables)
+        plan = PrefillPlan(self._cache, chunks, tables, self._policy.num_heads // self._policy.num_kv_heads)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
         hidden = self._policy.hidden(ids, plan.positions, plan)
         return hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
