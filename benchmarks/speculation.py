@@ -1,4 +1,4 @@
-"""What drafts bring, and what they cost where nothing repeats: one engine with and one without, taking turns.
+"""What drafts bring, and what they cost where nothing repeats: one engine with and one without, step by step in turns.
 
     python benchmarks/speculation.py                             # a model of a million weights, on the CPU
     python benchmarks/speculation.py --device cuda --shape 0.6b  # the shape of Qwen3-0.6B, bfloat16
@@ -76,60 +76,64 @@ def temperature(policy: Policy, spread: float) -> float:
     return float(weight.std() * weight.shape[1] ** 0.5) / spread if spread else 1.0
 
 
-def generate(policy: Policy, work: Workload, running: int, tokens: int, speculate: int, seed: int) -> dict[str, Any]:
-    """Tokens per second over all epochs, and what came of the drafts."""
-    engine = Engine(
-        policy, max_running=running, prefill_tokens=2048, kv_tokens=running * (PROMPT_TOKENS + tokens + 128),
-        on_update="keep", speculate=speculate,
-    )  # fmt: skip
-    sampling = Sampling(max_new_tokens=tokens, temperature=temperature(policy, work.spread))
-    rng = np.random.default_rng(seed)
+class Contender:
+    """An engine, its answers and the seconds it took."""
+
+    def __init__(self, policy: Policy, running: int, tokens: int, speculate: int) -> None:
+        self.engine = Engine(
+            policy, max_running=running, prefill_tokens=2048, kv_tokens=running * (PROMPT_TOKENS + tokens + 128),
+            on_update="keep", speculate=speculate,
+        )  # fmt: skip
+        self.answers: dict[str, list[int]] = {}
+        self.seconds = 0.0
+        self._clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
+
+    def advance(self) -> None:
+        started = self._clock()
+        finished = self.engine.advance(max_steps=4)
+        self.seconds += self._clock() - started
+        self.answers |= {g.id: g.token_ids.tolist() for g in finished}
+
+
+def race(policy: Policy, work: Workload, running: int, options: argparse.Namespace, seed: int) -> list[Contender]:
+    """The engine without drafts and the one with, in turns of four steps, so that whatever slows one slows both."""
+    both = [Contender(policy, running, options.tokens, speculate) for speculate in (0, options.speculate)]
+    sampling = Sampling(max_new_tokens=options.tokens, temperature=temperature(policy, work.spread))
     samples = min(SAMPLES, running)
-    prompts = rng.integers(3, 99, (running // samples, PROMPT_TOKENS)).astype(np.int32)
-    answers: dict[str, list[int]] = {}
-    clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
-    started = clock()
+    prompts = np.random.default_rng(seed).integers(3, 99, (running // samples, PROMPT_TOKENS)).astype(np.int32)
     for epoch in range(work.epochs):
-        for p, prompt in enumerate(prompts):
-            seeds = [request_seed(seed, epoch, p, i) for i in range(samples)]
-            ids = [f"{epoch}:{p}/{i}" for i in range(samples)]
-            engine.submit(prompt, [Request(id=id, sampling=sampling, seed=s) for id, s in zip(ids, seeds, strict=True)])
-        while engine.has_work:
-            answers |= {g.id: g.token_ids.tolist() for g in engine.advance()}
-    seconds = clock() - started
-    return {
-        "answers": answers,
-        "tokens_per_s": sum(map(len, answers.values())) / seconds,
-        "drafted": engine.drafted_tokens,
-        "accepted": engine.accepted_tokens,
-        "drafts": engine.num_drafts,
-    }
+        for contender in both:
+            for p, prompt in enumerate(prompts):
+                seeds = [request_seed(seed, epoch, p, i) for i in range(samples)]
+                requests = [Request(id=f"{epoch}:{p}/{i}", sampling=sampling, seed=s) for i, s in enumerate(seeds)]
+                contender.engine.submit(prompt, requests)
+        while any(contender.engine.has_work for contender in both):
+            for contender in both:
+                if contender.engine.has_work:
+                    contender.advance()
+    return both
 
 
 def compare(policy: Policy, work: Workload, running: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Repeats that take turns; the first is not counted."""
-    ratios, plain_speeds, drafted_speeds, parted = [], [], [], 0
-    last: dict[str, Any] = {}
-    for repeat in range(options.repeats + 1):
-        order = [0, options.speculate] if repeat % 2 else [options.speculate, 0]
-        both = {s: generate(policy, work, running, options.tokens, s, seed=repeat) for s in order}
-        plain, last = both[0], both[options.speculate]
-        parted += sum(plain["answers"][id] != answer for id, answer in last["answers"].items())
-        if repeat:
-            ratios.append(last["tokens_per_s"] / plain["tokens_per_s"])
-            plain_speeds.append(plain["tokens_per_s"])
-            drafted_speeds.append(last["tokens_per_s"])
+    """Several races; the first is not counted."""
+    races = [race(policy, work, running, options, seed) for seed in range(options.repeats + 1)][1:]
+    num_tokens = sum(len(answer) for answer in races[0][0].answers.values())
+    ratios = [plain.seconds / drafted.seconds for plain, drafted in races]
+    engines = [drafted.engine for _, drafted in races]
+    accepted = sum(engine.accepted_tokens for engine in engines)
     return {
         "workload": work.name,
         "running": running,
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
-        "tokens_per_s": statistics.median(drafted_speeds),
-        "plain_tokens_per_s": statistics.median(plain_speeds),
-        "accepted_per_draft": last["accepted"] / max(1, last["drafts"]),
-        "accepted_share": last["accepted"] / max(1, last["drafted"]),
-        "from_drafts": last["accepted"] / sum(map(len, last["answers"].values())),
-        "answers_that_differ": parted,
+        "tokens_per_s": num_tokens / statistics.median(drafted.seconds for _, drafted in races),
+        "plain_tokens_per_s": num_tokens / statistics.median(plain.seconds for plain, _ in races),
+        "accepted_per_draft": accepted / max(1, sum(engine.num_drafts for engine in engines)),
+        "accepted_share": accepted / max(1, sum(engine.drafted_tokens for engine in engines)),
+        "from_drafts": accepted / (num_tokens * len(races)),
+        "answers_that_differ": sum(
+            answer != drafted.answers[id] for plain, drafted in races for id, answer in plain.answers.items()
+        ),
     }
 
 
