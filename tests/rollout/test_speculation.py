@@ -254,7 +254,7 @@ def extend(rows: Rows, row: int, tokens: Any, drafter: Drafter | None = None) ->
 
 def drafted(drafter: Drafter, rows: Rows, row: int) -> list[int]:
     """Several looks, because the drafter rests after one that found nothing."""
-    for _ in range(9):
+    for _ in range(40):
         drafts = drafter.propose(rows, 1)
         if drafts is not None:
             return drafts.tokens[row, : drafts.counts[row]].tolist()

@@ -34,7 +34,7 @@ MOST_VERIFIED = 128  # tokens of one step with drafts, unless more sequences tha
 STREAKS = 4  # kinds of entries of one order: the token followed once, twice, three times, more often in a row
 HALF_LIFE_TOKENS = 256  # scores of a kind of entry count half after so many more
 DOUBT_TOKENS = 4  # a kind of entry is believed to be like the next weaker one until it has scored more than these
-IDLE_STEPS = 8  # until the next look, after one that found nothing
+IDLE_STEPS = (8, 32)  # until the next look after one that found nothing: at first, and at most after several
 
 # When drafts pay. A step of T tokens takes about as long as LEVEL + T units: below LEVEL tokens the time is mostly
 # that of the step itself. So n rows sample n / (LEVEL + n) tokens per unit, and with D drafts of which E are expected
@@ -91,9 +91,11 @@ class Drafter:
         self._tags = np.zeros(NUM_SLOTS, np.uint32)  # tells apart the contexts that share a slot; 0 is empty
         self._tokens = np.zeros(NUM_SLOTS, np.int32)
         self._streaks = np.zeros(NUM_SLOTS, np.uint8)
+        for table in (self._tags, self._tokens, self._streaks):
+            table.fill(0)  # the memory comes now, not in the middle of the first steps
         self._right = np.zeros(len(ORDERS) * STREAKS)  # guesses by kind of entry, older ones counted less
         self._scored = np.zeros(len(ORDERS) * STREAKS)
-        self._idle_steps = 0
+        self._idle_steps, self._pause_steps = 0, IDLE_STEPS[0]
 
     def read(self, prompt: IntArray) -> None:
         """Learn from a prompt. It says nothing about how good guesses at sampled tokens are."""
@@ -128,8 +130,10 @@ class Drafter:
         tokens, chances = self._guess(rows, max(plain, 0.1))
         counts = self._choose(chances, needed)
         if not counts.any():
-            self._idle_steps = IDLE_STEPS
+            self._idle_steps = self._pause_steps
+            self._pause_steps = min(2 * self._pause_steps, IDLE_STEPS[1])
             return None
+        self._pause_steps = IDLE_STEPS[0]
         return Drafts(tokens, counts)
 
     def _guess(self, rows: Rows, floor: float) -> tuple[Ints, npt.NDArray[np.float64]]:
