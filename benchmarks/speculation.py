@@ -89,6 +89,7 @@ class Contender:
         self._clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
 
     def advance(self) -> None:
+        """Four steps, timed."""
         started = self._clock()
         finished = self.engine.advance(max_steps=4)
         self.seconds += self._clock() - started

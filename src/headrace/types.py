@@ -1,7 +1,7 @@
 """The records that cross a stage border.
 
 Frozen, numpy only, no torch: they pickle cheaply and can be read on any machine. Each shows an instance.
-Shapes in comments: T tokens of one trajectory, S of them sampled, L layers, K experts per token.
+Shapes in comments: T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+RouteArray = npt.NDArray[Any]  # [T, L, K] uint8 or uint16
 
 STAGES = ("rollout", "reward", "reference", "train", "publish")
 
@@ -75,7 +76,10 @@ class Replay:
     """What the engine chose besides the tokens, so that the learner can choose it again.
 
     `support_ids[support_offsets[i]:support_offsets[i + 1]]` are the tokens that could be sampled at the i-th sampled
-    position (top-k, top-p, min-p leave a subset of the vocabulary). `routes` are the experts per token and layer.
+    position (top-k, top-p, min-p leave a subset of the vocabulary).
+
+    `routes` are the experts of each token, prompt tokens too, in each mixture layer, in the smallest unsigned type. The
+    last token was sampled but never computed with, so it has no experts: its row is zeros, and nothing depends on it.
 
     Example:
         Replay(support_ids=np.array([4, 9, 2], np.int32), support_offsets=np.array([0, 2, 3], np.int64))
@@ -83,7 +87,7 @@ class Replay:
 
     support_ids: IntArray | None = None  # [sum of subset sizes]
     support_offsets: npt.NDArray[np.int64] | None = None  # [S + 1]
-    routes: npt.NDArray[Any] | None = None  # [T, L, K] unsigned
+    routes: RouteArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routes
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling
@@ -32,6 +33,15 @@ def generate(policy: Policy, prompts: list[np.ndarray]) -> dict[str, Generation]
     while engine.has_work:
         found |= {g.id: g for g in engine.advance()}
     return found
+
+
+def recorded(policy: Policy, generations: dict[str, Generation]) -> torch.Tensor | None:
+    """The experts of all sequences, end to end."""
+    if not policy.routers.num_layers:
+        return None
+    found = [g.replay.routes for g in generations.values() if g.replay is not None and g.replay.routes is not None]
+    assert len(found) == len(generations)
+    return policy.routers.to_device(np.concatenate(found), policy.device)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,14 @@ def test_the_learner_finds_the_log_probs_that_were_sampled(
         for start, s, g in zip(starts, sequences, generations.values(), strict=True)
     ]
     with torch.no_grad():
-        ours = policy.logprobs(tokens, plan, torch.from_numpy(np.concatenate(at)).to(policy.device), 1.0)
+        where, routes = torch.from_numpy(np.concatenate(at)).to(policy.device), recorded(policy, generations)
+        ours = policy.logprobs(tokens, plan, where, 1.0, None, routes)
+        if routes is not None:
+            own = Routes()
+            policy.hidden(tokens, plan.positions, plan, own)
+            assert own.chosen is not None
+            # rounding decides between experts that are nearly as good
+            assert (own.chosen == routes).float().mean() > 0.9
     sampled = np.concatenate([g.logprobs for g in generations.values()])
     difference = np.abs(ours.float().cpu().numpy() - sampled)
     assert difference.max() < tolerance

@@ -1,6 +1,6 @@
 """Each kernel against the same arithmetic written out in torch.
 
-With Triton but no GPU, its interpreter runs them, with other last bits: TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py
+With Triton but no GPU, its interpreter runs them: TRITON_INTERPRET=1 pytest -W ignore tests/gpu/test_kernels.py
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason="needs a CUDA device")]
 if RUNS:
-    from headrace.kernels.attention import Blocks, block_attention, decode_attention
+    from headrace.kernels.attention import Blocks, block_attention, block_tokens, decode_attention
+    from headrace.kernels.attention_backward import QUERIES, attention_gradient
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
+    from headrace.kernels.skinny import gate_linear_add, linear_add, norm_linear
     from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -90,13 +92,13 @@ def test_decode_prefill_and_training_have_the_same_bits(
     keys, values, tables = paged([length], kv_heads, size, 64, dtype)
     k, v = contiguous(keys, tables[0], length), contiguous(values, tables[0], length)
     q = noise(length, heads, size, dtype=dtype)
-    group, device = heads // kv_heads, torch.device(DEVICE)
+    group, cut, device = heads // kv_heads, block_tokens(heads, kv_heads), torch.device(DEVICE)
     options = {"scale": size**-0.5, "window": window}
-    whole = Blocks.of([0], [length], [0], group, device)
+    whole = Blocks.of([0], [length], [0], cut, device)
     trained, log_sums = block_attention(q, k.contiguous(), v.contiguous(), None, whole, **options)
     prefilled = torch.cat(
         [
-            block_attention(q[a:b], keys, values, tables, Blocks.of([a], [b], [0], group, device), **options)[0]
+            block_attention(q[a:b], keys, values, tables, Blocks.of([a], [b], [0], cut, device), **options)[0]
             for a, b in ((0, 37), (37, 512), (512, length))
         ]
     )
@@ -113,6 +115,35 @@ def test_decode_prefill_and_training_have_the_same_bits(
     scores = torch.einsum("thd,shd->hts", q.float(), expanded) * size**-0.5
     expected = scores.masked_fill(unseen, float("-inf")).logsumexp(-1)
     torch.testing.assert_close(log_sums, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize("window", [0, 70])
+def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
+    lengths = [1, 65, 150]
+    q, k, v = (noise(sum(lengths), h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
+    starts, device = [0, 1, 66], torch.device(DEVICE)
+    cut = {t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (block_tokens(heads, kv_heads), QUERIES)}
+    ours, log_sums = block_attention(
+        q.detach(), k.detach(), v.detach(), None, cut[block_tokens(heads, kv_heads)], scale=0.2, window=window
+    )
+    outs = []
+    for start, length in zip(starts, lengths, strict=True):
+        a, b, c = (x[start : start + length].transpose(0, 1) for x in (q, k, v))
+        ago = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+        mask = (ago >= 0) & (ago < window) if window else ago >= 0
+        out = torch.nn.functional.scaled_dot_product_attention(
+            a[None], b[None], c[None], attn_mask=mask, scale=0.2, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1))
+    expected = torch.cat(outs)
+    torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-4)
+    pull = noise(*expected.shape, seed=8)
+    theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
+    inputs = (q.detach(), k.detach(), v.detach(), ours, log_sums)
+    found = attention_gradient(pull, *inputs, cut[QUERIES], scale=0.2, window=window)
+    for f, e in zip(found, theirs, strict=True):
+        assert (f - e).norm() < 1e-2 * e.norm()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -247,3 +278,23 @@ def test_gradient_of_token_logprobs() -> None:
     (theirs,) = torch.autograd.grad((expected * grads).sum(), copy)
     ours = logits_gradient(logits, tokens, log_sums, grads, temperatures)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "biased"), [(1, 128, 96, True), (5, 1000, 2100, False)])
+def test_products_for_a_few_rows(dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, norm, weight = noise(rows, 2 * inputs, dtype=dtype), noise(inputs, seed=1), noise(outputs, inputs, seed=2) * 0.03
+    norm, weight = norm.to(dtype), weight.to(dtype)
+    bias = noise(outputs, seed=3, dtype=dtype) if biased else None
+    residual = noise(rows, outputs, seed=4, dtype=dtype)
+    wide = [t.float() if t is not None else None for t in (weight, bias)]
+    half = x[:, :inputs].contiguous()
+    precision = {"rtol": 2e-2, "atol": TOLERANCE[dtype]}
+    normed = torch.nn.functional.rms_norm(half.float(), (inputs,), norm.float(), 1e-5)
+    expected = torch.nn.functional.linear(normed, *wide)
+    torch.testing.assert_close(norm_linear(half, norm, 1e-5, weight, bias).float(), expected, **precision)
+    expected = residual.float() + torch.nn.functional.linear(half.float(), *wide)
+    torch.testing.assert_close(linear_add(half, weight, bias, residual).float(), expected, **precision)
+    g, u = x.float().chunk(2, dim=1)
+    expected = residual.float() + torch.nn.functional.linear(torch.nn.functional.silu(g) * u, *wide)
+    torch.testing.assert_close(gate_linear_add(x, weight, bias, residual).float(), expected, **precision)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.learner.batch import Item, Packer, balanced, pack
+from headrace.policy.policy import Policy
 from headrace.types import Replay
 
 CPU = torch.device("cpu")
@@ -31,6 +33,10 @@ def sizes_of(batches: list[list[Item]]) -> list[list[int]]:
 def support(*subsets: list[int]) -> Replay:
     offsets = np.cumsum([0, *map(len, subsets)])
     return Replay(support_ids=np.concatenate(subsets).astype(np.int32), support_offsets=offsets.astype(np.int64))
+
+
+def experts(*shape: int, expert: int = 1) -> Replay:
+    return Replay(routes=np.full(shape, expert, np.uint8))
 
 
 def test_pack_by_hand():
@@ -80,6 +86,34 @@ def test_missing_support_is_an_error(broken: Replay | None):
     lacking = trajectory(serial=1, answer=(7, 8, 1), replay=broken)
     with pytest.raises(ValueError, match="1:p1/0 lacks the sampling support"):
         pack([Item(trajectory=t, advantage=1.0) for t in (whole, lacking)], CPU)
+
+
+def test_routes_are_laid_end_to_end(make_policy: Callable[..., Policy]):
+    routers, rng = make_policy("Qwen3Moe").routers, np.random.default_rng(0)
+    routes = [rng.integers(0, 4, (2 + n, 2, 2)).astype(np.uint8) for n in (3, 1)]
+    answers = [trajectory(answer=[7] * (len(r) - 2), replay=Replay(routes=r)) for r in routes]
+    batch = pack([Item(trajectory=t, advantage=1.0) for t in answers], CPU, routers)
+    assert batch.routes is not None
+    np.testing.assert_array_equal(batch.routes.numpy(), np.concatenate(routes))
+    assert pack([Item(trajectory=t, advantage=1.0) for t in answers], CPU, make_policy().routers).routes is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (None, "1:p1/0 lacks the experts"),
+        (Replay(), "1:p1/0 lacks the experts"),
+        (experts(4, 2, 2), r"1:p1/0 has experts of shape \[4, 2, 2\]; .* are \[5, 2, 2\]"),
+        (experts(5, 1, 2), r"1:p1/0 has experts of shape \[5, 1, 2\]; .* are \[5, 2, 2\]"),
+        (experts(5, 2, 3), r"1:p1/0 has experts of shape \[5, 2, 3\]; .* are \[5, 2, 2\]"),
+        (experts(5, 2, 2, expert=4), "1:p1/0 names expert 4; the model has 4"),
+    ],
+)
+def test_missing_routes_are_an_error(make_policy: Callable[..., Policy], broken: Replay | None, message: str):
+    whole = trajectory(serial=0, answer=(7, 8, 1), replay=experts(5, 2, 2))
+    lacking = trajectory(serial=1, answer=(7, 8, 1), replay=broken)
+    with pytest.raises(ValueError, match=message):
+        pack([Item(trajectory=t, advantage=1.0) for t in (whole, lacking)], CPU, make_policy("Qwen3Moe").routers)
 
 
 def test_packer_by_hand():

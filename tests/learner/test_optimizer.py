@@ -27,7 +27,7 @@ def spied(optimizer: Optimizer) -> list[Tensor]:
     seen: list[Tensor] = []
 
     def spy(*_: Any) -> None:
-        seen.append(optimizer.masters[0].grad.clone())  # type: ignore[union-attr]
+        seen.append(optimizer.masters[0].grad / optimizer.adamw.grad_scale)  # type: ignore[operator, attr-defined]
 
     optimizer.adamw.register_step_pre_hook(spy)
     return seen

@@ -95,6 +95,15 @@ def stock_model(policy: Policy) -> Any:
 
 
 @torch.no_grad()
+def perturb(policy: Policy, version: int) -> None:
+    """What an optimizer does, in place, only more of it."""
+    generator = torch.Generator().manual_seed(version)
+    for parameter in policy.model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(noise * 0.3 * parameter.abs().mean())
+
+
+@torch.no_grad()
 def next_logits(model: Any, token_ids: IntArray) -> Doubles:
     """Logits `[T, V]` after each of the tokens."""
     ids = torch.from_numpy(np.asarray(token_ids).astype(np.int64))[None]

@@ -15,6 +15,7 @@ from plain_forward import (
     assert_same,
     finish,
     make_engine,
+    perturb,
     plain_logprobs,
     prompt_ids,
     requests,
@@ -23,6 +24,7 @@ from plain_forward import (
 from transformers import DynamicCache
 
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routers, Routes
 from headrace.rollout.request import Generation
 from headrace.rollout.sampling import Sampling
 from headrace.types import FinishReason, IntArray, Span
@@ -42,15 +44,6 @@ FAMILIES: list[Family] = [
     (prompt_ids(7), requests("d", SHORT)),
     (prompt_ids(21), requests("e", SHORT[:2])),
 ]
-
-
-@torch.no_grad()
-def perturb(policy: Policy, version: int) -> None:
-    """What an optimizer does, in place, only more of it."""
-    generator = torch.Generator().manual_seed(version)
-    for parameter in policy.model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.add_(noise * 0.3 * parameter.abs().mean())
 
 
 def drive(
@@ -85,11 +78,18 @@ def drive(
 def logprobs_by_span(
     models: dict[int, Any], prompt: IntArray, generation: Generation, sampling: Sampling
 ) -> list[tuple[Span, Doubles]]:
-    """For each span, the log-probs of its tokens had its version computed all that stands before them."""
-    return [
-        (span, plain_logprobs(models[span.version], prompt, generation.token_ids, sampling)[_within(span, prompt)])
-        for span in generation.spans
-    ]
+    """For each span, the log-probs of its tokens had its version computed all that stands before them.
+
+    A mixture model sends tokens to the experts they had when they were first computed.
+    """
+    routes = None if generation.replay is None else generation.replay.routes
+    found = []
+    for span in generation.spans:
+        model = models[span.version]
+        with Routers(model.get_decoder()).follow(None if routes is None else Routes(torch.from_numpy(routes))):
+            logprobs = plain_logprobs(model, prompt, generation.token_ids, sampling)
+        found.append((span, logprobs[_within(span, prompt)]))
+    return found
 
 
 def _within(span: Span, prompt: IntArray) -> slice:

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2E = 1.4426950408889634
 SEGMENT = 512
 TILE = 64
-BLOCK = 64  # query rows (tokens times heads that share a key) of one program
+BLOCK = 128  # query rows (tokens times heads that share a key) of one program
 
 
 def decode_attention(
@@ -52,7 +53,7 @@ def decode_attention(
     shape: dict[str, Any] = {"H": num_heads, "D": head_size, "DP": triton.next_power_of_2(head_size)}
     _decode[(n, num_kv_heads, num_segments)](
         q_nHD, keys_PJTD, values_PJTD, tables, lengths_n, out, partial, sums,
-        scale * 1.4426950408889634, window, keys_PJTD.stride(0), keys_PJTD.stride(1), tables.stride(0), num_segments,
+        scale * LOG2E, window, keys_PJTD.stride(0), keys_PJTD.stride(1), tables.stride(0), num_segments,
         J=num_kv_heads, PAGE=page, TILE=TILE, SEGMENT=SEGMENT, ALONE=num_segments == 1, **shape,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
@@ -66,31 +67,37 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Stretches of sequences, cut into blocks of queries: each row is (first token, its position, tokens, source).
+    """Stretches of sequences, cut into blocks: each row is (first token, its position, tokens, source, end).
 
-    `source` is where the sequence's keys begin, or its row in the page tables.
+    `source` is where the sequence begins among the keys, or its row in the page tables; `end` is the stretch's end.
 
     Example:
         two whole sequences of 5 and 3 tokens, 4 tokens to a block:
-        Blocks(table=tensor([[0, 0, 4, 0], [4, 4, 1, 0], [5, 0, 3, 5]]), tokens=4)
+        Blocks(table=tensor([[4, 4, 1, 0, 5], [0, 0, 4, 0, 5], [5, 0, 3, 5, 3]]), tokens=4)
     """
 
-    table: Tensor  # [blocks, 4] int32
+    table: Tensor  # [blocks, 5] int32
     tokens: int
 
     @classmethod
     def of(
-        cls, starts: Sequence[int], ends: Sequence[int], sources: Sequence[int], group: int, device: torch.device
+        cls, starts: Sequence[int], ends: Sequence[int], sources: Sequence[int], tokens: int, device: torch.device
     ) -> Blocks:
-        """For stretches from position `starts` to `ends`, laid end to end; `group` query heads share a key."""
-        tokens = max(1, BLOCK // triton.next_power_of_2(group))
+        """For stretches from position `starts` to `ends`, laid end to end, so many tokens to a block."""
         rows, first = [], 0
         for start, end, source in zip(starts, ends, sources, strict=True):
             at = np.arange(start, end, tokens)
-            rows.append(np.stack([first + at - start, at, np.minimum(tokens, end - at), np.full_like(at, source)], 1))
+            same = np.ones_like(at)
+            rows.append(np.stack([first + at - start, at, np.minimum(tokens, end - at), source * same, end * same], 1))
             first += end - start
-        table = np.concatenate(rows)[np.argsort(-np.concatenate(rows)[:, 1], kind="stable")]  # the longest first
+        table = np.concatenate(rows)
+        table = table[np.argsort(-table[:, 1], kind="stable")]  # those with the longest past first
         return cls(torch.from_numpy(table.astype(np.int32)).to(device), tokens)
+
+
+def block_tokens(num_heads: int, num_kv_heads: int) -> int:
+    """Tokens that make a block of BLOCK query rows."""
+    return max(1, BLOCK // int(triton.next_power_of_2(num_heads // num_kv_heads)))
 
 
 def block_attention(
@@ -112,11 +119,11 @@ def block_attention(
     padded = triton.next_power_of_2(group)
     _blocks[(len(blocks.table), num_kv_heads)](
         q_THD, keys, values, tables if tables is not None else q_THD, blocks.table, out, log_sums, tokens,
-        scale * 1.4426950408889634, window, q_THD.stride(0), q_THD.stride(1), keys.stride(0), token_stride,
+        scale * LOG2E, window, q_THD.stride(0), q_THD.stride(1), keys.stride(0), token_stride,
         keys.stride(1), tables.stride(0) if tables is not None else 0,
         H=num_heads, G=group, GP=padded, M=max(16, blocks.tokens * padded),
         D=head_size, DP=triton.next_power_of_2(head_size), PAGE=page, TILE=TILE, SEGMENT=SEGMENT, PAGED=paged,
-        num_warps=4, num_stages=3, enable_fp_fusion=False,
+        num_warps=8, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out, log_sums
 
@@ -223,7 +230,7 @@ def _blocks(
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    block, head = blocks + tl.program_id(0) * 4, tl.program_id(1)
+    block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
     token, position, count, source = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     m, d = tl.arange(0, M), tl.arange(0, DP)
     heads = head * G + m % GP

@@ -43,7 +43,7 @@ class _AddNorm(torch.autograd.Function):
             total, weight, grad_total, grad_normed.contiguous(), grad, partial, ctx.epsilon, tokens, rows, width,
             WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
         )  # fmt: skip
-        return grad, grad if ctx.needs_input_grad[1] else None, partial.sum(0).to(weight.dtype), None
+        return grad, grad if ctx.needs_input_grad[1] else None, _sum_rows(partial).to(weight.dtype), None
 
 
 def _add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -94,6 +94,22 @@ def _add_norm_backward(
         change += tl.load(grad_total + row + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad + row + at, change.to(grad.dtype.element_ty), mask=inside)
     tl.store(partial + tl.program_id(0) * width + at, of_weight, mask=inside)
+
+
+def _sum_rows(partial: Tensor) -> Tensor:
+    """The sum over the first dimension: few rows, which torch's own is slow for."""
+    rows, width = partial.shape
+    total = torch.empty(width, dtype=partial.dtype, device=partial.device)
+    _sum_columns[(triton.cdiv(width, 32),)](partial, total, rows, width, ROWS=triton.next_power_of_2(rows), num_warps=4)
+    return total
+
+
+@triton.jit
+def _sum_columns(partial, total, rows, width, ROWS: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.program_id(0) * 32 + tl.arange(0, 32)[None, :]
+    values = tl.load(partial + row * width + column, mask=(row < rows) & (column < width), other=0.0)
+    at = tl.program_id(0) * 32 + tl.arange(0, 32)
+    tl.store(total + at, tl.sum(values, 0), mask=at < width)
 
 
 def gate(gate_up_T2F: Tensor) -> Tensor:
@@ -180,7 +196,7 @@ def rotate_and_store(
     page = keys_PJTD.shape[2]
     _launch_rotate(
         qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys_PJTD, values_PJTD,
-        (keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)), page, store_values=True,
+        (keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)), page,
     )  # fmt: skip
     return queries
 
@@ -221,59 +237,68 @@ class _RotateHeads(torch.autograd.Function):
         )  # fmt: skip
         if not normed:
             return grad, None, None, None, None, None
-        of_q, of_k = partial.sum(0).to(q_norm.dtype)
+        of_q, of_k = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype)
         return grad, of_q, of_k, None, None, None
 
 
 def _rotate_heads(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q = qkv.new_empty(len(qkv), heads.num, heads.size)
-    k = qkv.new_empty(len(qkv), heads.num_kv, heads.size)
+    q, k, v = (qkv.new_empty(len(qkv), num, heads.size) for num in (heads.num, heads.num_kv, heads.num_kv))
     slots = torch.arange(len(qkv), device=qkv.device)
-    _launch_rotate(qkv, heads, cos, sin, slots, q, k, k, (k.stride(0), 0, k.stride(1)), 1, store_values=False)
-    v = qkv.unflatten(1, (-1, heads.size))[:, heads.num + heads.num_kv :]
-    return q, k, v.contiguous()
+    _launch_rotate(qkv, heads, cos, sin, slots, q, k, v, (k.stride(0), 0, k.stride(1)), 1)
+    return q, k, v
 
 
 def _launch_rotate(
     qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    strides: tuple[int, int, int], page: int, *, store_values: bool,
+    strides: tuple[int, int, int], page: int,
 ) -> None:  # fmt: skip
     q_norm, k_norm = heads.norms if heads.norms is not None else (qkv, qkv)
-    num = heads.num + (2 if store_values else 1) * heads.num_kv
-    _rotate[(len(qkv), num)](
+    _rotate[(len(qkv),)](
         qkv, q_norm, k_norm, cos, sin, slots, q, k, v, *strides, heads.epsilon,
-        H=heads.num, J=heads.num_kv, HALF=heads.size // 2, PAGE=page, NORM=heads.norms is not None, num_warps=1,
-        enable_fp_fusion=False,
+        H=heads.num, J=heads.num_kv, HALF=heads.size // 2, HP=triton.next_power_of_2(heads.num + 2 * heads.num_kv),
+        PAGE=page, NORM=heads.norms is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @triton.jit
 def _rotate(
     qkv, q_norm, k_norm, cos, sin, slots, queries, K, V, page_stride, token_stride, head_stride, epsilon,
-    H: tl.constexpr, J: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = 2 * HALF
     kind = queries.dtype.element_ty
-    at = tl.arange(0, HALF)
-    source = qkv + token * (H + 2 * J) * D + head * D
-    a, b = tl.load(source + at), tl.load(source + HALF + at)
+    at, head = tl.arange(0, HALF)[None, :], tl.arange(0, HP)[:, None]
+    of_query, of_key, of_value = head < H, (head >= H) & (head < H + J), (head >= H + J) & (head < H + 2 * J)
+    source = qkv + (token * (H + 2 * J) + head) * D + at
+    a = tl.load(source, mask=head < H + 2 * J, other=0.0)
+    b = tl.load(source + HALF, mask=head < H + 2 * J, other=0.0)
     slot = tl.load(slots + token)
     place = slot // PAGE * page_stride + slot % PAGE * token_stride
-    if head < H + J:
-        x, y = a.to(tl.float32), b.to(tl.float32)
-        if NORM:
-            weight = q_norm if head < H else k_norm
-            inverse = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / D + epsilon)
-            x = (x * inverse * tl.load(weight + at).to(tl.float32)).to(kind).to(tl.float32)
-            y = (y * inverse * tl.load(weight + HALF + at).to(tl.float32)).to(kind).to(tl.float32)
-        c, s = tl.load(cos + token * D + at).to(tl.float32), tl.load(sin + token * D + at).to(tl.float32)
-        a, b = (x * c - y * s).to(kind), (y * c + x * s).to(kind)
-        target = queries + (token * H + head) * D if head < H else K + place + (head - H) * head_stride
-    else:
-        target = V + place + (head - H - J) * head_stride
-    tl.store(target + at, a)
-    tl.store(target + HALF + at, b)
+    tl.store(V + place + (head - H - J) * head_stride + at, a, mask=of_value)
+    tl.store(V + place + (head - H - J) * head_stride + HALF + at, b, mask=of_value)
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        w, z = _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF)
+        inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + epsilon)[:, None]
+        x = (x * inverse * w).to(kind).to(tl.float32)
+        y = (y * inverse * z).to(kind).to(tl.float32)
+    c, s = tl.load(cos + token * D + at).to(tl.float32), tl.load(sin + token * D + at).to(tl.float32)
+    a, b = (x * c - y * s).to(kind), (y * c + x * s).to(kind)
+    tl.store(queries + (token * H + head) * D + at, a, mask=of_query)
+    tl.store(queries + (token * H + head) * D + HALF + at, b, mask=of_query)
+    tl.store(K + place + (head - H) * head_stride + at, a, mask=of_key)
+    tl.store(K + place + (head - H) * head_stride + HALF + at, b, mask=of_key)
+
+
+@triton.jit
+def _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF: tl.constexpr):
+    """The norm's weight for either half of each head."""
+    w = tl.load(q_norm + at + 0 * head, mask=of_query, other=0.0).to(tl.float32)
+    w += tl.load(k_norm + at + 0 * head, mask=of_key, other=0.0).to(tl.float32)
+    z = tl.load(q_norm + HALF + at + 0 * head, mask=of_query, other=0.0).to(tl.float32)
+    z += tl.load(k_norm + HALF + at + 0 * head, mask=of_key, other=0.0).to(tl.float32)
+    return w, z
 
 
 @triton.jit
@@ -287,10 +312,7 @@ def _rotate_backward(
     queries, keys, values = head < H, (head >= H) & (head < H + J), (head >= H + J) & (head < H + 2 * J)
     lower, upper = tl.zeros([HP, HALF], tl.float32), tl.zeros([HP, HALF], tl.float32)
     if NORM:
-        w = tl.load(q_norm + at + 0 * head, mask=queries, other=0.0).to(tl.float32)
-        w += tl.load(k_norm + at + 0 * head, mask=keys, other=0.0).to(tl.float32)
-        z = tl.load(q_norm + HALF + at + 0 * head, mask=queries, other=0.0).to(tl.float32)
-        z += tl.load(k_norm + HALF + at + 0 * head, mask=keys, other=0.0).to(tl.float32)
+        w, z = _norm_weights(q_norm, k_norm, at, head, queries, keys, HALF)
     first = tl.program_id(0) * rows
     for token in range(first, tl.minimum(first + rows, tokens)):
         token = tl.cast(token, tl.int64)

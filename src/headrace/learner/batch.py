@@ -1,6 +1,6 @@
 """From trajectories to packed tensors. The only place that packs.
 
-T tokens of a micro-batch, N of them sampled.
+T tokens of a micro-batch, N of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from headrace.policy.attention import PackedPlan
 from headrace.policy.logprobs import Support
-from headrace.types import FloatArray, Trajectory
+from headrace.policy.routes import Routers
+from headrace.types import FloatArray, RouteArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,11 @@ class Batch:
     num_sequences: int
     reference: Tensor | None  # [N]
     support: Support | None
+    routes: Tensor | None  # [T, L, K]
 
 
-def pack(sequences: Sequence[Item], device: torch.device) -> Batch:
-    """Lay the sequences end to end."""
+def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | None = None) -> Batch:
+    """Lay the sequences end to end. With `routers`, they bring the experts that a mixture model chose for them."""
     trajectories = [s.trajectory for s in sequences]
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
@@ -68,6 +70,7 @@ def pack(sequences: Sequence[Item], device: torch.device) -> Batch:
         num_sequences=len(sequences),
         reference=tensor(np.concatenate(references)) if references else None,
         support=_support(trajectories, device),
+        routes=_routes(trajectories, device, routers) if routers is not None and routers.num_layers else None,
     )
 
 
@@ -85,6 +88,25 @@ def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Suppor
     ids = np.concatenate([ids for ids, _ in supports])
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     return Support(torch.from_numpy(ids).to(device), torch.from_numpy(offsets).to(device))
+
+
+def _routes(trajectories: Sequence[Trajectory], device: torch.device, routers: Routers) -> Tensor:
+    """The experts of all tokens."""
+    found: list[RouteArray] = []
+    for trajectory in trajectories:
+        routes = None if trajectory.replay is None else trajectory.replay.routes
+        needed = (len(trajectory.token_ids), *routers.shape)
+        if routes is None:
+            raise ValueError(f"trajectory {trajectory.id} lacks the experts that its tokens were sent to")
+        if routes.shape != needed:
+            raise ValueError(
+                f"trajectory {trajectory.id} has experts of shape {list(routes.shape)}; tokens, layers and experts per "
+                f"token are {list(needed)}"
+            )
+        if (largest := int(routes.max())) >= routers.num_experts:
+            raise ValueError(f"trajectory {trajectory.id} names expert {largest}; the model has {routers.num_experts}")
+        found.append(routes)
+    return routers.to_device(np.concatenate(found), device)
 
 
 class Packer:

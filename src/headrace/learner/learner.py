@@ -86,7 +86,10 @@ class Learner:
 
     @torch.no_grad()
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
-        """Log-probs of the group's sampled tokens under the start weights."""
+        """Log-probs of the group's sampled tokens under the start weights.
+
+        The reference is a policy of its own: it chooses its own experts, not those the tokens were sampled with.
+        """
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
@@ -138,9 +141,11 @@ class Learner:
 
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over one micro-batch; gradients add up unnormalised."""
-        batch = pack(items, self.policy.device)
+        batch = pack(items, self.policy.device, self.policy.routers)
         with torch.enable_grad():
-            current = self.policy.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
+            current = self.policy.logprobs(
+                batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
+            )
             loss = self._loss(batch, current)
             loss.backward()
         self._optimizer.collect()

@@ -32,13 +32,16 @@ class Optimizer:
 
     def collect(self) -> None:
         """Add the gradients of one backward pass to those of the step, in the precision of the master weights."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is parameter or parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.to(master.dtype)
-            else:
-                master.grad.add_(parameter.grad)
+        pairs = [
+            (p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p and p.grad is not None
+        ]
+        first, later = [(p, m) for p, m in pairs if m.grad is None], [(p, m) for p, m in pairs if m.grad is not None]
+        for _, master in first:
+            master.grad = torch.empty_like(master)
+        for combine, chosen in ((torch._foreach_copy_, first), (torch._foreach_add_, later)):
+            if chosen:
+                combine([_gradient(m) for _, m in chosen], [_gradient(p) for p, _ in chosen])
+        for parameter, _ in pairs:
             parameter.grad = None
 
     def step(self, *, lr: float, scale: float, clip: float) -> float:
@@ -50,8 +53,7 @@ class Optimizer:
         gradients = [m.grad for m in self.masters if m.grad is not None]
         norm = scale * float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
         if math.isfinite(norm):
-            torch._foreach_mul_(gradients, scale * clip / norm if clip and norm > clip else scale)
-            self._update(lr)
+            self._update(lr, scale * clip / norm if clip and norm > clip else scale)
         self.zero_grad()
         return norm
 
@@ -60,14 +62,23 @@ class Optimizer:
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, scale: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        device = self.masters[0].device
+        # the fused kernel divides by `grad_scale` as it goes, which saves a pass over all gradients
+        self.adamw.grad_scale = torch.tensor(1 / scale, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        self.adamw.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
         self.adamw.step()
         pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

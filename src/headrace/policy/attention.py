@@ -19,7 +19,8 @@ from transformers import AttentionInterface
 from headrace import kernels
 
 if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.attention import Blocks, block_attention
+    from headrace.kernels.attention import Blocks, block_attention, block_tokens
+    from headrace.kernels.attention_backward import QUERIES, attention_gradient
 
 NAME = "headrace"
 
@@ -116,19 +117,18 @@ class PackedPlan:
         PackedPlan([5, 3], device) for the tokens a0 a1 a2 a3 a4 b0 b1 b2
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, *, exact: bool = False) -> None:
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths = lengths
         self.longest = max(lengths)
         self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]  # [1, T]
-        self.ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        self._device, self._exact = device, exact
-        self._cut: Blocks | None = None
+        self._device = device
+        self._cut: dict[int, Blocks] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """Causal attention inside each sequence."""
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return self._attend_varlen(q_THD, k_TJD, v_TJD, scale, window)
+            return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
         if min(self.lengths) == self.longest:
             return _attend_rectangle(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
         r = self._rectangles
@@ -142,47 +142,32 @@ class PackedPlan:
     def _rectangles(self) -> _Rectangles:
         return _Rectangles.of(self.lengths, self._device)
 
-    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        return _Varlen.apply(q, k, v, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
-
-    def forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
-        """The attention's output and its log-sums `[H, T]`."""
-        if self._exact:
-            return block_attention(q, k, v, None, self._blocks(q.shape[1] // k.shape[1]), scale=scale, window=window)
-        ends, longest = self.ends, self.longest
-        left, right = (window - 1, 0) if window else (-1, 0)
-        return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
-            q, k, v, ends, ends, longest, longest, 0.0, not window, False,
-            scale=scale, window_size_left=left, window_size_right=right,
-        )[:2]  # fmt: skip
-
-    def _blocks(self, group: int) -> Blocks:
-        if self._cut is None:
+    def blocks(self, tokens: int) -> Blocks:
+        """The sequences in blocks of so many tokens."""
+        if tokens not in self._cut:
             starts = [0, *np.cumsum(self.lengths)[:-1].tolist()]
-            self._cut = Blocks.of([0] * len(self.lengths), self.lengths, starts, group, self._device)
-        return self._cut
+            self._cut[tokens] = Blocks.of([0] * len(self.lengths), self.lengths, starts, tokens, self._device)
+        return self._cut[tokens]
 
 
-class _Varlen(torch.autograd.Function):
-    """Packed attention on a GPU. The backward pass is that of the flash kernel in exact mode as well."""
+class _Packed(torch.autograd.Function):
+    """Packed attention on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float, window: int) -> Tensor:
-        out, log_sums = plan.forward_varlen(q, k, v, scale, window)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        blocks = plan.blocks(block_tokens(q.shape[1], k.shape[1]))
+        out, log_sums = block_attention(q, k, v, None, blocks, scale=scale, window=window)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.rest = plan, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sums = ctx.saved_tensors
         plan, scale, window = ctx.rest
-        nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout there is none of
-        left, right = (window - 1, 0) if window else (-1, 0)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, log_sums, plan.ends, plan.ends, plan.longest, plan.longest,
-            0.0, not window, nothing, nothing, scale=scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+        q, k, v, out, log_sums = ctx.saved_tensors
+        blocks = plan.blocks(QUERIES)
+        grads = attention_gradient(grad.contiguous(), q, k, v, out, log_sums, blocks, scale=scale, window=window)
         return *grads, None, None, None
 
 

@@ -22,7 +22,9 @@ from headrace.policy.functions import gated, rms_norm, rotate
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_heads
+    from headrace.kernels.skinny import ROWS, gate_linear_add, linear_add, norm_linear
 
+MOST_ANGLES = 2**17  # positions whose angles are kept in a table
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 
 
@@ -48,6 +50,8 @@ class DenseBody:
     def __init__(self, body: Any) -> None:
         self._body = body
         self.checkpoint_activations = False
+        self.exact = False
+        self._table: tuple[Tensor, Tensor] | None = None
         head_size = body.layers[0].self_attn.head_dim
         self._fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
 
@@ -55,9 +59,9 @@ class DenseBody:
         """Final hidden states `[T, E]`."""
         body = self._body
         x = body.embed_tokens(token_ids_T)
-        cos, sin = (angles[0] for angles in body.rotary_emb(x[None], positions_1T))
+        cos, sin = self._angles(x, positions_1T)
         if x.is_cuda and self._fits_kernels:
-            return self._fused(x, cos.contiguous(), sin.contiguous(), plan)
+            return self._fused(x, cos, sin, plan)
         cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
             x = self._run(self._layer, layer, x, cos, sin, plan)
@@ -86,6 +90,8 @@ class DenseBody:
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
+        if len(x) <= ROWS and isinstance(plan, PagedPlan) and not self.exact:
+            return self._few(x, cos, sin, plan)
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
@@ -105,6 +111,34 @@ class DenseBody:
             out = plan.attend(where[0], *rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
         x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
+
+    def _few(self, x: Tensor, cos: Tensor, sin: Tensor, plan: PagedPlan) -> Tensor:
+        """The same for a handful of tokens, in fewer kernels."""
+        for layer, joined in zip(self._body.layers, self._joined, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            before, after = layer.input_layernorm, layer.post_attention_layernorm
+            qkv = norm_linear(x, before.weight, before.variance_epsilon, joined.qkv.weight, joined.qkv.bias)
+            window = self._window(attention)
+            out = plan.rotate_and_attend(
+                attention.layer_idx, qkv, joined.heads, cos, sin, attention.scaling, window
+            ).flatten(1)
+            x = linear_add(out, attention.o_proj.weight, attention.o_proj.bias, x)
+            gate_up = norm_linear(x, after.weight, after.variance_epsilon, joined.gate_up.weight, joined.gate_up.bias)
+            x = gate_linear_add(gate_up, mlp.down_proj.weight, mlp.down_proj.bias, x)
+        return add_norm(x, None, self._body.norm.weight, self._body.norm.variance_epsilon)[1]
+
+    def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[T, D]` of the tokens' positions; on a GPU from a table, one lookup each."""
+        if not x.is_cuda or self._body.config.max_position_embeddings > MOST_ANGLES:
+            cos, sin = self._body.rotary_emb(x[None], positions_1T)
+            return cos[0], sin[0]
+        if self._table is None:
+            with torch.inference_mode(False), torch.no_grad():
+                everywhere = torch.arange(self._body.config.max_position_embeddings, device=x.device)[None]
+                cos, sin = self._body.rotary_emb(x[None], everywhere)
+                self._table = cos[0].contiguous(), sin[0].contiguous()
+        cos, sin = self._table
+        return cos[positions_1T[0]], sin[positions_1T[0]]
 
     @cached_property
     def _joined(self) -> list[_Joined]:
@@ -142,15 +176,15 @@ class JoinedLinear:
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self._parts = [linear.weight for linear in linears]
-        self._weight = _join(self._parts)
+        self.weight = _join(self._parts)
         self._bias_parts = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = _join(self._bias_parts) if self._bias_parts else None
+        self.bias = _join(self._bias_parts) if self._bias_parts else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The results, side by side."""
         if torch.is_grad_enabled():
-            return _JoinedProduct.apply(x, self._weight, self._bias, *self._parts, *self._bias_parts)  # type: ignore[no-untyped-call, no-any-return]
-        return F.linear(x, self._weight, self._bias)
+            return _JoinedProduct.apply(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-untyped-call, no-any-return]
+        return F.linear(x, self.weight, self.bias)
 
 
 class _JoinedProduct(torch.autograd.Function):

@@ -19,6 +19,7 @@ from headrace.policy.attention import NAME, PackedPlan, Plan
 from headrace.policy.dense import DenseBody, is_dense
 from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Support, chosen_logprobs
+from headrace.policy.routes import Routers, Routes
 
 # float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -38,12 +39,14 @@ class Policy:
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
         self._dense = DenseBody(self.body) if is_dense(self.body) else None
+        self.routers = Routers(self.body)
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
         self.num_heads: int = self.config.num_attention_heads
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         per_head = self.config.hidden_size // self.config.num_attention_heads
         self.head_size: int = getattr(self.config, "head_dim", None) or per_head
+        self.value_size = self.head_size
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -68,11 +71,12 @@ class Policy:
             ids.update(eos if isinstance(eos, list) else [eos])
         return frozenset(int(i) for i in ids if i is not None)
 
-    def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
-        """Final hidden states `[T, E]` of tokens laid in one row."""
+    def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan, routes: Routes | None = None) -> Tensor:
+        """Final hidden states `[T, E]` of tokens laid in one row. `routes` force or note the experts of a mixture."""
         if self._dense is not None:
             return self._dense(token_ids_T, positions_1T, plan)
-        out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
+        with self.routers.follow(routes):
+            out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
         hidden = out.last_hidden_state[0]
         assert isinstance(hidden, Tensor)
         return hidden
@@ -90,10 +94,20 @@ class Policy:
         return weight
 
     def logprobs(
-        self, token_ids_T: Tensor, plan: PackedPlan, at: Tensor, temperature: float, support: Support | None = None
+        self,
+        token_ids_T: Tensor,
+        plan: PackedPlan,
+        at: Tensor,
+        temperature: float,
+        support: Support | None = None,
+        routes_TLK: Tensor | None = None,
     ) -> Tensor:
-        """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them."""
-        hidden = self.hidden(token_ids_T, plan.positions, plan)
+        """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them.
+
+        Tokens go to the experts that `routes_TLK` name; without it the model chooses.
+        """
+        routes = None if routes_TLK is None else Routes(routes_TLK)
+        hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
         return chosen_logprobs(hidden[at - 1], self.head_weight, token_ids_T[at], temperature, support)
 
     def checkpoint_activations(self) -> None:
@@ -102,7 +116,7 @@ class Policy:
             self._dense.checkpoint_activations = True
             return
         # `transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self.routers.follow_again})
         self.model.train()
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
@@ -152,9 +166,9 @@ class Policy:
     @torch.no_grad()
     def _check_same(self, probe: Tensor, expected: Tensor) -> None:
         """Refuse a model that does more than we compute: compare with its own forward pass once."""
-        plan = PackedPlan([probe.shape[1]] * probe.shape[0], self.device)
+        plan, routes = _ProbePlan([probe.shape[1]] * probe.shape[0], self.device), Routes()
         try:
-            hidden = self.hidden(probe.flatten(), plan.positions, plan)
+            hidden = self.hidden(probe.flatten(), plan.positions, plan, routes)
         except (TypeError, AttributeError) as error:
             name = type(self.model).__name__
             raise ModelError(
@@ -169,6 +183,34 @@ class Policy:
                 f"{type(self.model).__name__} computes something that Headrace's attention does not: "
                 f"its log-probs differ by {gap.item():.2g} from ours on a probe"
             )
+        self.routers.check(routes)
+        if len(plan.seen) > 1:
+            shapes = ", ".join(map(str, sorted(plan.seen)))
+            raise ModelError(
+                f"the layers of {type(self.model).__name__} have keys and values of different shapes (heads, key size, "
+                f"value size): {shapes}; the cache has one shape for all"
+            )
+        for seen in plan.seen:  # what is cached is not always what the config calls a head: DeepSeek's is larger
+            self.num_kv_heads, self.head_size, self.value_size = seen
+
+
+class _ProbePlan(PackedPlan):
+    """Sees what a cache has to hold."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.seen: set[tuple[int, int, int]] = set()  # heads, key size, value size
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """As ever."""
+        num_heads, key_size, value_size = *k_TJD.shape[1:], v_TJD.shape[2]
+        if k_TJD.is_cuda and key_size != value_size:
+            raise ModelError(
+                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be of one size; "
+                "set model.device = 'cpu'"
+            )
+        self.seen.add((num_heads, key_size, value_size))
+        return super().attend(layer, q_THD, k_TJD, v_TJD, scale, window)
 
 
 @contextmanager

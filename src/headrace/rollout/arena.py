@@ -20,13 +20,19 @@ class Arena:
     """Keys and values of every layer. It grows, in rows and in length, as far as the running sequences need."""
 
     def __init__(
-        self, *, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_rows = 0
         self.capacity = 0
-        nothing = torch.empty(0, num_heads, head_size, 0, dtype=dtype, device=device)
-        self.keys = [nothing] * num_layers
-        self.values = [nothing.transpose(2, 3)] * num_layers
+        self.keys = [torch.empty(0, num_heads, key_size, 0, dtype=dtype, device=device)] * num_layers
+        self.values = [torch.empty(0, num_heads, 0, value_size, dtype=dtype, device=device)] * num_layers
 
     def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0, budget_tokens: int = 2**62) -> None:
         """Make room for so many sequences of this length; none in use will grow beyond `most_tokens`.

@@ -24,7 +24,7 @@ from headrace.rollout.draft import Drafter
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Parked, Rows
 from headrace.rollout.store import Burst, RowStore, Store, sample
-from headrace.types import FinishReason, IntArray
+from headrace.types import FinishReason, IntArray, RouteArray
 
 if kernels.AVAILABLE:
     from headrace.rollout.paged import PagedStore
@@ -41,6 +41,7 @@ class _Family:
     longest: int  # tokens of the longest sequence it may become
     place: int = -1  # of the prompt's cache
     done: int = 0  # prompt tokens computed
+    routes: list[RouteArray] = field(default_factory=list)  # the experts of those, part by part
     aborted: set[str] = field(default_factory=set)
     parked: Parked | None = None  # the row of a request that had to make room; it is alone in its family
 
@@ -71,7 +72,7 @@ class Engine:
         self._drafter = (
             Drafter(longest=speculate, max_running=max_running, device=policy.device.type) if speculate else None
         )
-        self._rows = Rows()
+        self._rows = Rows(policy.routers.shape, policy.routers.dtype)
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
         self._prefilling: list[_Family] = []
@@ -133,9 +134,11 @@ class Engine:
         self.version = version
         for family in self._prefilling:
             family.done = 0  # its spans will name this version alone, so none of its cache may be older
+            family.routes.clear()
         if self._on_update == "recompute":
-            sequences = [self._rows.sequence(row)[:-1] for row in range(len(self._rows))]
-            self._store.recompute(sequences, self.prefill_tokens)
+            rows = range(len(self._rows))
+            sequences, known = [self._rows.sequence(r)[:-1] for r in rows], [self._rows.routes(r) for r in rows]
+            self._store.recompute(sequences, known, self.prefill_tokens)
 
     # ---- inside
 
@@ -174,7 +177,11 @@ class Engine:
                 complete.append((family, len(chunks) - 1))
             if not left:
                 break
-        last_hidden = self._store.prefill([c for _, c in chunks], [family.prompt for family, _ in chunks])
+        known = [None if f.parked is None else f.parked.routes for f, _ in chunks]
+        last_hidden, routes = self._store.prefill([c for _, c in chunks], [f.prompt for f, _ in chunks], known)
+        ends = np.cumsum([c.end - c.start for _, c in chunks])
+        for (family, _), part in zip(chunks, np.split(routes, ends[:-1]), strict=True):
+            family.routes.append(part)
         self._start(complete, last_hidden)
         self._prefilling = [f for f in self._prefilling if f.place >= 0]
         return budget - left
@@ -189,10 +196,11 @@ class Engine:
             requests = [r for r in family.requests if r.id not in family.aborted]
             if requests:
                 self._store.fork(family.place, self._rows, len(requests), len(family.prompt), family.longest)
+                routes = np.concatenate(family.routes)
                 if family.parked is not None:
-                    self._rows.resume(family.parked)
+                    self._rows.resume(family.parked, routes)
                 else:
-                    self._rows.add(family.prompt, requests, self._clock())
+                    self._rows.add(family.prompt, requests, self._clock(), routes)
                     self._begun.extend((r.id, self.version) for r in requests)
                     if self._drafter is not None:
                         self._drafter.read(family.prompt)
@@ -233,7 +241,8 @@ class Engine:
             columns = np.flatnonzero(left > step)
             rows = columns + first
             allowed = None if burst.allowed is None else burst.allowed[step, columns]
-            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, allowed)
+            routes = None if burst.routes is None else burst.routes[step, columns]
+            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, allowed, routes)
             self.sampled_tokens += int(self._rows.counted[rows].sum())
             done = self._rows.done(rows, self.policy.eos_ids, self.policy.tokenizer)
             left[[row - first for row in done]] = 0
@@ -288,6 +297,7 @@ def kv_budget(policy: Policy, kv_tokens: int) -> int:
     """Tokens of cache to use: the setting, or what half of the free GPU memory (2 GiB on a CPU) holds."""
     if kv_tokens:
         return kv_tokens
-    bytes_per_token = 2 * policy.num_layers * policy.num_kv_heads * policy.head_size * policy.dtype.itemsize
+    head_bytes = (policy.head_size + policy.value_size) * policy.dtype.itemsize
+    bytes_per_token = policy.num_layers * policy.num_kv_heads * head_bytes
     free = torch.cuda.mem_get_info(policy.device)[0] // 2 if policy.device.type == "cuda" else 2 * 2**30
     return int(free // bytes_per_token)

@@ -18,17 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.kernels.attention import SEGMENT, Blocks, block_attention, decode_attention
+from headrace.kernels.attention import SEGMENT, Blocks, block_attention, block_tokens, decode_attention
 from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routes
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import Pages
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import Burst, judge, sample, sample_cells
-from headrace.types import IntArray
+from headrace.rollout.store import Burst, judge, known_routes, sample, sample_cells
+from headrace.types import IntArray, RouteArray
 
 PAGE = 64
 MOST_STEPS = 16  # of one burst
@@ -68,7 +69,7 @@ class PrefillPlan:
     """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
     def __init__(
-        self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]], group: int
+        self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[npt.NDArray[np.int64]], tokens: int
     ) -> None:
         device = cache.keys[0].device
         at = [np.arange(c.start, c.end) for c in chunks]
@@ -80,7 +81,7 @@ class PrefillPlan:
             row[: len(table)] = table
         self._tables = torch.from_numpy(padded).to(device)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
-        self._blocks = Blocks.of(starts, ends, range(len(chunks)), group, device)
+        self._blocks = Blocks.of(starts, ends, range(len(chunks)), tokens, device)
 
     def rotate_and_attend(
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
@@ -157,9 +158,11 @@ class PagedStore:
         self._prompts[self._opened] = self._pages.take(_count(num_prompt)), self._pages.take(num_copies)
         return self._opened
 
-    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+    def prefill(
+        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
+    ) -> tuple[Tensor, RouteArray]:
         """Into the prompts' pages."""
-        return self._forward(chunks, sequences, [np.array(self._prompts[c.row][0], np.int64) for c in chunks])
+        return self._forward(chunks, sequences, [np.array(self._prompts[c.row][0], np.int64) for c in chunks], known)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """The rows read the prompt's full pages together; each goes on in a copy of the last one."""
@@ -194,7 +197,8 @@ class PagedStore:
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
             return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
-        return sample(self._step(tables, rows.lengths, rows.last_tokens), rows, 0)
+        logits, routes = self._step(tables, rows.lengths, rows.last_tokens)
+        return sample(logits, rows, 0, routes)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Take the pages that the drafted tokens write to."""
@@ -211,7 +215,8 @@ class PagedStore:
         if rows.plain:
             noise = uniforms(rows.seeds[which], lengths)[None]
             return judge(drafts, self._decoder.run(tables, lengths, tokens, rows.temperatures[which], noise))
-        return judge(drafts, sample_cells(self._step(tables, lengths, tokens), rows, which, ahead))
+        logits, routes = self._step(tables, lengths, tokens)
+        return judge(drafts, sample_cells(logits, rows, which, ahead, routes))
 
     def _tables(self) -> npt.NDArray[np.int32]:
         tables = np.zeros((len(self._rows), max(map(len, self._rows))), np.int32)
@@ -231,13 +236,14 @@ class PagedStore:
 
     def _step(
         self, tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
-    ) -> Tensor:
-        """Logits of one step without a graph."""
+    ) -> tuple[Tensor, RouteArray]:
+        """Logits of one step without a graph, and the experts that led to them."""
         device = self._policy.device
         lengths_n = torch.from_numpy(lengths.astype(np.int32)).to(device)
         plan = DecodePlan(self._cache, torch.from_numpy(tables).to(device), lengths_n, int(lengths.max()))
-        hidden = self._policy.hidden(torch.from_numpy(tokens).to(device), plan.positions, plan)
-        return self._policy.logits(hidden)
+        routes = Routes()
+        hidden = self._policy.hidden(torch.from_numpy(tokens).to(device), plan.positions, plan, routes)
+        return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Give its pages back; the last row takes its place."""
@@ -245,7 +251,7 @@ class PagedStore:
         self._rows[row] = self._rows[-1]
         del self._rows[-1]
 
-    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
+    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """In batches of about `budget` tokens. Shared pages are written once per reader, with the same values."""
         batch: list[int] = []
         for row in range(len(sequences)):
@@ -253,17 +259,24 @@ class PagedStore:
             if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
                 chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
                 tables = [np.array(self._rows[r], np.int64) for r in batch]
-                self._forward(chunks, [sequences[r] for r in batch], tables)
+                self._forward(chunks, [sequences[r] for r in batch], tables, [known[r] for r in batch])
                 batch = []
 
     def _forward(
-        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], tables: Sequence[npt.NDArray[np.int64]]
-    ) -> Tensor:
+        self,
+        chunks: Sequence[Chunk],
+        sequences: Sequence[IntArray],
+        tables: Sequence[npt.NDArray[np.int64]],
+        known: Sequence[RouteArray | None],
+    ) -> tuple[Tensor, RouteArray]:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
-        plan = PrefillPlan(self._cache, chunks, tables, self._policy.num_heads // self._policy.num_kv_heads)
+        tokens_per_block = block_tokens(self._policy.num_heads, self._policy.num_kv_heads)
+        plan = PrefillPlan(self._cache, chunks, tables, tokens_per_block)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
-        hidden = self._policy.hidden(ids, plan.positions, plan)
-        return hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
+        routes = known_routes(self._policy, chunks, known)
+        hidden = self._policy.hidden(ids, plan.positions, plan, routes)
+        last = hidden[torch.from_numpy(np.cumsum([c.end - c.start for c in chunks]) - 1).to(hidden.device)]
+        return last, self._policy.routers.to_host(routes, len(tokens))
 
 
 class GraphDecoder:
@@ -281,6 +294,9 @@ class GraphDecoder:
         self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64, device=device)
         self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32, device=device)
+        self._routes = torch.zeros(  # without a byte for a dense model
+            MOST_STEPS, rows, *policy.routers.shape, dtype=policy.routers.device_dtype, device=device
+        )
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -308,7 +324,8 @@ class GraphDecoder:
         for _ in range(steps):
             graph.replay()
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
-        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps))
+        routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
+        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
 
     def _graph(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         if (rows, segments) not in self._graphs:
@@ -335,7 +352,10 @@ class GraphDecoder:
     def _advance(self, rows: int, segments: int) -> None:
         """One decode step of the first rows, entirely on the GPU."""
         plan = DecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
-        hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan)
+        routes = Routes()
+        hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
+        if (chosen := routes.chosen) is not None:
+            self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
         logits = F.linear(hidden, self._policy.head_weight)
         noise = self._noise[:, :rows].index_select(0, self._step)[0]
         tokens, logprobs = draw_tokens(logits, noise, self._temperatures[:rows])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling
-from headrace.types import BoolArray, FinishReason, IntArray, Replay, Span
+from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Span
 
 GROWTH_TOKENS = 64
 CONTEXT = 8  # tokens before a sampled one that tell which will be next
@@ -25,6 +25,7 @@ class _Sequence:
     request: Request
     prompt: IntArray
     started_s: float
+    routes: RouteArray  # of the prompt's tokens
     supports: list[IntArray] = field(default_factory=list)
 
 
@@ -36,6 +37,7 @@ class Parked:
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    routes: RouteArray  # of all tokens but the newest, the prompt's too
 
     @property
     def request(self) -> Request:
@@ -49,9 +51,13 @@ class Parked:
 
 
 class Rows:
-    """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow."""
+    """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow.
 
-    def __init__(self) -> None:
+    So do the experts of sampled tokens, `[rows, tokens, L, K]`; a dense model has none: its L and K are 0. The experts
+    of a token are known one step after it was sampled, when it was computed with.
+    """
+
+    def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
         self._sequences: list[_Sequence] = []
         self.samplings: list[Sampling] = []
         self._lengths = np.empty(0, np.int64)  # prompt and sampled tokens
@@ -66,6 +72,7 @@ class Rows:
         self._tokens = np.empty((0, 0), np.int64)
         self._logprobs = np.empty((0, 0), np.float32)
         self._versions = np.empty((0, 0), np.int32)
+        self._routes: RouteArray = np.empty((0, 0, *routes_shape), routes_dtype)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -138,8 +145,8 @@ class Rows:
         """The sampled token `at` of each of the rows."""
         return self._tokens[rows, at]
 
-    def add(self, prompt: IntArray, requests: list[Request], now_s: float) -> None:
-        """Append rows for the requests of one prompt, with nothing sampled yet."""
+    def add(self, prompt: IntArray, requests: list[Request], now_s: float, routes: RouteArray) -> None:
+        """Append rows for the requests of one prompt, with nothing sampled yet. `routes` are the prompt's."""
         n, more = len(self), len(requests)
         if n + more > len(self._lengths):
             self._grow_rows(max(n + more, 2 * len(self._lengths)))
@@ -152,7 +159,7 @@ class Rows:
         self._families[n : n + more] = family_number(prompt)
         self._learned[n : n + more] = 0
         self._tails[n : n + more] = before(prompt)[-1]
-        self._sequences += [_Sequence(r, prompt, now_s) for r in requests]
+        self._sequences += [_Sequence(r, prompt, now_s, routes) for r in requests]
         self.samplings += [r.sampling for r in requests]
 
     def append(
@@ -162,11 +169,14 @@ class Rows:
         logprobs: npt.NDArray[np.float32],
         version: int,
         allowed: BoolArray | None,
+        routes: RouteArray | None = None,
     ) -> None:
-        """One more token for each of these rows."""
+        """One more token for each of these rows. `routes [n, L, K]` are those of the token before it."""
         at = self._sampled[rows]
         if int(at.max()) >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * self._tokens.shape[1]))
+        if routes is not None:
+            self._routes[rows, at - 1] = routes
         self._tokens[rows, at] = tokens
         self._logprobs[rows, at] = logprobs
         self._versions[rows, at] = version
@@ -210,19 +220,22 @@ class Rows:
             tokens=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             versions=self._versions[row, :count].copy(),
+            routes=self.routes(row),
         )
 
-    def resume(self, parked: Parked) -> None:
-        """Append a row that was parked."""
+    def resume(self, parked: Parked, routes: RouteArray) -> None:
+        """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too."""
         row, count = len(self), len(parked.tokens)
-        self.add(parked.sequence.prompt, [parked.request], parked.sequence.started_s)
-        self._sequences[row] = parked.sequence
+        sequence = parked.sequence
+        self.add(sequence.prompt, [parked.request], sequence.started_s, sequence.routes)
+        self._sequences[row] = sequence
         if count >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * count))
         for table, values in (
             (self._tokens, parked.tokens),
             (self._logprobs, parked.logprobs),
             (self._versions, parked.versions),
+            (self._routes, routes[len(sequence.prompt) :]),
         ):
             table[row, :count] = values
         self._sampled[row] = self._learned[row] = count
@@ -233,6 +246,10 @@ class Rows:
         sampled = self._tokens[row, : self._sampled[row]].astype(np.int32)
         return np.concatenate([self._sequences[row].prompt, sampled])
 
+    def routes(self, row: int) -> RouteArray:
+        """Experts of prompt and sampled tokens, all but the newest."""
+        return np.concatenate([self._sequences[row].routes, self._routes[row, : self._sampled[row] - 1]])
+
     def request_id(self, row: int) -> str:
         """Whose row it is."""
         return self._sequences[row].request.id
@@ -240,11 +257,6 @@ class Rows:
     def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
         """What the row's request gets back."""
         sequence, count = self._sequences[row], int(self._sampled[row])
-        replay = None
-        if sequence.supports:
-            sizes = [len(ids) for ids in sequence.supports]
-            offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-            replay = Replay(support_ids=np.concatenate(sequence.supports), support_offsets=offsets)
         return Generation(
             id=sequence.request.id,
             token_ids=self._tokens[row, :count].astype(np.int32),
@@ -253,8 +265,20 @@ class Rows:
             finish=finish,
             started_s=sequence.started_s,
             finished_s=now_s,
-            replay=replay,
+            replay=self._replay(row),
         )
+
+    def _replay(self, row: int) -> Replay | None:
+        supports, routes, ids, offsets = self._sequences[row].supports, None, None, None
+        if supports:
+            ids = np.concatenate(supports)
+            offsets = np.concatenate([[0], np.cumsum([len(subset) for subset in supports])]).astype(np.int64)
+        if self._routes.shape[2]:
+            known = self.routes(row)
+            routes = np.concatenate([known, np.zeros_like(known[:1])])
+        if ids is None and routes is None:
+            return None
+        return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row moves into its place."""
@@ -267,7 +291,7 @@ class Rows:
             for array in arrays:
                 array[row] = array[last]
             count = int(self._sampled[last])
-            for table in (self._tokens, self._logprobs, self._versions):
+            for table in (self._tokens, self._logprobs, self._versions, self._routes):
                 table[row, :count] = table[last, :count]
         self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
         del self._sequences[last], self.samplings[last]
@@ -281,14 +305,15 @@ class Rows:
         self._temperatures = grown(self._temperatures)
         self._families, self._learned, self._tails = grown(self._families), grown(self._learned), grown(self._tails)
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
-        self._versions = grown(self._versions)
+        self._versions, self._routes = grown(self._versions), grown(self._routes)
 
     def _grow_tokens(self, num_tokens: int) -> None:
         def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.pad(array, ((0, 0), (0, num_tokens - array.shape[1])))
+            more = np.zeros((len(array), num_tokens - array.shape[1], *array.shape[2:]), array.dtype)
+            return np.concatenate([array, more], axis=1)
 
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
-        self._versions = grown(self._versions)
+        self._versions, self._routes = grown(self._versions), grown(self._routes)
 
 
 def before(tokens: IntArray) -> npt.NDArray[np.int64]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routes
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import draw, uniforms
-from headrace.types import BoolArray, IntArray
+from headrace.types import BoolArray, IntArray, RouteArray
 
 STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
 
@@ -37,6 +38,7 @@ class Burst:
     logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
     counts: npt.NDArray[np.int64]  # [n] how many of a row's tokens are valid
     allowed: BoolArray | None = None  # [K, n, V]
+    routes: RouteArray | None = None  # [K, n, L, experts] of the tokens that each step started from
 
 
 class Store(Protocol):
@@ -50,8 +52,14 @@ class Store(Protocol):
         """A place for a prompt's cache, or None if there is none just now."""
         ...
 
-    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
-        """Compute parts of opened prompts (a chunk's row is its place); the hidden state of each part's last token."""
+    def prefill(
+        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
+    ) -> tuple[Tensor, RouteArray]:
+        """Compute parts of opened prompts (a chunk's row is its place).
+
+        `known` are the experts of a sequence's first tokens, if it was computed before; the same are taken again.
+        Returns the hidden state of each part's last token, and the experts of all tokens.
+        """
         ...
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
@@ -82,8 +90,8 @@ class Store(Protocol):
         """Forget a row; the last one takes its place."""
         ...
 
-    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
-        """Compute the cache of all rows again, from their tokens."""
+    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
+        """Compute the cache of all rows again, from their tokens and with the experts they had."""
         ...
 
 
@@ -103,10 +111,12 @@ class RowStore:
         """A row of the staging arena."""
         return self._free.pop() if self._free else None
 
-    def prefill(self, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+    def prefill(
+        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
+    ) -> tuple[Tensor, RouteArray]:
         """Into the staging arena."""
         self._staging.reserve(STAGING_ROWS, max(c.end for c in chunks))
-        return self._forward(self._staging, chunks, sequences)
+        return self._forward(self._staging, chunks, sequences, known)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """Copy the prompt's cache into each row."""
@@ -129,8 +139,9 @@ class RowStore:
         self._reserve(len(rows), longest, rows.longest_possible)
         equal = longest == int(positions.min()) + 1
         plan = DecodePlan(self._arena, _to(self._policy, positions), longest, equal)
-        hidden = self._policy.hidden(_to(self._policy, rows.last_tokens), plan.positions, plan)
-        return sample(self._policy.logits(hidden), rows, 0)
+        routes = Routes()
+        hidden = self._policy.hidden(_to(self._policy, rows.last_tokens), plan.positions, plan, routes)
+        return sample(self._policy.logits(hidden), rows, 0, self._policy.routers.to_host(routes, len(rows)))
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Always: no draft is longer than its row may become, and admission has counted on that."""
@@ -144,8 +155,10 @@ class RowStore:
         self._reserve(len(rows), longest, rows.longest_possible)
         at_T, which_T, ahead_T = (_to(self._policy, x) for x in (positions, which, ahead))
         plan = VerifyPlan(self._arena, at_T, which_T, ahead_T, num_rows=len(rows), width=drafts.width, longest=longest)
-        hidden = self._policy.hidden(_to(self._policy, drafts.inputs(rows.last_tokens)), plan.positions, plan)
-        return judge(drafts, sample_cells(self._policy.logits(hidden), rows, which, ahead))
+        routes = Routes()
+        hidden = self._policy.hidden(_to(self._policy, drafts.inputs(rows.last_tokens)), plan.positions, plan, routes)
+        chosen = self._policy.routers.to_host(routes, len(which))
+        return judge(drafts, sample_cells(self._policy.logits(hidden), rows, which, ahead, chosen))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Copy the last row over it."""
@@ -153,33 +166,63 @@ class RowStore:
         if row != last:
             self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
 
-    def recompute(self, sequences: Sequence[IntArray], budget: int) -> None:
+    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """In batches of about `budget` tokens."""
         batch: list[int] = []
         for row in range(len(sequences)):
             batch.append(row)
             if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
                 chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
-                self._forward(self._arena, chunks, [sequences[r] for r in batch])
+                self._forward(self._arena, chunks, [sequences[r] for r in batch], [known[r] for r in batch])
                 batch = []
 
     def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
         self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
 
-    def _forward(self, arena: Arena, chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Tensor:
+    def _forward(
+        self,
+        arena: Arena,
+        chunks: Sequence[Chunk],
+        sequences: Sequence[IntArray],
+        known: Sequence[RouteArray | None],
+    ) -> tuple[Tensor, RouteArray]:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
         plan = PrefillPlan(arena, list(chunks), self._policy.device)
-        hidden = self._policy.hidden(_to(self._policy, tokens.astype(np.int64)), plan.positions, plan)
-        return hidden[_to(self._policy, np.cumsum([c.end - c.start for c in chunks]) - 1)]
+        routes = known_routes(self._policy, chunks, known)
+        hidden = self._policy.hidden(_to(self._policy, tokens.astype(np.int64)), plan.positions, plan, routes)
+        last = hidden[_to(self._policy, np.cumsum([c.end - c.start for c in chunks]) - 1)]
+        return last, self._policy.routers.to_host(routes, len(tokens))
 
 
-def sample(logits: Tensor, rows: Rows, first: int) -> Burst:
-    """One token for each row from `first` on, drawn from its logits."""
+def known_routes(policy: Policy, chunks: Sequence[Chunk], known: Sequence[RouteArray | None]) -> Routes:
+    """For a pass over the chunks: tokens whose experts are known keep them, the others are free."""
+    if all(routes is None for routes in known):
+        return Routes()
+    routers, ends = policy.routers, np.cumsum([c.end - c.start for c in chunks])
+    forced = np.zeros((ends[-1], *routers.shape), routers.dtype)
+    is_known = np.zeros(ends[-1], np.bool_)
+    for c, routes, end in zip(chunks, known, ends, strict=True):
+        if routes is not None:
+            start = end - (c.end - c.start)
+            part = routes[c.start : c.end]
+            forced[start : start + len(part)] = part
+            is_known[start : start + len(part)] = True
+    return Routes(routers.to_device(forced, policy.device), torch.from_numpy(is_known).to(policy.device))
+
+
+def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = None) -> Burst:
+    """One token for each row from `first` on, drawn from its logits; `routes [n, L, K]` led to them."""
     which = np.arange(first, len(rows))
-    return sample_cells(logits, rows, which, np.zeros_like(which))
+    return sample_cells(logits, rows, which, np.zeros_like(which), routes)
 
 
-def sample_cells(logits: Tensor, rows: Rows, which: npt.NDArray[np.int64], ahead: npt.NDArray[np.int64]) -> Burst:
+def sample_cells(
+    logits: Tensor,
+    rows: Rows,
+    which: npt.NDArray[np.int64],
+    ahead: npt.NDArray[np.int64],
+    routes: RouteArray | None,
+) -> Burst:
     """One token for each line of the logits: that of row `which`, so many tokens ahead of its end.
 
     The noise belongs to the position, so a token computed ahead is the one that would be drawn there later.
@@ -188,7 +231,7 @@ def sample_cells(logits: Tensor, rows: Rows, which: npt.NDArray[np.int64], ahead
     outcome = draw(logits, [rows.samplings[row] for row in which], noise)
     allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()[None]
     tokens, logprobs = outcome.tokens.cpu().numpy()[None], outcome.logprobs.float().cpu().numpy()[None]
-    return Burst(tokens, logprobs, np.ones(len(which), np.int64), allowed)
+    return Burst(tokens, logprobs, np.ones(len(which), np.int64), allowed, None if routes is None else routes[None])
 
 
 def judge(drafts: Drafts, drawn: Burst) -> Burst:
@@ -203,7 +246,8 @@ def judge(drafts: Drafts, drawn: Burst) -> Burst:
     cells[ahead, which] = np.arange(len(which))
     cells = cells[:most]
     allowed = None if drawn.allowed is None else drawn.allowed[0][cells]
-    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, allowed)
+    routes = None if drawn.routes is None else drawn.routes[0][cells]
+    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, allowed, routes)
 
 
 def _to(policy: Policy, array: npt.NDArray[np.int64]) -> Tensor:
@@ -214,7 +258,8 @@ def _arena(policy: Policy) -> Arena:
     return Arena(
         num_layers=policy.num_layers,
         num_heads=policy.num_kv_heads,
-        head_size=policy.head_size,
+        key_size=policy.head_size,
+        value_size=policy.value_size,
         dtype=policy.dtype,
         device=policy.device,
     )

@@ -1,0 +1,196 @@
+"""Which experts a mixture-of-experts model sends each token to: noted in the engine, forced in the learner.
+
+Whatever its architecture, a mixture layer of `transformers` is a module with `experts` in it, and between its start
+and the call of its experts stands one top-k over their scores. That top-k is what is noted, and answered with other
+indices when a choice is forced. The scores stay the model's own: gate weights are computed from them as ever, and
+gradients reach the router.
+
+T tokens laid in one row, L mixture layers, K experts per token. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headrace.errors import ModelError
+from headrace.types import RouteArray
+
+TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
+NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # how `transformers` ends the names of what makes a mixture layer
+
+
+class Routes:
+    """The experts of one forward pass.
+
+    Rows of `forced` are taken as they are, where `known` says so or everywhere without it; the model chooses the rest.
+
+    Example:
+        Routes() only notes; Routes(tensor of [T, L, K]) forces; Routes(forced, known=tensor of [T]) forces some tokens
+    """
+
+    def __init__(self, forced_TLK: Tensor | None = None, known_T: Tensor | None = None) -> None:
+        self._forced, self._known = forced_TLK, known_T
+        self.noted: dict[int, Tensor] = {}  # layer -> [T, K]
+        self.num_choices = 0
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """The experts of all tokens, `[T, L, K]`; None if the model has no mixture layers."""
+        if not self.noted:
+            return None
+        return torch.stack([self.noted[layer] for layer in sorted(self.noted)], dim=1)
+
+    def choose(self, layer: int, own_TK: Tensor) -> Tensor:
+        """The experts to take, when the model would take `own`."""
+        if self._forced is None:
+            return own_TK
+        forced = self._forced[:, layer].long()
+        return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
+
+    def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
+        """The groups of experts to choose from, when the model would take `own`: those of the forced experts.
+
+        An index that comes twice does no harm, which allows one width for all tokens.
+        """
+        if self._forced is None:
+            return own_TG
+        forced = self._forced[:, layer].long() // group_size
+        if self._known is None:
+            return forced
+        own = torch.cat([own_TG, own_TG[:, :1].expand(-1, forced.shape[1])], dim=1)
+        forced = torch.cat([forced, forced[:, :1].expand_as(own_TG)], dim=1)
+        return torch.where(self._known[:, None], forced, own)
+
+
+class _Choice(TorchFunctionMode):
+    """Open from a mixture layer's start until its experts are called."""
+
+    def __init__(self, routes: Routes, layer: int, num_experts: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._routes, self._layer, self._num_experts, self._dtype = routes, layer, num_experts, dtype
+        self._open = False
+
+    def begin(self, *unused: Any) -> None:
+        """A hook: the layer starts."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._open = True
+
+    def end(self, *unused: Any) -> None:
+        """A hook: the experts are called, or the layer ends without that."""
+        if self._open:
+            self._open = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in TOPK:
+            return result
+        scores: Tensor = args[0] if args else kwargs["input"]
+        own: Tensor = result[1]
+        if scores.ndim != 2 or self._num_experts % scores.shape[1]:
+            return result
+        if scores.shape[1] == self._num_experts:
+            indices = self._routes.choose(self._layer, own)
+            self._routes.noted[self._layer] = indices.to(self._dtype)
+            self._routes.num_choices += 1
+        else:
+            indices = self._routes.choose_groups(self._layer, own, self._num_experts // scores.shape[1])
+        if indices is own:
+            return result
+        return torch.return_types.topk((scores.gather(1, indices), indices))
+
+
+class Routers:
+    """The mixture layers of a model, in order. A dense model has none."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self._layers = [m for m in body.modules() if _num_experts(m)]
+        self.num_layers = len(self._layers)
+        self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
+        self.experts_per_token = 0  # known after the first pass
+        self._current: Routes | None = None
+        found = {m for layer in self._layers for m in layer.modules()}
+        strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
+        if strays:
+            raise ModelError(
+                f"{type(body).__name__} seems to choose experts in {strays[0]}, in a form that Headrace does not know: "
+                "what it chooses could not be recorded"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """L and K: what is chosen for one token."""
+        return self.num_layers, self.experts_per_token
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that tells all experts apart."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    @property
+    def device_dtype(self) -> torch.dtype:
+        """The same in torch, where most operations know no uint16."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    def to_device(self, routes: RouteArray, device: torch.device) -> Tensor:
+        """What was recorded, to be forced."""
+        return torch.from_numpy(routes if self.num_experts <= 256 else routes.astype(np.int16)).to(device)
+
+    def to_host(self, routes: Routes, num_tokens: int) -> RouteArray:
+        """What a pass chose, to be recorded. Nothing, `[T, 0, 0]`, for a dense model."""
+        chosen = routes.chosen
+        if chosen is None:
+            return np.empty((num_tokens, 0, 0), self.dtype)
+        return chosen.cpu().numpy().astype(self.dtype, copy=False)
+
+    def check(self, routes: Routes) -> None:
+        """Learn from a first pass how many experts a token has; refuse a model whose choices did not show."""
+        sizes = {noted.shape[1] for noted in routes.noted.values()}
+        if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
+            raise ModelError(
+                f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded: Headrace looks for one "
+                f"top-k over all experts in each mixture layer, of one size, and saw {routes.num_choices} in "
+                f"{self.num_layers} layers, of sizes {sorted(sizes)}"
+            )
+        self.experts_per_token = sizes.pop() if sizes else 0
+
+    @contextmanager
+    def follow(self, routes: Routes | None) -> Iterator[None]:
+        """Passes inside force what `routes` force, and note in it what they choose."""
+        handles = []
+        before, self._current = self._current, routes
+        for index, layer in enumerate(self._layers if routes is not None else ()):
+            assert routes is not None
+            choice = _Choice(routes, index, _num_experts(layer), self.device_dtype)
+            experts = layer.experts
+            assert isinstance(experts, nn.Module)
+            handles.append(layer.register_forward_pre_hook(choice.begin))
+            handles.append(experts.register_forward_pre_hook(choice.end))
+            # also after an exception: a checkpointed layer is left by one once all it keeps is recomputed
+            handles.append(layer.register_forward_hook(choice.end, always_call=True))
+        try:
+            yield
+        finally:
+            self._current = before
+            for handle in handles:
+                handle.remove()
+
+    def follow_again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For a checkpointed layer: its recomputation, long after the pass has ended, follows the same routes."""
+        return nullcontext(), self.follow(self._current)
+
+
+def _num_experts(module: nn.Module) -> int:
+    """How many experts the module chooses from; 0 if it is no mixture layer."""
+    count = getattr(getattr(module, "experts", None), "num_experts", 0)
+    return count if isinstance(count, int) else 0

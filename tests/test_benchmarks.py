@@ -1,0 +1,93 @@
+"""The GPU benchmarks run, on a CPU with a tiny model: a machine that is rented by the second must not find a typo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Main = Callable[[list[str]], dict[str, Any]]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """`benchmark("engine")`: the script as a module."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.setenv("HEADRACE_COMMIT", "abc")
+    before, threads = set(sys.modules), torch.get_num_threads()
+    yield import_module
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent.name == "benchmarks":
+            del sys.modules[name]
+
+
+def run(main: Main, tmp_path: Path, *parts: str) -> dict[str, Any]:
+    """The parts' results, from the JSON."""
+    out = tmp_path / "out.json"
+    only = [option for part in parts for option in ("--only", part)]
+    main(["--tiny", "--device", "cpu", "--repeats", "1", "--json", str(out), *only])
+    results = json.loads(out.read_text())
+    assert results["commit"] == "abc"
+    assert results["device"] == "cpu"
+    assert not [found["error"] for found in results["parts"].values() if "error" in found]
+    return results["parts"]
+
+
+def test_the_engine_benchmark_measures_engine_and_peers(benchmark: Callable[[str], Any], tmp_path: Path) -> None:
+    found = run(benchmark("engine").main, tmp_path, "decode-0.6b/headrace", "job-tail-0.6b/headrace", "6b/generate")
+    assert len(found) == 4
+    assert found["decode-0.6b/headrace"]["context"] == pytest.approx(32, abs=4)
+    for part in found.values():
+        assert part["tokens_per_s"]["median"] > 0
+    job = found["job-tail-0.6b/headrace"]
+    assert 0 < job["floor_s"] < job["seconds"]["median"]
+    assert job["longest"] > job["tokens"] / job["prompts"]
+
+
+def test_the_learner_benchmark_counts_the_work_of_a_step(benchmark: Callable[[str], Any], tmp_path: Path) -> None:
+    found = run(benchmark("learner").main, tmp_path, "0.6b-640")
+    assert len(found) == 3
+    shape = benchmark("gpu_model").SHAPES["tiny"]
+    weights = shape.body_weights + shape.head_weights
+    for part in found.values():
+        assert part["tokens_per_s"]["median"] > 0
+        assert 6 * weights * 500 < part["flops"] < 2 * 6 * weights * 500
+
+
+def test_the_grpo_benchmark_trains_on_equal_and_on_long_tailed_answers(
+    benchmark: Callable[[str], Any], tmp_path: Path
+) -> None:
+    found = run(benchmark("grpo").main, tmp_path, "headrace")
+    assert found["equal/headrace"]["tokens"] == [8 * 8] * 2
+    assert all(0 < tokens < 8 * 24 for tokens in found["tail/headrace"]["tokens"])
+
+
+def test_the_staircase_model_ends_its_answers_at_the_lengths_asked_for(
+    benchmark: Callable[[str], Any], tmp_path: Path
+) -> None:
+    models = benchmark("gpu_model")
+    lengths = models.Lengths(mean=8, cv=1.0, cap=64)
+    models.write_stairs(tmp_path, models.SHAPES["tiny"], torch.device("cpu"), stairs=64, lengths=lengths)
+    loaded = import_module("transformers").AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        probs = loaded(torch.arange(40)[:, None]).logits[:, 0].softmax(-1)  # a word of each step
+    eos = loaded.config.eos_token_id
+    wanted = torch.tensor(lengths.end_chances()[1:41])
+    torch.testing.assert_close(probs[5:, eos], wanted[5:], rtol=0.35, atol=0.002)
+    following = (torch.arange(40) + 1)[:, None] + 64 * torch.arange(598 // 64)
+    assert (probs.gather(1, following).sum(1) + probs[:, eos]).min() > 0.98
+
+
+def test_drawn_lengths_have_the_mean_and_spread_asked_for(benchmark: Callable[[str], Any]) -> None:
+    lengths = benchmark("gpu_model").Lengths(mean=512, cv=1.0, cap=4096)
+    drawn = torch.tensor(lengths.draw(4096, seed=0), dtype=torch.float64)
+    assert drawn.max() <= 4096
+    assert float(drawn.mean()) == pytest.approx(505, rel=0.05)  # the cap takes a little off
+    assert float(drawn.std() / drawn.mean()) == pytest.approx(0.93, abs=0.08)
