@@ -87,6 +87,9 @@ class RolloutSection(Section):
     max_running: PositiveInt = setting(256, "sequences decoded at the same time")
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, so that decoding goes on")
     kv_tokens: NonNegativeInt = setting(0, "size of the key/value cache in tokens; 0 sizes it from memory")
+    speculate: Annotated[int, Field(ge=0, le=16)] = setting(
+        0, "draft up to so many tokens ahead from the prompt, its siblings and earlier epochs; 0 is off"
+    )
     on_update: Literal["keep", "recompute", "drain"] = setting(
         "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
     )

@@ -103,3 +103,27 @@ def test_the_varlen_kernel_agrees_with_rectangles(window: int) -> None:
         assert half.grad is not None
         error = (precise.grad - half.grad.float()).norm() / precise.grad.norm()
         assert error < 0.03
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_drafts_do_not_change_what_is_sampled(make_policy: Callable[..., Policy], top_k: int) -> None:
+    """Plain sampling goes through graphs, top-k does not."""
+    policy = on_cuda(make_policy, "Qwen3", torch.float32)
+    policy.eos_ids = frozenset()  # type: ignore[misc]
+    sampling = Sampling(max_new_tokens=150, temperature=0.05, top_k=top_k)
+    prompts = [np.random.default_rng(n).integers(3, 90, size=n).astype(np.int32) for n in (5, 61)]
+    found: list[dict[str, Generation]] = []
+    for speculate in (0, 8):
+        engine = Engine(
+            policy, max_running=4, prefill_tokens=64, kv_tokens=10**4, on_update="keep", speculate=speculate
+        )
+        for i, prompt in enumerate(prompts):
+            engine.submit(prompt, [Request(id=f"{i}/{k}", sampling=sampling, seed=100 * i + k) for k in range(2)])
+        found.append({})
+        while engine.has_work:
+            found[-1] |= {g.id: g for g in engine.advance()}
+        assert (engine.accepted_tokens > 100) == (speculate > 0)
+    plain, drafted = found
+    for id, generation in drafted.items():
+        np.testing.assert_array_equal(generation.token_ids, plain[id].token_ids)
+        np.testing.assert_allclose(generation.logprobs, plain[id].logprobs, rtol=0, atol=0.02)

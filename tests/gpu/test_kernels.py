@@ -123,13 +123,9 @@ def test_decode_prefill_and_training_have_the_same_bits(
 def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
     lengths = [1, 65, 150]
     q, k, v = (noise(sum(lengths), h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
-    starts, device = [0, 1, 66], torch.device(DEVICE)
-    cut = {
-        t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (block_tokens(heads, kv_heads, q.dtype), QUERIES)
-    }
-    ours, log_sums = block_attention(
-        q.detach(), k.detach(), v.detach(), None, cut[block_tokens(heads, kv_heads, q.dtype)], scale=0.2, window=window
-    )
+    starts, device, tokens = [0, 1, 66], torch.device(DEVICE), block_tokens(heads, kv_heads, torch.float32)
+    cut = {t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (tokens, QUERIES)}
+    ours, log_sums = block_attention(q.detach(), k.detach(), v.detach(), None, cut[tokens], scale=0.2, window=window)
     outs = []
     for start, length in zip(starts, lengths, strict=True):
         a, b, c = (x[start : start + length].transpose(0, 1) for x in (q, k, v))

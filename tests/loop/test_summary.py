@@ -125,3 +125,14 @@ def test_a_run_without_steps(workshop: Workshop):
     assert summary["goodput_tokens_per_s"] == 0.0
     assert summary["score_before"] == summary["score_after"]  # the same noise, the same weights
     assert summary["stage_s"] == dict.fromkeys(STAGES, 0.0)
+
+
+def test_drafts_change_speed_and_nothing_else(workshop: Workshop):
+    extra = ("loop.steps=1", "rollout.temperature=0.05", "rollout.max_new_tokens=80", "rollout.stop=[]")
+    dense = "buffer.drop_no_signal=false"
+    plain, drafted = (
+        api.train(workshop.config(f"draft{n}", *extra, dense, f"rollout.speculate={n}", reward="dense")) for n in (0, 8)
+    )
+    assert plain["drafted_tokens"] == 0 < drafted["accepted_tokens"] <= drafted["drafted_tokens"]
+    for key in ("generated_tokens", "trained_tokens", "score_before"):
+        assert drafted[key] == plain[key]

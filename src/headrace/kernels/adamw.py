@@ -41,7 +41,7 @@ class FusedAdamW(torch.optim.AdamW):
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         table = torch.from_numpy(np.concatenate([pointers.ravel(), sizes, owner, place]))
         _step[(len(owner),)](
-            table.pin_memory().to(factor.device, non_blocking=True), numbers, len(rows), len(owner),
+            table.to(factor.device), numbers, len(rows), len(owner),
             group["lr"] * group["weight_decay"], beta1, beta2, group["eps"],
             WEIGHT=_KINDS[present[0][0].dtype], GRADIENT=_KINDS[present[0][1].dtype], BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip

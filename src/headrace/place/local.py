@@ -126,6 +126,7 @@ class LocalPlace:
                 on_update=r.on_update,
                 max_wall_s=r.max_wall_s,
                 on_wall=r.on_wall,
+                speculate=r.speculate,
                 clock=self.clock.now,
             )
 

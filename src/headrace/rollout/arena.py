@@ -149,12 +149,7 @@ class DecodePlan:
         keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
         grouped = q_THD.unflatten(1, (k_TJD.shape[1], -1)).flatten(0, 1)  # [n * J, H / J, D]
         mask = self._mask(window, grouped, k_TJD.shape[1])
-        beta = 0 if mask is None else 1
-        start = grouped.new_empty(1, 1, 1) if mask is None else mask
-        scores = torch.baddbmm(start, grouped, keys, beta=beta, alpha=scale)
-        precise = torch.promote_types(scores.dtype, torch.float32)
-        probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
-        out = torch.bmm(probs, values).unflatten(0, (n, -1)).flatten(1, 2)
+        out = _weigh(grouped, keys, values, mask, scale).unflatten(0, (n, -1)).flatten(1, 2)
         assert isinstance(out, Tensor)
         return out
 
@@ -195,3 +190,54 @@ class DecodePlan:
                 mask = mask[:, None, None].expand(-1, num_heads, grouped.shape[1], -1).flatten(0, 1)
             self._masks[window] = mask
         return self._masks[window]
+
+
+class VerifyPlan:
+    """Several new tokens for each of the rows 0..n-1: its newest, and drafts of what may follow.
+
+    Refused drafts leave their keys and values behind, beyond the row's end: no mask lets them be seen, and the tokens
+    that come there overwrite them. m is the most tokens of a row; attention is computed for all rows as if they had m.
+    """
+
+    def __init__(
+        self, arena: Arena, at_T: Tensor, which_T: Tensor, ahead_T: Tensor, *, num_rows: int, width: int, longest: int
+    ) -> None:
+        self.arena, self.longest = arena, longest
+        self.positions = at_T[None]
+        self._at, self._which, self._ahead = at_T, which_T, ahead_T
+        self._shape = num_rows, width
+        self._masks: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """Write all keys and values, then attend to the rows."""
+        n, num_heads = self._shape[0], k_TJD.shape[1]
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        keys[self._which, ..., self._at], values[self._which, :, self._at] = k_TJD, v_TJD
+        keys, values = keys[:n, ..., : self.longest].flatten(0, 1), values[:n, :, : self.longest].flatten(0, 1)
+        q = q_THD.new_zeros(*self._shape, *q_THD.shape[1:])
+        q[self._which, self._ahead] = q_THD
+        q = q.unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)  # [n * J, m, H / J, D]
+        out = _weigh(q.flatten(1, 2), keys, values, self._mask(window, q, num_heads), scale)
+        out = out.unflatten(1, q.shape[1:3]).unflatten(0, (n, num_heads)).transpose(1, 2).flatten(2, 3)
+        return out[self._which, self._ahead]  # type: ignore[no-any-return]
+
+    def _mask(self, window: int, q: Tensor, num_heads: int) -> Tensor:
+        """-inf for places after a token or before its window. Where a row has no token, anything visible will do."""
+        if window not in self._masks:
+            at = self._at.new_zeros(self._shape)
+            at[self._which, self._ahead] = self._at
+            ago = at[..., None] - torch.arange(self.longest, device=at.device)  # [n, m, longest]
+            hidden = (ago < 0) | (ago >= window) if window else ago < 0
+            mask = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            mask = mask[:, None, :, None].expand(-1, num_heads, -1, q.shape[2], -1)
+            self._masks[window] = mask.flatten(2, 3).flatten(0, 1)
+        return self._masks[window]
+
+
+def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of `q [B, Q, D]` over `keys [B, D, C]` and `values [B, C, D]`."""
+    start = q.new_empty(1, 1, 1) if mask is None else mask
+    scores = torch.baddbmm(start, q, keys, beta=0 if mask is None else 1, alpha=scale)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
+    return torch.bmm(probs, values)

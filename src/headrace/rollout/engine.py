@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching over the policy's own modules.
 
-One `step` is: admit what fits, compute a chunk of waiting prompts, decode one token for every running sequence.
+One `step` is: admit what fits, compute a chunk of waiting prompts, decode one token for every running sequence, or
+several where drafts of them turn out right (draft.py).
 The samples of one group share one prefill. Everything here runs in the device thread; `submit` and `abort` only leave
 a message, so any thread may call them. n running sequences are the arena's rows 0..n-1.
 """
@@ -19,6 +20,7 @@ import torch
 from headrace import kernels
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
+from headrace.rollout.draft import Drafter
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Parked, Rows
 from headrace.rollout.store import Burst, RowStore, Store, sample
@@ -62,6 +64,7 @@ class Engine:
         on_update: str,
         max_wall_s: float = 0.0,
         on_wall: str = "cut",
+        speculate: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
@@ -70,10 +73,14 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.preemptions = 0  # times a sequence had to make room, ever
         self.parks = 0  # times one was laid aside at `max_wall_s`, ever
+        self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self._on_update, self._clock = on_update, clock
         self._max_wall_s, self._on_wall = max_wall_s, on_wall
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
+        self._drafter = (
+            Drafter(longest=speculate, max_running=max_running, device=policy.device.type) if speculate else None
+        )
         self._rows = Rows(policy.routers.shape, policy.routers.dtype)
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_Family] = deque()
@@ -210,6 +217,8 @@ class Engine:
                 else:
                     self._rows.add(family.prompt, requests, self._clock(), routes)
                     self._begun.extend((r.id, self.version) for r in requests)
+                    if self._drafter is not None:
+                        self._drafter.read(family.prompt)
                 ends += [end] * len(requests)
             self._store.close(family.place)
             family.place = -1
@@ -220,7 +229,15 @@ class Engine:
         """A few tokens for every running sequence."""
         while not (steps := self._store.steps(self._rows, wanted)):
             self._make_room()
-        self._record(self._store.decode(self._rows, steps), 0)
+        drafts = None if self._drafter is None else self._drafter.propose(self._rows, steps)
+        if drafts is None or not self._store.fits(self._rows, drafts):
+            self._record(self._store.decode(self._rows, steps), 0)
+            return
+        burst = self._store.verify(self._rows, drafts)
+        self.num_drafts += int(np.count_nonzero(drafts.counts))
+        self.drafted_tokens += int(drafts.counts.sum())
+        self.accepted_tokens += int((burst.counts - 1).sum())
+        self._record(burst, 0)
 
     def _make_room(self) -> None:
         """Out of cache: what started last gives its own back and waits to be computed again."""
@@ -261,18 +278,24 @@ class Engine:
 
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
-        columns = np.arange(burst.tokens.shape[1])  # of the burst, for the rows from `first` on
+        left = burst.counts.copy()
+        ended: dict[int, FinishReason] = {}
         for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
+            columns = np.flatnonzero(left > step)
+            rows = columns + first
+            allowed = None if burst.allowed is None else burst.allowed[step, columns]
             routes = None if burst.routes is None else burst.routes[step, columns]
-            self._rows.append(first, tokens[columns], logprobs[columns], self.version, burst.allowed, routes)
-            self.sampled_tokens += int(self._rows.counted[first:].sum())
-            done = self._rows.done(first, self.policy.eos_ids, self.policy.tokenizer)
-            for row, finish in sorted(done.items(), reverse=True):
-                self._retire(row, finish)
-                columns[row - first] = columns[-1]
-                columns = columns[:-1]
-            if not len(columns):
+            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, allowed, routes)
+            self.sampled_tokens += int(self._rows.counted[rows].sum())
+            done = self._rows.done(rows, self.policy.eos_ids, self.policy.tokenizer)
+            left[[row - first for row in done]] = 0
+            ended |= done
+            if not left.any():
                 break
+        if ended and self._drafter is not None:
+            self._drafter.learn(self._rows)
+        for row, finish in sorted(ended.items(), reverse=True):
+            self._retire(row, finish)
 
     def _retire(self, row: int, finish: FinishReason) -> None:
         """Hand the row's request back and move the last row into its place."""

@@ -23,10 +23,11 @@ from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.arena import Chunk
+from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import Burst, known_routes, sample
+from headrace.rollout.store import Burst, judge, known_routes, sample, sample_cells
 from headrace.types import IntArray, RouteArray
 
 MOST_STEPS = 16  # of one burst
@@ -126,7 +127,10 @@ class PagedStore:
         self._policy, self._tables = policy, PageTables(kv_tokens)
         self._cache = PagedCache(policy, self._tables.num_pages)
         self._decoder = GraphDecoder(
-            policy, self._cache, max_rows=max_running, max_tokens=min(policy.max_context, kv_tokens)
+            policy,
+            self._cache,
+            max_rows=max(max_running, MOST_VERIFIED),
+            max_tokens=min(policy.max_context, kv_tokens),
         )
 
     def most_rows(self, longest: int) -> int:
@@ -171,11 +175,37 @@ class PagedStore:
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
             return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
-        lengths = torch.from_numpy(rows.lengths.astype(np.int32)).to(self._policy.device)
-        plan = DecodePlan(self._cache, torch.from_numpy(tables).to(lengths.device), lengths, int(rows.lengths.max()))
-        tokens, routes = torch.from_numpy(rows.last_tokens).to(lengths.device), Routes()
-        logits = self._policy.logits(self._policy.hidden(tokens, plan.positions, plan, routes))
-        return sample(logits, rows, 0, self._policy.routers.to_host(routes, len(rows)))
+        logits, routes = self._step(tables, rows.lengths, rows.last_tokens)
+        return sample(logits, rows, 0, routes)
+
+    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+        """Take the pages that the drafted tokens write to."""
+        return self._tables.reach(rows.lengths + drafts.counts + 1)
+
+    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
+        """Every token is a row of the graph, with the pages of its sequence and a length of its own.
+
+        A layer writes the keys and values of all rows before any of them attends, so each finds those before it.
+        """
+        which, ahead = drafts.cells
+        tables, lengths = self._tables.table()[which], rows.lengths[which] + ahead
+        tokens = drafts.inputs(rows.last_tokens)
+        if rows.plain:
+            noise = uniforms(rows.seeds[which], lengths)[None]
+            return judge(drafts, self._decoder.run(tables, lengths, tokens, rows.temperatures[which], noise))
+        logits, routes = self._step(tables, lengths, tokens)
+        return judge(drafts, sample_cells(logits, rows, which, ahead, routes))
+
+    def _step(
+        self, tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, RouteArray]:
+        """Logits of one step without a graph, and the experts that led to them."""
+        device = self._policy.device
+        lengths_n = torch.from_numpy(lengths.astype(np.int32)).to(device)
+        plan = DecodePlan(self._cache, torch.from_numpy(tables).to(device), lengths_n, int(lengths.max()))
+        routes = Routes()
+        hidden = self._policy.hidden(torch.from_numpy(tokens).to(device), plan.positions, plan, routes)
+        return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Give its pages back; the last row takes its place."""
@@ -255,7 +285,7 @@ class GraphDecoder:
             graph.replay()
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
         routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
-        return Burst(drawn.numpy(), logprobs.numpy(), routes=routes)
+        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
 
     def _graph(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         if (rows, segments) not in self._graphs:

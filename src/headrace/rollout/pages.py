@@ -117,10 +117,7 @@ class PageTables:
 
     def grow(self, lengths: npt.NDArray[np.int64], steps: int) -> bool:
         """Take the pages that the next steps of all rows write to; without room for all of them take none."""
-        needed = [num_pages(length + steps) - len(held) for length, held in zip(lengths, self.rows, strict=True)]
-        if sum(max(0, count) for count in needed) <= self.pages.num_free:
-            for held, count in zip(self.rows, needed, strict=True):
-                held += self.pages.take(max(0, count))
+        if self.reach(lengths + steps):
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
             raise ConfigError(
@@ -128,6 +125,15 @@ class PageTables:
                 f"{self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
             )
         return False
+
+    def reach(self, lengths: npt.NDArray[np.int64]) -> bool:
+        """Give every row the pages for so many tokens, or none of them any."""
+        needed = [num_pages(length) - len(held) for length, held in zip(lengths, self.rows, strict=True)]
+        if sum(max(0, count) for count in needed) > self.pages.num_free:
+            return False
+        for held, count in zip(self.rows, needed, strict=True):
+            held += self.pages.take(max(0, count))
+        return True
 
     def remove(self, row: int) -> None:
         """Give a row's pages back; the last row takes its place."""

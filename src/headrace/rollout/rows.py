@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from headrace.rollout.sampling import Sampling
 from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Span
 
 GROWTH_TOKENS = 64
+CONTEXT = 8  # tokens before a sampled one that tell which will be next
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class Rows:
         self._temperatures = np.empty(0, np.float32)
         self._counted = np.empty(0, np.bool_)
         self._began_s = np.empty(0, np.float64)  # its present stretch of decoding
+        self._families = np.empty(0, np.uint64)
+        self._learned = np.empty(0, np.int64)
+        self._tails = np.empty((0, CONTEXT), np.int64)  # the prompt's last tokens
         self._tokens = np.empty((0, 0), np.int64)
         self._logprobs = np.empty((0, 0), np.float32)
         self._versions = np.empty((0, 0), np.int32)
@@ -126,6 +131,26 @@ class Rows:
         return self._counted[: len(self)]
 
     @property
+    def families(self) -> npt.NDArray[np.uint64]:
+        """A number for the prompt of each sequence: the same for its siblings, and in every epoch."""
+        return self._families[: len(self)]
+
+    @property
+    def sampled(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence that were sampled."""
+        return self._sampled[: len(self)]
+
+    @property
+    def learned(self) -> npt.NDArray[np.int64]:
+        """How many of them the drafter has seen; it keeps the count."""
+        return self._learned[: len(self)]
+
+    @property
+    def left(self) -> npt.NDArray[np.int64]:
+        """Tokens that each sequence may still sample."""
+        return self._limits[: len(self)] - self.sampled
+
+    @property
     def last_tokens(self) -> npt.NDArray[np.int64]:
         """The newest token of each sequence."""
         rows = np.arange(len(self))
@@ -136,6 +161,17 @@ class Rows:
         """Tokens of the longest sequence any row may still become."""
         n = len(self)
         return int((self._lengths[:n] - self._sampled[:n] + self._limits[:n]).max()) if n else 0
+
+    def contexts(self, rows: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The tokens `[.., CONTEXT]` that stand before the sampled token `at` of each of the rows."""
+        places = at[:, None] + np.arange(-CONTEXT, 0)
+        sampled = self._tokens[rows[:, None], np.maximum(places, 0)]
+        found: npt.NDArray[np.int64] = np.where(places < 0, self._tails[rows[:, None], np.minimum(places, -1)], sampled)
+        return found
+
+    def tokens_at(self, rows: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sampled token `at` of each of the rows."""
+        return self._tokens[rows, at]
 
     def add(self, prompt: IntArray, requests: list[Request], now_s: float, routes: RouteArray) -> None:
         """Append rows for the requests of one prompt, with nothing sampled yet. `routes` are the prompt's."""
@@ -149,21 +185,23 @@ class Rows:
         self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
         self._counted[n : n + more] = [r.counted for r in requests]
         self._began_s[n : n + more] = now_s
+        self._families[n : n + more] = family_number(prompt)
+        self._learned[n : n + more] = 0
+        self._tails[n : n + more] = before(prompt)[-1]
         self._sequences += [_Sequence(r, prompt, now_s, routes, self._started + i) for i, r in enumerate(requests)]
         self._started += more
         self.samplings += [r.sampling for r in requests]
 
     def append(
         self,
-        first: int,
+        rows: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
         version: int,
         allowed: BoolArray | None,
         routes: RouteArray | None = None,
     ) -> None:
-        """One more token for the rows from `first` on. `routes [n, L, K]` are those of the token before it."""
-        rows = np.arange(first, first + len(tokens))
+        """One more token for each of these rows. `routes [n, L, K]` are those of the token before it."""
         at = self._sampled[rows]
         if int(at.max()) >= self._tokens.shape[1]:
             self._grow_tokens(max(GROWTH_TOKENS, 2 * self._tokens.shape[1]))
@@ -179,11 +217,10 @@ class Rows:
                 if self.samplings[row].truncates:
                     self._sequences[row].supports.append(np.flatnonzero(allowed[i]).astype(np.int32))
 
-    def done(self, first: int, eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
-        """The rows from `first` on that end with their newest token, and why."""
-        rows = np.arange(first, len(self))
+    def done(self, rows: npt.NDArray[np.int64], eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
+        """Those of the rows that end with their newest token, and why."""
         found: dict[int, FinishReason] = {}
-        newest = self.last_tokens[first:]
+        newest = self.last_tokens[rows]
         for row in rows[self._sampled[rows] >= self._limits[rows]]:
             found[int(row)] = FinishReason.LENGTH
         for row in rows[np.isin(newest, list(eos_ids))]:
@@ -243,7 +280,7 @@ class Rows:
             (self._routes, routes[len(sequence.prompt) :]),
         ):
             table[row, :count] = values
-        self._sampled[row] = count
+        self._sampled[row] = self._learned[row] = count
         self._lengths[row] += count
 
     def sequence(self, row: int) -> IntArray:
@@ -267,8 +304,11 @@ class Rows:
         """Drop a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
-            of_requests = (self._limits, self._seeds, self._temperatures, self._counted)
-            for array in (self._lengths, self._sampled, self._began_s, *of_requests):
+            arrays: tuple[npt.NDArray[Any], ...] = (
+                *(self._lengths, self._sampled, self._began_s, self._limits, self._seeds, self._temperatures),
+                *(self._counted, self._families, self._learned, self._tails),
+            )
+            for array in arrays:
                 array[row] = array[last]
             count = int(self._sampled[last])
             for table in (self._tokens, self._logprobs, self._versions, self._routes):
@@ -283,6 +323,7 @@ class Rows:
         self._lengths, self._sampled, self._limits = grown(self._lengths), grown(self._sampled), grown(self._limits)
         self._seeds, self._counted = grown(self._seeds), grown(self._counted)
         self._temperatures, self._began_s = grown(self._temperatures), grown(self._began_s)
+        self._families, self._learned, self._tails = grown(self._families), grown(self._learned), grown(self._tails)
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
         self._versions, self._routes = grown(self._versions), grown(self._routes)
 
@@ -293,6 +334,18 @@ class Rows:
 
         self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
         self._versions, self._routes = grown(self._versions), grown(self._routes)
+
+
+def before(tokens: IntArray) -> npt.NDArray[np.int64]:
+    """For each place in a sequence, and the one after its end, the CONTEXT tokens before it `[T + 1, CONTEXT]`."""
+    padded = np.concatenate([np.full(CONTEXT, -1), tokens]).astype(np.int64)
+    return np.lib.stride_tricks.sliding_window_view(padded, CONTEXT)
+
+
+def family_number(prompt: IntArray) -> np.uint64:
+    """The same for every sample of the prompt, in every epoch and every process."""
+    digest = hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:

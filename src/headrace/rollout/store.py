@@ -18,7 +18,8 @@ from torch import Tensor
 from headrace.policy.exact_cpu import TILE
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
+from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
+from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import draw, uniforms
 from headrace.types import BoolArray, IntArray, RouteArray
@@ -28,11 +29,16 @@ STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the sa
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """The outcome of K decode steps for n rows; `allowed [n, V]` is there when one step was taken and truncated."""
+    """Up to K tokens for each of n rows, with what they were chosen among where sampling truncates.
+
+    Example:
+        Burst(tokens=[[7, 4], [1, 0]], logprobs=[[-.1, -.9], [-.2, 0.]], counts=[2, 1])
+    """
 
     tokens: npt.NDArray[np.int64]  # [K, n]
     logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
-    allowed: BoolArray | None = None
+    counts: npt.NDArray[np.int64]  # [n] how many of a row's tokens are valid
+    allowed: BoolArray | None = None  # [K, n, V]
     routes: RouteArray | None = None  # [K, n, L, experts] of the tokens that each step started from
 
 
@@ -75,6 +81,14 @@ class Store(Protocol):
 
     def decode(self, rows: Rows, steps: int) -> Burst:
         """Take decode steps for all rows."""
+        ...
+
+    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+        """Whether there is room for the drafted tokens as well."""
+        ...
+
+    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
+        """One step that computes the drafted tokens too: every token up to the first one drafted wrongly."""
         ...
 
     def remove(self, row: int, rows: Rows) -> None:
@@ -138,6 +152,23 @@ class RowStore:
         hidden = self._policy.hidden(_to(self._policy, rows.last_tokens), plan.positions, plan, routes)
         return sample(self._policy.logits(hidden), rows, 0, self._policy.routers.to_host(routes, len(rows)))
 
+    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+        """Always: no draft is longer than its row may become, and admission has counted on that."""
+        return True
+
+    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
+        """All tokens of a row write their keys and values, and each attends to its own past."""
+        which, ahead = drafts.cells
+        positions = rows.lengths[which] - 1 + ahead
+        longest = int(positions.max()) + 1
+        self._reserve(len(rows), longest, rows.longest_possible)
+        at_T, which_T, ahead_T = (_to(self._policy, x) for x in (positions, which, ahead))
+        plan = VerifyPlan(self._arena, at_T, which_T, ahead_T, num_rows=len(rows), width=drafts.width, longest=longest)
+        routes = Routes()
+        hidden = self._policy.hidden(_to(self._policy, drafts.inputs(rows.last_tokens)), plan.positions, plan, routes)
+        chosen = self._policy.routers.to_host(routes, len(which))
+        return judge(drafts, sample_cells(self._policy.logits(hidden), rows, which, ahead, chosen))
+
     def remove(self, row: int, rows: Rows) -> None:
         """Copy the last row over it."""
         last = len(rows) - 1
@@ -190,10 +221,42 @@ def known_routes(policy: Policy, chunks: Sequence[Chunk], known: Sequence[RouteA
 
 def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = None) -> Burst:
     """One token for each row from `first` on, drawn from its logits; `routes [n, L, K]` led to them."""
-    outcome = draw(logits, rows.samplings[first:], uniforms(rows.seeds[first:], rows.lengths[first:]))
-    allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()
-    tokens, logprobs = outcome.tokens.cpu().numpy(), outcome.logprobs.float().cpu().numpy()
-    return Burst(tokens[None], logprobs[None], allowed, None if routes is None else routes[None])
+    which = np.arange(first, len(rows))
+    return sample_cells(logits, rows, which, np.zeros_like(which), routes)
+
+
+def sample_cells(
+    logits: Tensor,
+    rows: Rows,
+    which: npt.NDArray[np.int64],
+    ahead: npt.NDArray[np.int64],
+    routes: RouteArray | None,
+) -> Burst:
+    """One token for each line of the logits: that of row `which`, so many tokens ahead of its end.
+
+    The noise belongs to the position, so a token computed ahead is the one that would be drawn there later.
+    """
+    noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
+    outcome = draw(logits, [rows.samplings[row] for row in which], noise)
+    allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()[None]
+    tokens, logprobs = outcome.tokens.cpu().numpy()[None], outcome.logprobs.float().cpu().numpy()[None]
+    return Burst(tokens, logprobs, np.ones(len(which), np.int64), allowed, None if routes is None else routes[None])
+
+
+def judge(drafts: Drafts, drawn: Burst) -> Burst:
+    """What was drawn after each token of each row, up to the first draft that is not what was drawn.
+
+    The token drawn in its stead is right: all before it is. So every row gets at least one.
+    """
+    which, ahead = drafts.cells
+    counts = drafts.num_right(drawn.tokens[0]) + 1
+    most = int(counts.max())
+    cells = np.zeros((drafts.width, len(counts)), np.int64)
+    cells[ahead, which] = np.arange(len(which))
+    cells = cells[:most]
+    allowed = None if drawn.allowed is None else drawn.allowed[0][cells]
+    routes = None if drawn.routes is None else drawn.routes[0][cells]
+    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, allowed, routes)
 
 
 def _to(policy: Policy, array: npt.NDArray[np.int64]) -> Tensor:
