@@ -108,7 +108,7 @@ def test_refuses_chunked_attention(policy: Policy):
 
 
 def test_refuses_a_model_that_brings_its_own_attention(policy: Policy, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.policy.policy.is_dense", lambda body: False)
+    monkeypatch.setattr("headrace.policy.policy.in_family", lambda body: False)
     stock = type(policy.body).forward
 
     def without_plan(self: Any, **arguments: Any) -> Any:
@@ -135,9 +135,9 @@ FAMILY = {
 @pytest.mark.parametrize("architecture", FAMILY)
 def test_our_path_and_that_of_transformers_agree(make_policy: Callable[..., Policy], architecture: str):
     policy = make_policy(architecture, seed=3, **FAMILY[architecture])
-    assert policy._dense is not None
+    assert policy._family is not None
     ours = our_logits(policy)
-    policy._dense = None
+    policy._family = None
     theirs = our_logits(policy)
     assert not torch.equal(ours, theirs)  # the other path was taken
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -147,11 +147,11 @@ def test_our_path_and_that_of_transformers_agree(make_policy: Callable[..., Poli
 def test_other_models_keep_their_own_path(
     make_policy: Callable[..., Policy], architecture: str, changes: dict[str, str]
 ):
-    assert make_policy(architecture, **changes)._dense is None
+    assert make_policy(architecture, **changes)._family is None
 
 
 def test_a_path_that_computes_something_else_is_noticed(policy: Policy, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.policy.dense.gated", lambda gate, up: gate * up)
+    monkeypatch.setattr("headrace.policy.family.gated", lambda gate, up: gate * up)
     with pytest.raises(ModelError, match="Qwen3ForCausalLM computes something that Headrace"):
         Policy(policy.model, policy.tokenizer)
 

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in exact mode: the same steps as dense.py, each with the bits of exact_cpu.py."""
+"""The decoder of the Llama family in exact mode: the same steps as family.py, each with the bits of exact_cpu.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headrace.policy import exact_cpu
 from headrace.policy.attention import Plan
-from headrace.policy.dense import DenseBody
-from headrace.policy.exact_cpu import gated, linear, rotate
+from headrace.policy.exact_cpu import ExactFunctions, gated, linear, rotate
+from headrace.policy.family import FamilyBody, is_mixture
 
 POSITIONS = 1024  # whose angles are computed at once
 
@@ -26,7 +26,7 @@ class ExactPlan(Protocol):
         ...
 
 
-class ExactBody(DenseBody):
+class ExactBody(FamilyBody):
     """Embedding, layers and final norm, on a CPU."""
 
     def __init__(self, body: Any) -> None:
@@ -56,6 +56,9 @@ class ExactBody(DenseBody):
         out = plan.attend_exact(attention.layer_idx, q, k, v, attention.scaling, self._window(attention))
         x = x + _linear(attention.o_proj, out.flatten(1))
         h = _norm(layer.post_attention_layernorm, x)
+        if is_mixture(mlp):
+            with ExactFunctions():
+                return x + mlp(h[None])[0]  # type: ignore[no-any-return]
         return x + _linear(mlp.down_proj, gated(_linear(mlp.gate_proj, h), _linear(mlp.up_proj, h)))
 
     def _angles_at(self, positions_T: Tensor, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
 from headrace.policy.functions import _Gated, _RmsNorm, _Rotate
@@ -77,6 +78,19 @@ class _ExactGated(_Gated):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return _silu(gate).mul_(up)
+
+
+class ExactFunctions(TorchFunctionMode):
+    """Inside, `transformers`' own modules (the experts of a mixture, its routers) use the functions of this file."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            return linear(*args, **(kwargs or {}))
+        if func is F.silu:
+            return gated(args[0], torch.ones_like(args[0]))
+        return func(*args, **(kwargs or {}))
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int, linear: Linear
 ) -> Tensor:
     logits = linear(hidden[start:end], weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits.div_(torch.tensor([temperature], dtype=logits.dtype, device=logits.device))  # as the engine divides
     if support is not None:
         logits.masked_fill_(support.forbidden(start, end, weight.shape[0]), float("-inf"))
     return torch.log_softmax(logits, dim=-1)

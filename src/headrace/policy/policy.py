@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from headrace.config import ModelSection
 from headrace.errors import HeadraceError, ModelError
 from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan, Plan
-from headrace.policy.dense import FAMILY, DenseBody, is_dense
 from headrace.policy.exact_body import ExactBody
+from headrace.policy.exact_gpu import check_rows, use_steady_products
+from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
 from headrace.policy.routes import Routers, Routes
@@ -55,12 +56,14 @@ class Policy:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.exact = exact
-        self._dense: DenseBody | None = None
-        if is_dense(self.body):
-            self._dense = ExactBody(self.body) if exact else DenseBody(self.body)
+        self._family: FamilyBody | None = None
+        if in_family(self.body):
+            self._family = ExactBody(self.body) if exact and self.device.type != "cuda" else FamilyBody(self.body)
+            self._family.exact = exact
+            self._family.recomputing = self.routers.follow_again if self.routers.num_layers else None
         self._check_weights()
         if exact:
-            self._check_exact()
+            self._prepare_exact()
         with _without_dropout(model):
             probe = self._probe_ids()
             expected = self._stock_logprobs(probe)
@@ -68,6 +71,8 @@ class Policy:
             self._check_same(probe, expected)
             if exact:
                 self._check_same_bits(probe)
+                if self.device.type == "cuda":
+                    check_rows(self._products(), self.head_weight)
 
     @property
     def max_context(self) -> int:
@@ -85,9 +90,9 @@ class Policy:
 
     def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan, routes: Routes | None = None) -> Tensor:
         """Final hidden states `[T, E]` of tokens laid in one row. `routes` force or note the experts of a mixture."""
-        if self._dense is not None:
-            return self._dense(token_ids_T, positions_1T, plan)
         with self.routers.follow(routes):
+            if self._family is not None:
+                return self._family(token_ids_T, positions_1T, plan)
             out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
         hidden = out.last_hidden_state[0]
         assert isinstance(hidden, Tensor)
@@ -125,12 +130,12 @@ class Policy:
 
     @property
     def _linear(self) -> Linear:
-        return exact_cpu.linear if self.exact else nn.functional.linear
+        return exact_cpu.linear if self.exact and self.device.type == "cpu" else nn.functional.linear
 
     def checkpoint_activations(self) -> None:
         """Compute activations again in the backward pass instead of keeping them."""
-        if self._dense is not None:
-            self._dense.checkpoint_activations = True
+        if self._family is not None:
+            self._family.checkpoint_activations = True
             return
         # `transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none
         self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self.routers.follow_again})
@@ -173,19 +178,35 @@ class Policy:
                 "other sequences of its batch are"
             )
 
-    def _check_exact(self) -> None:
-        """Refuse what has no exact form."""
-        if self._dense is None:
+    def _prepare_exact(self) -> None:
+        """Choose steady products, and refuse what has no exact form."""
+        if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
                 f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
                 "depends on the rest of its batch; set model.exact = false"
             )
-        if self.device.type != "cpu" or self.dtype not in (torch.float32, torch.float64):
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        if half is not (self.device.type == "cuda"):
             raise ModelError(
-                f"model.exact = true needs model.device = 'cpu' and model.dtype = 'float32'; here they are "
-                f"'{self.device.type}' and '{str(self.dtype).removeprefix('torch.')}'"
+                "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a GPU; here "
+                f"it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
             )
+        if self.device.type == "cuda":
+            if not self._family.fits_kernels:
+                raise ModelError(
+                    f"model.exact = true on a GPU needs Triton and a head size that is a power of two; the model's is "
+                    f"{self.head_size}; set model.exact = false"
+                )
+            use_steady_products()
+        elif self.routers.num_layers:
+            self.model.set_experts_implementation("eager")  # the one that goes through ordinary products
+
+    def _products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
+        """Everything that is computed for many rows at once, by name, with the width of its input."""
+        assert self._family is not None
+        head = partial(nn.functional.linear, weight=self.head_weight)
+        return {"the output head": (head, self.head_weight.shape[1]), **self._family.products()}
 
     def _probe_ids(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -313,6 +334,8 @@ def load_policy(section: ModelSection) -> Policy:
     if not path.exists():
         raise ModelError(f"model.path = '{section.path}': no such directory or file")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if section.exact and device.type == "cuda":
+        use_steady_products()
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)

@@ -122,8 +122,8 @@ class Rows:
 
     @property
     def plain(self) -> bool:
-        """Whether every row samples from its whole distribution, at a temperature above zero."""
-        return all(s.temperature > 0 and not s.truncates for s in set(self.samplings))
+        """Whether every row samples from its whole distribution."""
+        return not any(s.truncates for s in set(self.samplings))
 
     @property
     def counted(self) -> BoolArray:

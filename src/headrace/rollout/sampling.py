@@ -8,11 +8,17 @@ n requests, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from headrace import kernels
+
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.softmax import draw_tokens
 
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 
@@ -65,28 +71,36 @@ class Draw:
 
 def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
     """Sample one token per row by inverting the cumulative distribution at the row's uniform number."""
+    device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
     first = samplings[0]
-    uniform = all(s is first for s in samplings)
-    if uniform:
-        logits = logits_nV if first.temperature in (0.0, 1.0) else logits_nV / first.temperature
-    else:
-        temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits_nV.device)
-        logits = logits_nV / temperatures[:, None]
-    allowed = None
-    if first.truncates if uniform else any(s.truncates for s in samplings):
-        allowed = _allowed(logits, samplings)
+    different = [first] if all(s is first for s in samplings) else samplings
+    truncates = any(s.truncates for s in different)
+    if logits_nV.is_cuda and kernels.AVAILABLE:
+        temperatures = torch.tensor([s.temperature for s in samplings], device=device)
+        tokens, chosen = draw_tokens(logits_nV.contiguous(), uniforms, temperatures)
+        if not truncates:
+            return Draw(tokens, chosen, None)
+    logits = logits_nV
+    if any(s.temperature not in (0.0, 1.0) for s in different):
+        # a tensor, since a GPU divides by a number in another way, and the learner divides by a tensor as well
+        logits = logits_nV / torch.tensor([s.temperature or 1.0 for s in different], device=device)[:, None]
+    allowed = _allowed(logits, samplings) if truncates else None
+    if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     # float64, because a float32 sum over 150,000 tokens would move rare tokens' probabilities
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    targets = torch.from_numpy(uniforms_n).to(logits.device) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, targets[:, None]).squeeze(1)
-    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    if first.temperature == 0.0 if uniform else any(s.temperature == 0.0 for s in samplings):
-        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=logits.device)
-        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-        chosen = torch.where(greedy, 0.0, chosen)
-    return Draw(tokens, chosen, allowed)
+    found = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None])
+    found_logprobs = logprobs.gather(1, found).squeeze(1)
+    found = found.squeeze(1)
+    if any(s.temperature == 0.0 for s in different):
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
+        found = torch.where(greedy, logits.argmax(dim=-1), found)
+        found_logprobs = torch.where(greedy, 0.0, found_logprobs)
+    if logits_nV.is_cuda and kernels.AVAILABLE:
+        plain = torch.tensor([not s.truncates for s in samplings], device=device)
+        found, found_logprobs = torch.where(plain, tokens, found), torch.where(plain, chosen, found_logprobs)
+    return Draw(found, found_logprobs, allowed)
 
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:

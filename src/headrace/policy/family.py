@@ -2,12 +2,13 @@
 
 A decode step of a small model spends most of its time between the matrices, in module calls, views and elementwise
 chains. This path has few of them, and serves the engine and the learner alike; on a GPU each stretch between two
-matrices is one kernel. Other architectures run through `transformers`' own modules. Either way the policy compares
-itself with `transformers` once, when it is loaded.
+matrices is one kernel. Mixture layers, and other architectures, run through `transformers`' own modules. Either way the
+policy compares itself with `transformers` once, when it is loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.skinny import ROWS, gate_linear_add, linear_add, norm_linear
 
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
-FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
+FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel"}
 
 
 @runtime_checkable
@@ -39,28 +40,35 @@ class PagedPlan(Protocol):
         ...
 
 
-def is_dense(body: Any) -> bool:
+def in_family(body: Any) -> bool:
     """Whether this path computes what the model does."""
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
 
 
-class DenseBody:
+def is_mixture(mlp: Any) -> bool:
+    """Whether the layer sends each token to a few of many experts."""
+    return hasattr(mlp, "experts")
+
+
+class FamilyBody:
     """Embedding, layers and final norm."""
 
     def __init__(self, body: Any) -> None:
         self._body = body
         self.checkpoint_activations = False
         self.exact = False
+        self.recomputing: Any = None  # contexts of a checkpointed layer and its recomputation
+        self._mixes = any(is_mixture(layer.mlp) for layer in body.layers)
         self._table: tuple[Tensor, Tensor] | None = None
         head_size = body.layers[0].self_attn.head_dim
-        self._fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
+        self.fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
 
     def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
         """Final hidden states `[T, E]`."""
         body = self._body
         x = body.embed_tokens(token_ids_T)
         cos, sin = self._angles(x, positions_1T)
-        if x.is_cuda and self._fits_kernels:
+        if x.is_cuda and self.fits_kernels:
             return self._fused(x, cos, sin, plan)
         cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
@@ -70,7 +78,8 @@ class DenseBody:
     def _run(self, layer_function: Any, *args: Any) -> Any:
         """One layer, with its activations kept for the backward pass or computed again there."""
         if self.checkpoint_activations and torch.is_grad_enabled():
-            return checkpoint(layer_function, *args, use_reentrant=False)
+            contexts = {} if self.recomputing is None else {"context_fn": self.recomputing}
+            return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
         return layer_function(*args)
 
     def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
@@ -86,11 +95,13 @@ class DenseBody:
         out = plan.attend(attention.layer_idx, q, k, v, attention.scaling, self._window(attention))
         x = x + attention.o_proj(out.flatten(1))
         h = _norm(layer.post_attention_layernorm, x)
+        if is_mixture(mlp):
+            return x + mlp(h[None])[0]  # type: ignore[no-any-return]
         return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
-        if len(x) <= ROWS and isinstance(plan, PagedPlan) and not self.exact:
+        if len(x) <= ROWS and isinstance(plan, PagedPlan) and not (self.exact or self._mixes):
             return self._few(x, cos, sin, plan)
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
@@ -110,6 +121,8 @@ class DenseBody:
         else:
             out = plan.attend(where[0], *rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
         x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
+        if joined.gate_up is None:
+            return x, layer.mlp(h[None])[0]
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
 
     def _few(self, x: Tensor, cos: Tensor, sin: Tensor, plan: PagedPlan) -> Tensor:
@@ -117,6 +130,7 @@ class DenseBody:
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
             before, after = layer.input_layernorm, layer.post_attention_layernorm
+            assert joined.gate_up is not None
             qkv = norm_linear(x, before.weight, before.variance_epsilon, joined.qkv.weight, joined.qkv.bias)
             window = self._window(attention)
             out = plan.rotate_and_attend(
@@ -144,10 +158,24 @@ class DenseBody:
     def _joined(self) -> list[_Joined]:
         return [_Joined(layer) for layer in self._body.layers]
 
+    def products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
+        """What a layer computes for many rows at once, by name, with the width of its input. For a GPU."""
+        layer, joined = self._body.layers[-1], self._joined[-1]
+        parts: list[tuple[str, Any, int]] = [
+            ("the attention's input", joined.qkv, joined.qkv.weight.shape[1]),
+            ("the attention's output", layer.self_attn.o_proj, layer.self_attn.o_proj.in_features),
+        ]
+        if joined.gate_up is None:
+            parts.append(("the experts", lambda x: layer.mlp(x[None])[0], joined.qkv.weight.shape[1]))
+        else:
+            parts.append(("the gate", joined.gate_up, joined.gate_up.weight.shape[1]))
+            parts.append(("the layer's output", layer.mlp.down_proj, layer.mlp.down_proj.in_features))
+        return {name: (work, width) for name, work, width in parts}
+
     def _window(self, attention: Any) -> int:
-        """Tokens that the layer sees, 0 for all: Qwen says it per layer, Mistral once, Llama never."""
+        """Tokens that the layer sees, 0 for all: Qwen says it per layer, Mistral and Mixtral once, Llama never."""
         body = self._body
-        everywhere = body.config.sliding_window if type(body).__name__ == "MistralModel" else None
+        everywhere = body.config.sliding_window if type(body).__name__ in ("MistralModel", "MixtralModel") else None
         return getattr(attention, "sliding_window", everywhere) or 0
 
 
@@ -157,7 +185,7 @@ class _Joined:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = None if is_mixture(mlp) else JoinedLinear([mlp.gate_proj, mlp.up_proj])
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.heads = Heads(
             num=attention.q_proj.out_features // attention.head_dim,

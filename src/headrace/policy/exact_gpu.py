@@ -1,0 +1,44 @@
+"""Exact mode on a GPU: matrix products whose rows have the same bits in any company.
+
+Everything else on a GPU has them anyway: attention, norms, gates and log-probs are our own kernels, each with one order
+of its sums. A product loses them when its sum is split differently for other numbers of rows; cuBLASLt without a
+workspace does not split it. That is not promised anywhere, so it is checked, on the shapes of the model at hand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ModelError
+
+WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
+FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000)
+MANY = 2048
+
+
+def use_steady_products() -> None:
+    """For the rest of the process. Call it before the first matrix product: the workspace is made only once."""
+    os.environ.setdefault(WORKSPACE, "1")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@torch.no_grad()
+def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], like: Tensor) -> None:
+    """Refuse a machine on which company changes a row's bits, in any of these functions of rows of some width."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    for name, (work, width) in products.items():
+        x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)
+        whole = work(x)
+        for rows in FEW:
+            if not torch.equal(work(x[:rows]), whole[:rows]):
+                raise ModelError(
+                    f"model.exact = true: on this machine {name} of {rows} tokens differs from that of the same "
+                    f"tokens among {MANY}. Start a new process with {WORKSPACE}=1 in its environment, or set "
+                    "model.exact = false"
+                )
