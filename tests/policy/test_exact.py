@@ -104,12 +104,12 @@ def test_values_and_gradients_are_the_ordinary_ones(
 
 
 def test_a_model_without_an_exact_form_is_refused(make_policy: Callable[..., Policy]):
-    with pytest.raises(ModelError, match=r"model\.exact = true is for Llama, .*; Qwen3MoeForCausalLM has"):
-        make_policy("Qwen3Moe", exact=True)
+    with pytest.raises(ModelError, match=r"model\.exact = true is for Llama, .*; Olmo2ForCausalLM has"):
+        make_policy("Olmo2", exact=True)
 
 
 def test_half_precision_is_refused(make_policy: Callable[..., Policy]):
-    with pytest.raises(ModelError, match=r"needs .* model.dtype = 'float32'; here they are 'cpu' and 'bfloat16'"):
+    with pytest.raises(ModelError, match=r"needs model.dtype = 'float32' on a CPU .* it is 'bfloat16' on 'cpu'"):
         make_policy(exact=True, dtype=torch.bfloat16)
 
 

@@ -143,7 +143,7 @@ def test_our_path_and_that_of_transformers_agree(make_policy: Callable[..., Poli
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("architecture", "changes"), [("Qwen3Moe", {}), ("Llama", {"hidden_act": "gelu"})])
+@pytest.mark.parametrize(("architecture", "changes"), [("Olmo2", {}), ("Llama", {"hidden_act": "gelu"})])
 def test_other_models_keep_their_own_path(
     make_policy: Callable[..., Policy], architecture: str, changes: dict[str, str]
 ):

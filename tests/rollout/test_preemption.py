@@ -165,7 +165,7 @@ def test_the_one_that_started_last_makes_room(policy: Policy):
     rows.remove(0)  # `c` is row 0 now
     assert rows.request_id(rows.youngest()) == "c/0"
     rows.add(prompt_ids(5), requests("d", [Sampling(max_new_tokens=9)]), 1.0, NO_ROUTES)
-    rows.append(0, np.full(3, 7), np.zeros(3, np.float32), 0, None)
+    rows.append(np.arange(3), np.full(3, 7), np.zeros(3, np.float32), 0, None)
     parked = rows.park(0, now_s=2.0)
     rows.remove(0)
     assert rows.request_id(rows.youngest()) == "d/0"

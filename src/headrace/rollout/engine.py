@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from headrace import kernels
+from headrace.errors import ConfigError
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
@@ -78,6 +79,11 @@ class Engine:
         self._max_wall_s, self._on_wall = max_wall_s, on_wall
         self._max_running = max_running
         self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
+        if speculate and policy.exact and policy.device.type != "cuda":
+            raise ConfigError(
+                f"model.exact = true and rollout.speculate = {speculate}: checking drafts on a CPU has no exact form; "
+                "set rollout.speculate = 0"
+            )
         self._drafter = (
             Drafter(longest=speculate, max_running=max_running, device=policy.device.type) if speculate else None
         )
