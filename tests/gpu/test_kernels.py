@@ -27,7 +27,7 @@ if RUNS:
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-SHAPES = [(4, 2, 64), (9, 3, 80)] if INTERPRETED else [(4, 2, 64), (16, 8, 128), (14, 2, 64), (9, 3, 80)]
+SHAPES = [(4, 2, 64), (9, 3, 80)] if INTERPRETED else [(16, 8, 128), (14, 2, 64), (9, 3, 80)]
 LENGTHS = [1, 65, 513, 700] if INTERPRETED else [1, 2, 63, 64, 65, 511, 512, 513, 700, 1537]
 
 

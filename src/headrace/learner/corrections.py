@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -75,18 +76,28 @@ class MismatchSums:
 
     @classmethod
     def of(cls, learner: Tensor, behaviour: Tensor) -> MismatchSums:
-        """The sums over one micro-batch; float64, and one transfer from the device."""
+        """The sums over one micro-batch."""
+        return cls.read(learner.numel(), cls.on_device(learner, behaviour).tolist())
+
+    @staticmethod
+    def on_device(learner: Tensor, behaviour: Tensor) -> Tensor:
+        """The sums in float64, still on the device, so that they can be fetched together with others."""
         delta = log_ratio(learner.detach().double(), behaviour.detach().double())
         ratio = delta.exp()
         outside = ~((ratio >= NEAR[0]) & (ratio <= NEAR[1]))
         columns = (delta.abs(), ratio, ratio.square(), outside.double(), torch.expm1(delta) - delta)
         most = BINS_PER_OCTAVE * OCTAVES
         counts = delta.new_zeros(2 * most + 1).index_add_(0, _bins(delta) + most, torch.ones_like(delta))
-        sums = torch.cat([torch.stack([c.sum() for c in columns]), counts]).tolist()
-        abs_delta, ratio_sum, ratio_squared, num_outside, k3_sum = sums[: len(columns)]
-        held = {i - most: int(count) for i, count in enumerate(sums[len(columns) :]) if count}
+        return torch.cat([torch.stack([c.sum() for c in columns]), counts])
+
+    @classmethod
+    def read(cls, count: int, sums: Sequence[float]) -> MismatchSums:
+        """What `on_device` made of so many tokens."""
+        abs_delta, ratio_sum, ratio_squared, num_outside, k3_sum, *counts = sums
+        most = BINS_PER_OCTAVE * OCTAVES
+        held = {i - most: int(count) for i, count in enumerate(counts) if count}
         return cls(
-            count=delta.numel(),
+            count=count,
             abs_delta=abs_delta,
             ratio=ratio_sum,
             ratio_squared=ratio_squared,

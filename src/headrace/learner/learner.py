@@ -56,9 +56,20 @@ class _Sums:
     num_sequences: int = 0
     loss: float = 0.0
     surprise: float = 0.0
-    kl: float = 0.0
     clipped: float = 0.0
+    kl: float = 0.0
     mismatch: MismatchSums = field(default_factory=MismatchSums)
+
+    def add(self, batch: Batch, fetched: Sequence[float]) -> None:
+        """One micro-batch: the sums of loss, log-probs, clipped tokens and divergence, then those of the mismatch."""
+        loss, logprobs, clipped, divergence, *mismatch = fetched
+        self.num_tokens += len(batch.at)
+        self.num_sequences += batch.num_sequences
+        self.loss += loss
+        self.surprise -= logprobs
+        self.clipped += clipped
+        self.kl += divergence
+        self.mismatch = self.mismatch + MismatchSums.read(len(batch.at), mismatch)
 
 
 class Learner:
@@ -153,10 +164,14 @@ class Learner:
         """Forward and backward over one micro-batch; gradients add up unnormalised."""
         batch = pack(items, self.policy.device, self.policy.routers)
         with torch.enable_grad():
-            loss = self._loss(batch, self._logprobs(batch))
+            current = self._logprobs(batch)
+            loss, clipped, divergence = self._loss(batch, current)
             self._optimizer.make_room()
             loss.backward()
-        self._sums.loss += float(loss.detach())
+        # fetched once, and last: whatever waits for a GPU before that leaves it without work
+        parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
+        mismatch = MismatchSums.on_device(current, batch.behaviour)
+        self._sums.add(batch, torch.cat([torch.stack([part.double() for part in parts]), mismatch]).tolist())
 
     def _logprobs(self, batch: Batch) -> Tensor:
         """Of the sampled tokens, over the support and through the experts they were sampled with."""
@@ -164,8 +179,9 @@ class Learner:
             batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
         )
 
-    def _loss(self, batch: Batch, current: Tensor) -> Tensor:
-        s, sums = self.section, self._sums
+    def _loss(self, batch: Batch, current: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss, which tokens are held back, and the divergence from the reference."""
+        s = self.section
         proximal = current.detach()  # one update per step: the step starts from the weights that are being updated
         terms = LOSSES[s.loss](
             current,
@@ -185,16 +201,11 @@ class Learner:
             carried=s.loss in CARRIES_WEIGHT,
         )
         per_token = corrected(terms.per_token, weight, kept)
+        divergence = torch.zeros_like(proximal)
         if batch.reference is not None:
             divergence = kl(s.kl_estimator, current, batch.reference)
-            sums.kl += float(divergence.detach().sum())
             if s.kl_in == "loss":
                 per_token = per_token + s.kl_coef * divergence
-        sums.num_tokens += len(current)
-        sums.num_sequences += batch.num_sequences
-        sums.surprise -= float(proximal.sum())
-        sums.clipped += float((terms.clipped | ~kept).sum())
-        sums.mismatch = sums.mismatch + MismatchSums.of(proximal, batch.behaviour)
         share = weights(
             s.aggregation,
             batch.sequence_ids,
@@ -202,7 +213,7 @@ class Learner:
             constant_length=self._constant_length,
             dtype=per_token.dtype,
         )
-        return (per_token * share).sum()
+        return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach()
 
     def finish(self) -> StepStats:
         """The optimizer step, in place. Call it between two engine steps."""

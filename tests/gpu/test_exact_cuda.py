@@ -1,0 +1,75 @@
+"""Exact mode on a GPU: not a bit of difference between what was sampled and what is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exact_runs import busy_run, gaps
+from mixtures import MIXTURES
+
+from headrace.policy.policy import Policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("endless"),
+]
+SHAPE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 3072, "max_position_embeddings": 2048}
+EXPERTS = {"Qwen3Moe": {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}}
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token ends an answer."""
+    monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
+
+
+def on_cuda(make_policy: Callable[..., Policy], architecture: str, exact: bool, **changes: Any) -> Policy:
+    shape = SHAPE | MIXTURES.get(architecture, {}) | EXPERTS.get(architecture, {}) | changes
+    cpu = make_policy(architecture, **shape)
+    return Policy(cpu.model.to("cuda", torch.bfloat16), cpu.tokenizer, exact=exact)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+def test_a_hundred_thousand_tokens_without_a_bit_of_difference(make_policy: Callable[..., Policy], architecture: str):
+    policy = on_cuda(make_policy, architecture, True)
+    found = busy_run(policy, num_groups=300, max_new_tokens=180, spread_steps=40, max_running=256, prefill_tokens=97)
+    for num_per_pack in (len(found) // 12, len(found) // 40):
+        difference = gaps(policy, found, num_per_pack)
+        assert len(difference) >= 100_000
+        assert difference.max() == 0.0
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Mistral", "Qwen2", "Llama", "Mixtral"])
+def test_no_difference_for_any_model_or_sampling(make_policy: Callable[..., Policy], architecture: str, top_p: float):
+    changes = {"sliding_window": 70} if architecture == "Mistral" else {}
+    policy = on_cuda(make_policy, architecture, True, **changes)
+    found = busy_run(
+        policy, num_groups=8, max_new_tokens=700, spread_steps=8, top_p=top_p, max_running=12, prefill_tokens=200
+    )
+    for num_per_pack in (1, len(found)):
+        assert gaps(policy, found, num_per_pack).max() == 0.0
+
+
+def test_drafts_change_nothing(make_policy: Callable[..., Policy]):
+    policy = on_cuda(make_policy, "Qwen3", True)
+    plain, drafted = (
+        {t.id: t for t in busy_run(policy, num_groups=12, max_new_tokens=200, spread_steps=8, speculate=k)}
+        for k in (0, 8)
+    )
+    for id, trajectory in plain.items():
+        assert (trajectory.token_ids == drafted[id].token_ids).all()
+        assert (trajectory.logprobs == drafted[id].logprobs).all()
+
+
+def test_the_default_mode_differs(make_policy: Callable[..., Policy]):
+    """So the tests above can fail."""
+    policy = on_cuda(make_policy, "Qwen3", False)
+    found = busy_run(policy, num_groups=8, max_new_tokens=300, spread_steps=8, max_running=12, prefill_tokens=200)
+    difference = gaps(policy, found, len(found))
+    assert (difference > 0).mean() > 0.05
+    assert difference.max() < 0.2
