@@ -20,6 +20,8 @@ BLOCK = 4096
 class FusedAdamW(torch.optim.AdamW):
     """torch's AdamW, its settings and its state, with another way to take a step."""
 
+    _cut: tuple[tuple[int, ...], Tensor] | None = None
+
     def step_fused(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: Tensor) -> None:
         """Update the masters (this optimizer's parameters) with gradients · factor, and round them into `weights`.
 
@@ -35,16 +37,24 @@ class FusedAdamW(torch.optim.AdamW):
         numbers = torch.stack([taken, factor, group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()]).float()
         rows = [(*row, s["exp_avg"], s["exp_avg_sq"]) for row, s in zip(present, states, strict=True)]
         pointers = np.array([[tensor.data_ptr() for tensor in row] for row in rows], np.int64).T
-        sizes = np.array([master.numel() for _, _, master in present])
-        counts = -(-sizes // BLOCK)
-        owner = np.repeat(np.arange(len(rows)), counts)
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        table = torch.from_numpy(np.concatenate([pointers.ravel(), sizes, owner, place]))
-        _step[(len(owner),)](
-            table.to(factor.device), numbers, len(rows), len(owner),
+        sizes = tuple(master.numel() for _, _, master in present)
+        blocks = self._blocks(sizes, factor.device)
+        _step[(len(blocks) // 2,)](
+            torch.from_numpy(np.ascontiguousarray(pointers)).to(factor.device), torch.tensor(sizes).to(factor.device),
+            blocks, numbers, len(rows), len(blocks) // 2,
             group["lr"] * group["weight_decay"], beta1, beta2, group["eps"],
-            WEIGHT=_KINDS[present[0][0].dtype], GRADIENT=_KINDS[present[0][1].dtype], BLOCK=BLOCK, num_warps=8,
+            WEIGHT=_KINDS[present[0][0].dtype], GRADIENT=_KINDS[present[0][1].dtype],
+            EVEN=all(size % 16 == 0 for size in sizes), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
+
+    def _blocks(self, sizes: tuple[int, ...], device: torch.device) -> Tensor:
+        """Of all blocks, first whose they are, then which of its owner's they are; made once."""
+        if self._cut is None or self._cut[0] != sizes:
+            counts = -(-np.array(sizes) // BLOCK)
+            owner = np.repeat(np.arange(len(sizes)), counts)
+            place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+            self._cut = sizes, torch.from_numpy(np.concatenate([owner, place])).to(device)
+        return self._cut[1]
 
     def _state_of(self, master: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[master]
@@ -67,19 +77,22 @@ _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _step(
-    table, numbers, tensors, blocks, decay, beta1, beta2, epsilon,
-    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    pointers, sizes, blocks, numbers, tensors, num_blocks, decay, beta1, beta2, epsilon,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(numbers) > 0:
         factor, rate, root = tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
-        owner = tl.load(table + 6 * tensors + tl.program_id(0))
-        at = tl.load(table + 6 * tensors + blocks + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < tl.load(table + 5 * tensors + owner)
-        weights = tl.load(table + owner).to(tl.pointer_type(WEIGHT))
-        gradients = tl.load(table + tensors + owner).to(tl.pointer_type(GRADIENT))
-        masters = tl.load(table + 2 * tensors + owner).to(tl.pointer_type(tl.float32))
-        means = tl.load(table + 3 * tensors + owner).to(tl.pointer_type(tl.float32))
-        squares = tl.load(table + 4 * tensors + owner).to(tl.pointer_type(tl.float32))
+        owner = tl.load(blocks + tl.program_id(0))
+        size = tl.load(sizes + owner)
+        if EVEN:
+            size = tl.multiple_of(size, 16)  # with that known, loads and stores are 16 bytes wide
+        at = tl.multiple_of(tl.load(blocks + num_blocks + tl.program_id(0)) * BLOCK, BLOCK) + tl.arange(0, BLOCK)
+        inside = at < size
+        weights = _pointer(pointers + owner, WEIGHT)
+        gradients = _pointer(pointers + tensors + owner, GRADIENT)
+        masters = _pointer(pointers + 2 * tensors + owner, tl.float32)
+        means = _pointer(pointers + 3 * tensors + owner, tl.float32)
+        squares = _pointer(pointers + 4 * tensors + owner, tl.float32)
         g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * factor
         w = tl.load(masters + at, mask=inside, other=0.0)
         mean = tl.load(means + at, mask=inside, other=0.0)
@@ -92,3 +105,9 @@ def _step(
         tl.store(squares + at, square, mask=inside)
         tl.store(masters + at, w, mask=inside)
         tl.store(weights + at, w.to(WEIGHT), mask=inside)
+
+
+@triton.jit
+def _pointer(place, KIND: tl.constexpr):
+    """Tensors begin at multiples of 16 bytes."""
+    return tl.multiple_of(tl.load(place).to(tl.pointer_type(KIND)), 16)

@@ -54,22 +54,14 @@ class _Sums:
 
     num_tokens: int = 0
     num_sequences: int = 0
-    loss: float = 0.0
-    surprise: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    mismatch: MismatchSums = field(default_factory=MismatchSums)
+    # of loss, log-probs, clipped tokens and divergence, then those of the mismatch
+    fetched: np.ndarray = field(default_factory=lambda: np.zeros(1))
 
-    def add(self, batch: Batch, fetched: Sequence[float]) -> None:
-        """One micro-batch: the sums of loss, log-probs, clipped tokens and divergence, then those of the mismatch."""
-        loss, logprobs, clipped, divergence, *mismatch = fetched
+    def add(self, batch: Batch, fetched: np.ndarray) -> None:
+        """One micro-batch."""
         self.num_tokens += len(batch.at)
         self.num_sequences += batch.num_sequences
-        self.loss += loss
-        self.surprise -= logprobs
-        self.clipped += clipped
-        self.kl += divergence
-        self.mismatch = self.mismatch + MismatchSums.read(len(batch.at), mismatch)
+        self.fetched = self.fetched + fetched
 
 
 class Learner:
@@ -171,7 +163,8 @@ class Learner:
         # fetched once, and last: whatever waits for a GPU before that leaves it without work
         parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
         mismatch = MismatchSums.on_device(current, batch.behaviour)
-        self._sums.add(batch, torch.cat([torch.stack([part.double() for part in parts]), mismatch]).tolist())
+        sums = torch.cat([torch.stack([part.double() for part in parts]), mismatch])
+        self._sums.add(batch, sums.cpu().numpy())
 
     def _logprobs(self, batch: Batch) -> Tensor:
         """Of the sampled tokens, over the support and through the experts they were sampled with."""
@@ -227,19 +220,19 @@ class Learner:
             total_steps=self._total_steps,
         )
         # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
-        scale = scale if math.isfinite(sums.loss) else math.nan
+        scale = scale if math.isfinite(sums.fetched[0]) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
         self.step_index += 1
-        count = sums.num_tokens
+        count, (loss, logprobs, clipped, divergence, *mismatch) = sums.num_tokens, sums.fetched.tolist()
         return StepStats(
-            loss=sums.loss * scale,
+            loss=loss * scale,
             grad_norm=norm,
             lr=lr,
             skipped=not math.isfinite(norm),
-            entropy=sums.surprise / count,
-            kl_reference=sums.kl / count,
-            clipped_share=sums.clipped / count,
-            mismatch=sums.mismatch,
+            entropy=-logprobs / count,
+            kl_reference=divergence / count,
+            clipped_share=clipped / count,
+            mismatch=MismatchSums.read(count, mismatch),
         )
 
 

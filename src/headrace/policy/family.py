@@ -101,7 +101,9 @@ class FamilyBody:
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
-        if len(x) <= ROWS and isinstance(plan, PagedPlan) and not (self.exact or self._mixes):
+        few = len(x) <= ROWS and x.dtype.itemsize == 2 and isinstance(plan, PagedPlan)
+        if few and not (self.exact or self._mixes):
+            assert isinstance(plan, PagedPlan)
             return self._few(x, cos, sin, plan)
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
