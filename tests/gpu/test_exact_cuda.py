@@ -30,6 +30,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_cuda(make_policy: Callable[..., Policy], architecture: str, exact: bool, **changes: Any) -> Policy:
     shape = SHAPE | MIXTURES.get(architecture, {}) | EXPERTS.get(architecture, {}) | changes
     cpu = make_policy(architecture, **shape)
+    cpu.model.resize_token_embeddings(128)  # an output head of odd width has no steady product
     return Policy(cpu.model.to("cuda", torch.bfloat16), cpu.tokenizer, exact=exact)
 
 
@@ -71,5 +72,5 @@ def test_the_default_mode_differs(make_policy: Callable[..., Policy]):
     policy = on_cuda(make_policy, "Qwen3", False)
     found = busy_run(policy, num_groups=8, max_new_tokens=300, spread_steps=8, max_running=12, prefill_tokens=200)
     difference = gaps(policy, found, len(found))
-    assert (difference > 0).mean() > 0.05
+    assert (difference > 0).mean() > 0.01
     assert difference.max() < 0.2

@@ -299,8 +299,9 @@ def test_products_for_a_few_rows(dtype: torch.dtype, rows: int, inputs: int, out
     torch.testing.assert_close(gate_linear_add(x, weight, bias, residual).float(), expected, **precision)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_adamw_is_adamw(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("clip", [0.0, 1.5])
+def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
     sizes = [(5000,), (3, 7), (4096,)]
     masters, copies = ([noise(*s, seed=i) for i, s in enumerate(sizes)] for _ in range(2))
     weights = [m.to(dtype, copy=True) for m in masters]
@@ -308,11 +309,15 @@ def test_fused_adamw_is_adamw(dtype: torch.dtype) -> None:
     ours, theirs = FusedAdamW(masters, **settings), torch.optim.AdamW(copies, **settings)
     for step in range(4):
         gradients = [noise(*s, seed=10 * step + i, dtype=dtype) for i, s in enumerate(sizes)]
-        ours.step_fused(weights, gradients, torch.tensor(0.5, device=DEVICE))
-        ours.step_fused(weights, gradients, torch.tensor(float("nan"), device=DEVICE))  # changes nothing
+        norm = float(ours.step_fused(weights, gradients, 0.5, clip))
         for copy, gradient in zip(copies, gradients, strict=True):
             copy.grad = gradient.float() * 0.5
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(copies, clip or 1e9)), rel=1e-4)
         theirs.step()
+        before = [m.clone() for m in masters]
+        gradients[1][0] = float("inf")
+        assert not np.isfinite(float(ours.step_fused(weights, gradients, 0.5, clip)))
+        assert all(torch.equal(m, b) for m, b in zip(masters, before, strict=True))
     for weight, master, copy in zip(weights, masters, copies, strict=True):
-        torch.testing.assert_close(master, copy, rtol=0, atol=1e-5)
+        torch.testing.assert_close(master, copy, rtol=0, atol=1e-4)
         assert torch.equal(weight, master.to(dtype))

@@ -22,30 +22,57 @@ class FusedAdamW(torch.optim.AdamW):
 
     _cut: tuple[tuple[int, ...], Tensor] | None = None
 
-    def step_fused(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-        """Update the masters (this optimizer's parameters) with gradients · factor, and round them into `weights`.
+    def step_fused(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float, clip: float
+    ) -> Tensor:
+        """Update the masters (this optimizer's parameters), and round them into `weights`.
 
-        A factor that is not finite leaves everything as it was.
+        Gradients are multiplied by `scale` and clipped to a norm of `clip`, unless that is 0. Returns the norm before
+        clipping; one that is not finite leaves everything as it was.
         """
         group = self.param_groups[0]
-        beta1, beta2 = group["betas"]
         triples = zip(weights, gradients, group["params"], strict=True)
-        present = [(weight, gradient, master) for weight, gradient, master in triples if gradient is not None]
-        states = [self._state_of(master) for _, _, master in present]
-        taken = torch.isfinite(factor)
-        steps = self._count_steps(states, taken)
-        numbers = torch.stack([taken, factor, group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()]).float()
-        rows = [(*row, s["exp_avg"], s["exp_avg_sq"]) for row, s in zip(present, states, strict=True)]
-        pointers = np.array([[tensor.data_ptr() for tensor in row] for row in rows], np.int64).T
-        sizes = tuple(master.numel() for _, _, master in present)
-        blocks = self._blocks(sizes, factor.device)
-        _step[(len(blocks) // 2,)](
-            torch.from_numpy(np.ascontiguousarray(pointers)).to(factor.device), torch.tensor(sizes).to(factor.device),
-            blocks, numbers, len(rows), len(blocks) // 2,
-            group["lr"] * group["weight_decay"], beta1, beta2, group["eps"],
-            WEIGHT=_KINDS[present[0][0].dtype], GRADIENT=_KINDS[present[0][1].dtype],
-            EVEN=all(size % 16 == 0 for size in sizes), BLOCK=BLOCK, num_warps=8,
+        rows = [
+            (weight, gradient, master, *self._moments(master))
+            for weight, gradient, master in triples
+            if gradient is not None
+        ]
+        device, kind = rows[0][2].device, _KINDS[rows[0][1].dtype]
+        sizes = tuple(row[2].numel() for row in rows)
+        blocks = self._blocks(sizes, device)
+        pointers = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows]).t().contiguous().to(device)
+        table = (pointers, torch.tensor(sizes).to(device), blocks)
+        shape = {"GRADIENT": kind, "EVEN": all(size % 16 == 0 for size in sizes), "BLOCK": BLOCK, "num_warps": 8}
+        squares = torch.empty(len(blocks) // 2, dtype=torch.float32, device=device)
+        _square[(len(squares),)](*table, squares, len(rows), len(squares), **shape)
+        norm = squares.sum(dtype=torch.float64).sqrt() * scale
+        factor = scale * (clip / norm).clamp(max=1.0) if clip else norm * 0 + scale
+        numbers = self._numbers(factor + 0 * norm)  # 0 * inf is NaN
+        beta1, beta2 = group["betas"]
+        _step[(len(squares),)](
+            *table, numbers, len(rows), len(squares), group["lr"] * group["weight_decay"], beta1, beta2, group["eps"],
+            WEIGHT=_KINDS[rows[0][0].dtype], **shape,
         )  # fmt: skip
+        return norm
+
+    def _numbers(self, factor: Tensor) -> Tensor:
+        """Whether the step is taken, the gradients' factor, the rate, and the root of the second moment's bias."""
+        group = self.param_groups[0]
+        beta1, beta2 = group["betas"]
+        taken = torch.isfinite(factor)
+        steps: Tensor = self.state[group["params"][0]]["step"]
+        steps += taken
+        return torch.stack([taken, factor, group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()]).float()
+
+    def _moments(self, master: Tensor) -> tuple[Tensor, Tensor]:
+        state: dict[str, Any] = self.state[master]
+        if not state:
+            # all weights take the same steps, so one count does for all
+            first = self.state[self.param_groups[0]["params"][0]]
+            state["step"] = first.get("step", torch.zeros((), dtype=torch.float32, device=master.device))
+            first.setdefault("step", state["step"])
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state["exp_avg"], state["exp_avg_sq"]
 
     def _blocks(self, sizes: tuple[int, ...], device: torch.device) -> Tensor:
         """Of all blocks, first whose they are, then which of its owner's they are; made once."""
@@ -56,23 +83,36 @@ class FusedAdamW(torch.optim.AdamW):
             self._cut = sizes, torch.from_numpy(np.concatenate([owner, place])).to(device)
         return self._cut[1]
 
-    def _state_of(self, master: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-        return state
-
-    def _count_steps(self, states: list[dict[str, Any]], taken: Tensor) -> Tensor:
-        """All weights have taken the same steps: count once, in a tensor that their states share."""
-        steps: Tensor = states[0]["step"]
-        steps += taken
-        for state in states[1:]:
-            state["step"] = steps
-        return steps
-
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _place(sizes, blocks, num_blocks, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Whose block this program has, the numbers' places in it, and which of them exist."""
+    owner = tl.load(blocks + tl.program_id(0))
+    size = tl.load(sizes + owner)
+    if EVEN:
+        size = tl.multiple_of(size, 16)  # with that known, loads and stores are 16 bytes wide
+    at = tl.multiple_of(tl.load(blocks + num_blocks + tl.program_id(0)) * BLOCK, BLOCK) + tl.arange(0, BLOCK)
+    return owner, at, at < size
+
+
+@triton.jit
+def _pointer(place, KIND: tl.constexpr):
+    """Tensors begin at multiples of 16 bytes."""
+    return tl.multiple_of(tl.load(place).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def _square(
+    pointers, sizes, blocks, squares, tensors, num_blocks,
+    GRADIENT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    owner, at, inside = _place(sizes, blocks, num_blocks, EVEN, BLOCK)
+    gradients = _pointer(pointers + tensors + owner, GRADIENT)
+    g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(squares + tl.program_id(0), tl.sum(g * g, 0))
 
 
 @triton.jit
@@ -82,12 +122,7 @@ def _step(
 ):  # fmt: skip
     if tl.load(numbers) > 0:
         factor, rate, root = tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
-        owner = tl.load(blocks + tl.program_id(0))
-        size = tl.load(sizes + owner)
-        if EVEN:
-            size = tl.multiple_of(size, 16)  # with that known, loads and stores are 16 bytes wide
-        at = tl.multiple_of(tl.load(blocks + num_blocks + tl.program_id(0)) * BLOCK, BLOCK) + tl.arange(0, BLOCK)
-        inside = at < size
+        owner, at, inside = _place(sizes, blocks, num_blocks, EVEN, BLOCK)
         weights = _pointer(pointers + owner, WEIGHT)
         gradients = _pointer(pointers + tensors + owner, GRADIENT)
         masters = _pointer(pointers + 2 * tensors + owner, tl.float32)
@@ -105,9 +140,3 @@ def _step(
         tl.store(squares + at, square, mask=inside)
         tl.store(masters + at, w, mask=inside)
         tl.store(weights + at, w.to(WEIGHT), mask=inside)
-
-
-@triton.jit
-def _pointer(place, KIND: tl.constexpr):
-    """Tensors begin at multiples of 16 bytes."""
-    return tl.multiple_of(tl.load(place).to(tl.pointer_type(KIND)), 16)

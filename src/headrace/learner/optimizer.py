@@ -28,6 +28,7 @@ class Optimizer:
             p if p.dtype in (torch.float32, torch.float64) else _master(p) for p in self.parameters
         ]
         self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda
+        self._several = False  # backward passes since the last step
         betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
@@ -37,41 +38,42 @@ class Optimizer:
         pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p.grad is not None]
         for parameter, master in pairs:
             if master is not parameter:
+                self._several = True
                 more = _gradient(parameter).to(master.dtype)
                 master.grad = more if master.grad is None else master.grad.add_(more)
                 parameter.grad = None
 
-    def step(self, *, lr: float, scale: float | Tensor, clip: float) -> float:
+    def step(self, *, lr: float, scale: float, clip: float) -> float:
         """Multiply the gradients by `scale`, clip their norm, update. Returns the norm before clipping.
 
         A norm that is not finite leaves weights and moments as they were.
         """
-        if any(m.grad is not None for m in self.masters if not isinstance(m, nn.Parameter)) or not self._on_gpu:
-            self.make_room()
-            gradients = [m.grad for m in self.masters]
-        else:
-            gradients = [p.grad for p in self.parameters]  # those of a single pass, just as they are
-        there = [g for g in gradients if g is not None]
-        norm = torch.stack(torch._foreach_norm(there, 2, dtype=torch.float64)).norm() * scale
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        if self._on_gpu:
-            clipped = (clip / norm).clamp(max=1.0) if clip else 1.0
-            assert isinstance(self.adamw, FusedAdamW)
-            self.adamw.step_fused(self.parameters, gradients, scale * clipped + 0 * norm)  # 0 * inf is NaN
-        else:
-            self._step(there, float(norm), float(scale), clip)
+        norm = self._step_on_gpu(scale, clip) if self._on_gpu else self._step(scale, clip)
         self.zero_grad()
-        return float(norm)
+        return norm
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
+        self._several = False
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
-    def _step(self, gradients: list[Tensor], norm: float, scale: float, clip: float) -> None:
+    def _step_on_gpu(self, scale: float, clip: float) -> float:
+        assert isinstance(self.adamw, FusedAdamW)
+        gradients = [p.grad for p in self.parameters]  # those of a single pass serve just as they are
+        if self._several:
+            self.make_room()
+            gradients = [m.grad for m in self.masters]
+        return float(self.adamw.step_fused(self.parameters, gradients, scale, clip))
+
+    def _step(self, scale: float, clip: float) -> float:
+        self.make_room()
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        norm = scale * float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
         if not math.isfinite(norm):
-            return
+            return norm
         torch._foreach_mul_(gradients, scale)
         if clip and norm > clip:
             torch._foreach_mul_(gradients, clip / norm)
@@ -80,6 +82,7 @@ class Optimizer:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if master is not parameter:
                     parameter.copy_(master)
+        return norm
 
 
 def _gradient(parameter: Tensor) -> Tensor:
