@@ -234,7 +234,7 @@ def test_loads_in_the_precision_asked_for(directory: Path, policy: Policy):
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.dtype == torch.bfloat16
     logits = our_logits(loaded)
-    assert logits.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
     assert 0 < (logits - our_logits(policy)).abs().max() < 0.5
 
 

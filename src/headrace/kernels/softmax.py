@@ -62,7 +62,9 @@ def _sum_up(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks = triton.cdiv(vocab, BLOCK)
     peaks = torch.empty(n, num_blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(peaks)
-    _sum_blocks[(n, num_blocks)](logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK=BLOCK, num_warps=8)
+    _sum_blocks[(n, num_blocks)](
+        logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
+    )
     return peaks, sums
 
 

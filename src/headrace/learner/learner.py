@@ -238,4 +238,4 @@ class Learner:
 
 def _frozen_copy(policy: Policy) -> Policy:
     model = copy.deepcopy(policy.model).requires_grad_(False)
-    return Policy(model, policy.tokenizer)
+    return Policy(model, policy.tokenizer, exact=policy.exact)

@@ -99,9 +99,8 @@ class Policy:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits `[.., V]`, float32 at least."""
-        logits = self._linear(hidden, self.head_weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        """Next-token logits `[.., V]`, in the precision of the weights."""
+        return self._linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -80,10 +80,10 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
         tokens, chosen = draw_tokens(logits_nV.contiguous(), uniforms, temperatures)
         if not truncates:
             return Draw(tokens, chosen, None)
-    logits = logits_nV
+    logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in different):
         # a tensor, since a GPU divides by a number in another way, and the learner divides by a tensor as well
-        logits = logits_nV / torch.tensor([s.temperature or 1.0 for s in different], device=device)[:, None]
+        logits = logits / torch.tensor([s.temperature or 1.0 for s in different], device=device)[:, None]
     allowed = _allowed(logits, samplings) if truncates else None
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
