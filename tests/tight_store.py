@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
+from headrace.rollout.draft import Drafts
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Rows
-from headrace.rollout.store import RowStore
+from headrace.rollout.store import Burst, RowStore
 from headrace.types import IntArray, RouteArray
 
 
 class TightStore(RowStore):
-    """Rows without a limit of their own; pages say how much there is room for."""
+    """Rows without a limit of their own; pages say how much there is room for. Steps come in bursts, if wanted."""
 
-    def __init__(self, policy: Policy, kv_tokens: int) -> None:
+    def __init__(self, policy: Policy, kv_tokens: int, most_steps: int = 1) -> None:
         super().__init__(policy, 10**9)
+        self._most_steps = most_steps
         self.tables = PageTables(kv_tokens)
         self.batches: list[int] = []  # rows of each decode step
         self._staged: dict[int, int] = {}
@@ -54,13 +58,44 @@ class TightStore(RowStore):
         super().close(self._staged.pop(place))
 
     def steps(self, rows: Rows, wanted: int) -> int:
-        return int(self.tables.grow(rows.lengths, 1))
+        for steps in (min(wanted, self._most_steps), 1) if rows.plain else (1,):
+            if self.tables.grow(rows.lengths, steps):
+                return steps
+        return 0
 
-    def decode(self, rows: Rows, steps: int) -> Any:
+    def decode(self, rows: Rows, steps: int) -> Burst:
         self.batches.append(len(rows))
-        assert all(len(pages) * PAGE >= length for pages, length in zip(self.tables.rows, rows.lengths, strict=True))
-        return super().decode(rows, steps)
+        self._assert_held(rows.lengths + steps - 1)
+        bursts, ahead = [], rows
+        for step in range(steps):
+            bursts.append(super().decode(ahead, 1))
+            ahead = cast(Rows, _Ahead(rows, step + 1, bursts[-1].tokens[0]))
+        fields: dict[str, Any] = {
+            name: np.concatenate([getattr(burst, name) for burst in bursts]) for name in ("tokens", "logprobs", "routes")
+        }
+        return Burst(counts=np.full(len(rows), steps), allowed=bursts[0].allowed, **fields)
+
+    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+        return self.tables.reach(rows.lengths + drafts.counts + 1)
+
+    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
+        self._assert_held(rows.lengths + drafts.counts)
+        return super().verify(rows, drafts)
 
     def remove(self, row: int, rows: Rows) -> None:
         self.tables.remove(row)
         super().remove(row, rows)
+
+    def _assert_held(self, lengths: npt.NDArray[np.int64]) -> None:
+        assert all(len(pages) * PAGE >= length for pages, length in zip(self.tables.rows, lengths, strict=True))
+
+
+class _Ahead:
+    """Rows as a burst sees them after its first steps: nothing is recorded yet."""
+
+    def __init__(self, rows: Rows, steps: int, last_tokens: npt.NDArray[np.int64]) -> None:
+        self.lengths, self.last_tokens = rows.lengths + steps, last_tokens
+        self.seeds, self.samplings, self.longest_possible = rows.seeds, rows.samplings, rows.longest_possible
+
+    def __len__(self) -> int:
+        return len(self.samplings)
