@@ -14,8 +14,8 @@ from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafts
 from headrace.rollout.pages import PAGE, PageTables
-from headrace.rollout.rows import Rows
-from headrace.rollout.store import Burst, RowStore
+from headrace.rollout.rows import Burst, Rows
+from headrace.rollout.store import RowStore
 from headrace.types import IntArray, RouteArray
 
 
@@ -71,9 +71,10 @@ class TightStore(RowStore):
             bursts.append(super().decode(ahead, 1))
             ahead = cast(Rows, _Ahead(rows, step + 1, bursts[-1].tokens[0]))
         fields: dict[str, Any] = {
-            name: np.concatenate([getattr(burst, name) for burst in bursts]) for name in ("tokens", "logprobs", "routes")
+            name: np.concatenate([getattr(burst, name) for burst in bursts])
+            for name in ("tokens", "logprobs", "routes")
         }
-        return Burst(counts=np.full(len(rows), steps), allowed=bursts[0].allowed, **fields)
+        return Burst(counts=np.full(len(rows), steps), supports=bursts[0].supports, **fields)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         return self.tables.reach(rows.lengths + drafts.counts + 1)

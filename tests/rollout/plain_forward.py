@@ -40,9 +40,7 @@ def make_engine(policy: Policy, **changes: Any) -> Engine:
     return Engine(policy, **(settings | changes))
 
 
-def tight_engine(
-    policy: Policy, kv_tokens: int, most_steps: int = 1, **changes: Any
-) -> tuple[Engine, TightStore]:
+def tight_engine(policy: Policy, kv_tokens: int, most_steps: int = 1, **changes: Any) -> tuple[Engine, TightStore]:
     """An engine whose cache has room for so many tokens, counted in pages, and that cache."""
     engine = make_engine(policy, **changes)
     engine._store = store = TightStore(policy, kv_tokens, most_steps)

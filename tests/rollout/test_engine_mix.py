@@ -45,7 +45,8 @@ class Scene:
     """What comes to an engine at which step, and how the engine is set.
 
     Example:
-        Scene(arrivals=[(0, prompt, requests)], aborts=[(9, {"f0/1"})], updates=[12], squeezes=[15], settings={"speculate": 8})
+        Scene(arrivals=[(0, prompt, requests)], aborts=[(9, {"f0/1"})], updates=[12], squeezes=[15],
+            settings={"speculate": 8})
     """
 
     arrivals: list[tuple[int, IntArray, list[Request]]]
@@ -132,7 +133,9 @@ def assert_books(scene: Scene, engine: Engine, found: dict[str, Generation], beg
         edges = [len(prompt), *(span.end for span in generation.spans)]
         assert [span.start for span in generation.spans] == edges[:-1]
         assert edges[-1] == len(prompt) + len(generation.token_ids) == len(prompt) + len(generation.logprobs)
-        assert (generation.finish is FinishReason.LENGTH) <= (len(generation.token_ids) == request.sampling.max_new_tokens)
+        assert (generation.finish is FinishReason.LENGTH) <= (
+            len(generation.token_ids) == request.sampling.max_new_tokens
+        )
         if request.sampling.truncates and len(generation.token_ids):
             assert generation.replay is not None
             assert generation.replay.support_ids is not None

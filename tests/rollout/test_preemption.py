@@ -24,7 +24,7 @@ from headrace.errors import ConfigError
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
-from headrace.rollout.rows import Rows
+from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.sampling import Sampling
 from headrace.types import FinishReason, Span
 
@@ -116,7 +116,7 @@ def test_an_update_while_a_sequence_waits_leaves_its_spans_right(make_policy: Ca
     engine = squeezed(policy, on_update=on_update)
     family = engine._waiting[0]
     assert family.parked is not None
-    (id,), count = [r.id for r in family.requests], len(family.parked.tokens)
+    (id,), count = [r.id for r in family.requests], len(family.parked.sampled)
     num_prompt = len(family.prompt) - count
     engine.weights_changed(3)
     generation = finish(engine)[id]
@@ -165,7 +165,7 @@ def test_the_one_that_started_last_makes_room(policy: Policy):
     rows.remove(0)  # `c` is row 0 now
     assert rows.request_id(rows.youngest()) == "c/0"
     rows.add(prompt_ids(5), requests("d", [Sampling(max_new_tokens=9)]), 1.0, NO_ROUTES)
-    rows.append(np.arange(3), np.full(3, 7), np.zeros(3, np.float32), 0, None)
+    rows.append(0, Burst(np.full((1, 3), 7), np.zeros((1, 3), np.float32), np.ones(3, np.int64)), 0)
     parked = rows.park(0, now_s=2.0)
     rows.remove(0)
     assert rows.request_id(rows.youngest()) == "d/0"

@@ -27,7 +27,7 @@ from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter, Drafts
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
-from headrace.rollout.rows import Rows
+from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.sampling import Sampling
 from headrace.types import FinishReason
 
@@ -247,7 +247,7 @@ def sequence(rows: Rows, prompt: Any, tokens: Any, name: str, limit: int = 1000)
 def extend(rows: Rows, row: int, tokens: Any, drafter: Drafter | None = None) -> None:
     """A drafter learns from each token before the next."""
     for token in tokens:
-        rows.append(np.array([row]), np.array([token]), np.zeros(1, np.float32), 0, None)
+        rows.append(row, Burst(np.array([[token]]), np.zeros((1, 1), np.float32), np.ones(1, np.int64)), 0)
         if drafter is not None:
             drafter.learn(rows)
 

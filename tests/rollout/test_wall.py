@@ -114,7 +114,7 @@ def test_a_parked_answer_goes_on_under_a_newer_version_with_its_spans(make_polic
     while not engine.parks:
         clock.now += 1
         assert not engine.advance(max_steps=1)
-    laid_aside = {f.requests[0].id: len(f.parked.tokens) for f in engine._waiting if f.parked is not None}
+    laid_aside = {f.requests[0].id: len(f.parked.sampled) for f in engine._waiting if f.parked is not None}
     assert laid_aside
     engine.weights_changed(4)
     found = finish(engine, clock=clock)

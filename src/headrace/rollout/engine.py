@@ -23,8 +23,8 @@ from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.rows import Parked, Rows
-from headrace.rollout.store import Burst, RowStore, Store, sample
+from headrace.rollout.rows import Burst, Parked, Rows
+from headrace.rollout.store import RowStore, Store, sample
 from headrace.types import FinishReason, IntArray, RouteArray
 
 if kernels.AVAILABLE:
@@ -283,21 +283,12 @@ class Engine:
         return _Family(sequence, [parked.request], parked.longest, parked=parked)
 
     def _record(self, burst: Burst, first: int) -> None:
-        """Book the drawn tokens to rows `first`.., step by step, and retire the rows that are done."""
-        left = burst.counts.copy()
-        ended: dict[int, FinishReason] = {}
-        for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
-            columns = np.flatnonzero(left > step)
-            rows = columns + first
-            allowed = None if burst.allowed is None else burst.allowed[step, columns]
-            routes = None if burst.routes is None else burst.routes[step, columns]
-            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, allowed, routes)
-            self.sampled_tokens += int(self._rows.counted[rows].sum())
-            done = self._rows.done(rows, self.policy.eos_ids, self.policy.tokenizer)
-            left[[row - first for row in done]] = 0
-            ended |= done
-            if not left.any():
-                break
+        """Book the drawn tokens to rows `first`.., and retire the rows that are done."""
+        had = self._rows.sampled[first:].copy()
+        self._rows.append(first, burst, self.version)
+        ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
+        fresh = self._rows.sampled[first:] - had
+        self.sampled_tokens += int(fresh[self._rows.counted[first:]].sum())
         if ended and self._drafter is not None:
             self._drafter.learn(self._rows)
         for row, finish in sorted(ended.items(), reverse=True):

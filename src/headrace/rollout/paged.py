@@ -25,9 +25,9 @@ from headrace.policy.routes import Routes
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTables
-from headrace.rollout.rows import Rows
+from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import Burst, judge, known_routes, sample, sample_cells
+from headrace.rollout.store import judge, known_routes, sample, sample_cells
 from headrace.types import IntArray, RouteArray
 
 MOST_STEPS = 16  # of one burst

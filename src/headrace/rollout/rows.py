@@ -17,6 +17,38 @@ from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray
 GROWTH_TOKENS = 64
 CONTEXT = 8  # tokens before a sampled one that tell which will be next
 
+STATE = np.dtype(  # of a running sequence
+    [
+        ("length", np.int64),  # prompt and sampled tokens
+        ("sampled", np.int64),
+        ("limit", np.int64),  # of sampled tokens
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("truncates", np.bool_),
+        ("has_stop", np.bool_),
+        ("counted", np.bool_),
+        ("began_s", np.float64),  # its present stretch of decoding
+        ("family", np.uint64),
+        ("learned", np.int64),
+        ("tail", np.int64, (CONTEXT,)),  # the prompt's last tokens
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Up to K tokens for each of n rows, with what they were chosen among where sampling truncates.
+
+    Example:
+        Burst(tokens=[[7, 4], [1, 0]], logprobs=[[-.1, -.9], [-.2, 0.]], counts=[2, 1])
+    """
+
+    tokens: npt.NDArray[np.int64]  # [K, n]
+    logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
+    counts: npt.NDArray[np.int64]  # [n] how many of a row's tokens are valid
+    supports: npt.NDArray[np.object_] | None = None  # [K, n] token ids, or None where a row does not truncate
+    routes: RouteArray | None = None  # [K, n, L, experts] of the tokens that each step started from
+
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
@@ -35,9 +67,7 @@ class Parked:
     """A row without its cache, with everything it sampled; it can go on later as if nothing had happened."""
 
     sequence: _Sequence
-    tokens: npt.NDArray[np.int64]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
+    sampled: npt.NDArray[np.void]  # token, logprob and version of each
     routes: RouteArray  # of all tokens but the newest, the prompt's too
     decoded_s: float  # of the stretch it was decoding in
 
@@ -55,9 +85,9 @@ class Parked:
         """What its request gets back if it ends here."""
         return Generation(
             id=self.request.id,
-            token_ids=self.tokens.astype(np.int32),
-            logprobs=self.logprobs,
-            spans=_spans(self.versions, len(self.sequence.prompt)),
+            token_ids=self.sampled["token"].astype(np.int32),
+            logprobs=self.sampled["logprob"].copy(),
+            spans=_spans(self.sampled["version"], len(self.sequence.prompt)),
             finish=finish,
             started_s=self.sequence.started_s,
             finished_s=now_s,
@@ -77,166 +107,165 @@ class Parked:
 
 
 class Rows:
-    """Running sequences 0..n-1. Sampled tokens, log-probs and versions lie in `[rows, tokens]` arrays that grow.
+    """Running sequences 0..n-1: the state of each, and a table `[rows, tokens]` of what they sampled. Both grow.
 
-    So do the experts of sampled tokens, `[rows, tokens, L, K]`; a dense model has none: its L and K are 0. The experts
+    The table has token, log-prob, version and experts `[L, K]`; a dense model has none: its L and K are 0. The experts
     of a token are known one step after it was sampled, when it was computed with.
     """
 
     def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
+        self.samplings: list[Sampling] = []
         self._sequences: list[_Sequence] = []
         self._started = 0  # rows, ever
-        self.samplings: list[Sampling] = []
-        self._lengths = np.empty(0, np.int64)  # prompt and sampled tokens
-        self._sampled = np.empty(0, np.int64)
-        self._limits = np.empty(0, np.int64)
-        self._seeds = np.empty(0, np.uint64)
-        self._temperatures = np.empty(0, np.float32)
-        self._counted = np.empty(0, np.bool_)
-        self._began_s = np.empty(0, np.float64)  # its present stretch of decoding
-        self._families = np.empty(0, np.uint64)
-        self._learned = np.empty(0, np.int64)
-        self._tails = np.empty((0, CONTEXT), np.int64)  # the prompt's last tokens
-        self._tokens = np.empty((0, 0), np.int64)
-        self._logprobs = np.empty((0, 0), np.float32)
-        self._versions = np.empty((0, 0), np.int32)
-        self._routes: RouteArray = np.empty((0, 0, *routes_shape), routes_dtype)
+        self._all_states = np.zeros(0, STATE)
+        fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
+        self._table = np.zeros((0, 0), [*fields, ("routes", routes_dtype, routes_shape)])
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     @property
+    def _states(self) -> npt.NDArray[np.void]:
+        return self._all_states[: len(self)]
+
+    @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each sequence so far."""
-        return self._lengths[: len(self)]
+        return self._states["length"]
 
     @property
     def seeds(self) -> npt.NDArray[np.uint64]:
         """Of each request."""
-        return self._seeds[: len(self)]
+        return self._states["seed"]
 
     @property
     def temperatures(self) -> npt.NDArray[np.float32]:
         """Of each request."""
-        return self._temperatures[: len(self)]
+        return self._states["temperature"]
 
     @property
     def plain(self) -> bool:
         """Whether every row samples from its whole distribution."""
-        return not any(s.truncates for s in set(self.samplings))
+        return not self._states["truncates"].any()
 
     @property
     def counted(self) -> BoolArray:
         """Whether each request's tokens enter the books."""
-        return self._counted[: len(self)]
+        return self._states["counted"]
 
     @property
     def families(self) -> npt.NDArray[np.uint64]:
         """A number for the prompt of each sequence: the same for its siblings, and in every epoch."""
-        return self._families[: len(self)]
+        return self._states["family"]
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:
         """Tokens of each sequence that were sampled."""
-        return self._sampled[: len(self)]
+        return self._states["sampled"]
 
     @property
     def learned(self) -> npt.NDArray[np.int64]:
         """How many of them the drafter has seen; it keeps the count."""
-        return self._learned[: len(self)]
+        return self._states["learned"]
 
     @property
     def left(self) -> npt.NDArray[np.int64]:
         """Tokens that each sequence may still sample."""
-        return self._limits[: len(self)] - self.sampled
+        left: npt.NDArray[np.int64] = self._states["limit"] - self.sampled
+        return left
 
     @property
     def last_tokens(self) -> npt.NDArray[np.int64]:
         """The newest token of each sequence."""
-        rows = np.arange(len(self))
-        return self._tokens[rows, self._sampled[rows] - 1]
+        return self._table["token"][np.arange(len(self)), self.sampled - 1]
 
     @property
     def longest_possible(self) -> int:
         """Tokens of the longest sequence any row may still become."""
-        n = len(self)
-        return int((self._lengths[:n] - self._sampled[:n] + self._limits[:n]).max()) if n else 0
+        return int((self.lengths + self.left).max()) if len(self) else 0
 
     def contexts(self, rows: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The tokens `[.., CONTEXT]` that stand before the sampled token `at` of each of the rows."""
         places = at[:, None] + np.arange(-CONTEXT, 0)
-        sampled = self._tokens[rows[:, None], np.maximum(places, 0)]
-        found: npt.NDArray[np.int64] = np.where(places < 0, self._tails[rows[:, None], np.minimum(places, -1)], sampled)
+        sampled, tails = self._table["token"][rows[:, None], np.maximum(places, 0)], self._states["tail"]
+        found: npt.NDArray[np.int64] = np.where(places < 0, tails[rows[:, None], np.minimum(places, -1)], sampled)
         return found
 
     def tokens_at(self, rows: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The sampled token `at` of each of the rows."""
-        return self._tokens[rows, at]
+        return self._table["token"][rows, at]
 
     def add(self, prompt: IntArray, requests: list[Request], now_s: float, routes: RouteArray) -> None:
         """Append rows for the requests of one prompt, with nothing sampled yet. `routes` are the prompt's."""
         n, more = len(self), len(requests)
-        if n + more > len(self._lengths):
-            self._grow_rows(max(n + more, 2 * len(self._lengths)))
-        self._lengths[n : n + more] = len(prompt)
-        self._sampled[n : n + more] = 0
-        self._limits[n : n + more] = [r.sampling.max_new_tokens for r in requests]
-        self._seeds[n : n + more] = [r.seed for r in requests]
-        self._temperatures[n : n + more] = [r.sampling.temperature for r in requests]
-        self._counted[n : n + more] = [r.counted for r in requests]
-        self._began_s[n : n + more] = now_s
-        self._families[n : n + more] = family_number(prompt)
-        self._learned[n : n + more] = 0
-        self._tails[n : n + more] = before(prompt)[-1]
+        if n + more > len(self._all_states):
+            self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
         self._sequences += [_Sequence(r, prompt, now_s, routes, self._started + i) for i, r in enumerate(requests)]
         self._started += more
         self.samplings += [r.sampling for r in requests]
+        new = self._states[n:]
+        new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
+        new["limit"] = [r.sampling.max_new_tokens for r in requests]
+        new["seed"] = [r.seed for r in requests]
+        new["temperature"] = [r.sampling.temperature for r in requests]
+        new["truncates"] = [r.sampling.truncates for r in requests]
+        new["has_stop"] = [bool(r.sampling.stop) for r in requests]
+        new["counted"] = [r.counted for r in requests]
+        new["began_s"] = now_s
+        new["family"], new["tail"] = family_number(prompt), before(prompt)[-1]
 
-    def append(
-        self,
-        rows: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int64],
-        logprobs: npt.NDArray[np.float32],
-        version: int,
-        allowed: BoolArray | None,
-        routes: RouteArray | None = None,
-    ) -> None:
-        """One more token for each of these rows. `routes [n, L, K]` are those of the token before it."""
-        at = self._sampled[rows]
-        if int(at.max()) >= self._tokens.shape[1]:
-            self._grow_tokens(max(GROWTH_TOKENS, 2 * self._tokens.shape[1]))
-        if routes is not None:
-            self._routes[rows, at - 1] = routes
-        self._tokens[rows, at] = tokens
-        self._logprobs[rows, at] = logprobs
-        self._versions[rows, at] = version
-        self._sampled[rows] += 1
-        self._lengths[rows] += 1
-        if allowed is not None:
-            for i, row in enumerate(rows):
-                if self.samplings[row].truncates:
-                    self._sequences[row].supports.append(np.flatnonzero(allowed[i]).astype(np.int32))
+    def append(self, first: int, burst: Burst, version: int) -> None:
+        """The tokens of a burst for the rows from `first` on."""
+        most = int((self.sampled[first : first + len(burst.counts)] + burst.counts).max())
+        if most > self._table.shape[1]:
+            self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * self._table.shape[1], most))
+        fresh = self._states[first : first + len(burst.counts)]
+        steps, columns = np.nonzero(np.arange(len(burst.tokens))[:, None] < burst.counts)
+        rows, at = columns + first, fresh["sampled"][columns] + steps
+        self._table["token"][rows, at] = burst.tokens[steps, columns]
+        self._table["logprob"][rows, at] = burst.logprobs[steps, columns]
+        self._table["version"][rows, at] = version
+        if burst.routes is not None and burst.routes.size:
+            self._table["routes"][rows, at - 1] = burst.routes[steps, columns]
+        if burst.supports is not None:
+            for column in np.flatnonzero(fresh["truncates"]):
+                self._sequences[first + column].supports.extend(burst.supports[: burst.counts[column], column])
+        fresh["sampled"] += burst.counts
+        fresh["length"] += burst.counts
 
-    def done(self, rows: npt.NDArray[np.int64], eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
-        """Those of the rows that end with their newest token, and why."""
-        found: dict[int, FinishReason] = {}
-        newest = self.last_tokens[rows]
-        for row in rows[self._sampled[rows] >= self._limits[rows]]:
-            found[int(row)] = FinishReason.LENGTH
-        for row in rows[np.isin(newest, list(eos_ids))]:
-            found[int(row)] = FinishReason.EOS
-        for row in rows:
-            if self.samplings[row].stop and int(row) not in found and self._stops(int(row), tokenizer):
-                found[int(row)] = FinishReason.STOP
-        return found
+    def end(self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
+        """Which rows end within the burst they just got, and why; what they have beyond their end is cut off."""
+        fresh, found = self._states[first : first + len(burst.counts)], {}
+        had = fresh["sampled"] - burst.counts
+        counts = np.minimum(burst.counts, fresh["limit"] - had)
+        for column in np.flatnonzero(fresh["sampled"] >= fresh["limit"]).tolist():
+            found[column] = FinishReason.LENGTH
+        is_eos = (burst.tokens[..., None] == list(eos_ids)).any(-1) & (np.arange(len(burst.tokens))[:, None] < counts)
+        for column in np.flatnonzero(is_eos.any(0)).tolist():
+            counts[column] = is_eos[:, column].argmax() + 1
+            found[column] = FinishReason.EOS
+        for column in np.flatnonzero(fresh["has_stop"]).tolist():
+            for count in range(1, int(counts[column]) + (found.get(column) is not FinishReason.EOS)):
+                if self._stops(first + column, int(had[column]) + count, tokenizer):
+                    counts[column], found[column] = count, FinishReason.STOP
+                    break
+        for column in found:
+            self._cut(first + column, int(had[column] + counts[column]))
+        return {first + column: finish for column, finish in found.items()}
 
-    def _stops(self, row: int, tokenizer: Any) -> bool:
-        """Whether a stop string ends inside the newest token: decode just enough of the tail to see it."""
+    def _stops(self, row: int, count: int, tokenizer: Any) -> bool:
+        """Whether a stop string ends inside the last of `count` tokens: decode just enough of the tail to see it."""
         stops = self.samplings[row].stop
-        sampled = int(self._sampled[row])
         window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
-        tail = tokenizer.decode(self._tokens[row, max(0, sampled - window) : sampled])
+        tail = tokenizer.decode(self._table["token"][row, max(0, count - window) : count])
         return any(s in tail for s in stops)
+
+    def _cut(self, row: int, count: int) -> None:
+        """Forget what the row sampled after so many tokens."""
+        state = self._all_states[row]
+        state["length"] -= state["sampled"] - count
+        state["sampled"] = count
+        del self._sequences[row].supports[count:]
 
     def youngest(self) -> int:
         """The row that started last."""
@@ -246,51 +275,39 @@ class Rows:
         """The rows that have been decoding for so long, the longest first. A score must not depend on the clock, so
         what is not counted (evaluation) is never among them.
         """
-        decoded_s = np.where(self.counted, now_s - self._began_s[: len(self)], -np.inf)
+        decoded_s = np.where(self.counted, now_s - self._states["began_s"], -np.inf)
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
 
     def park(self, row: int, now_s: float) -> Parked:
         """The row's state, to be resumed later; the row itself stays until it is removed."""
-        count = int(self._sampled[row])
-        return Parked(
-            self._sequences[row],
-            tokens=self._tokens[row, :count].copy(),
-            logprobs=self._logprobs[row, :count].copy(),
-            versions=self._versions[row, :count].copy(),
-            routes=self.routes(row),
-            decoded_s=now_s - float(self._began_s[row]),
-        )
+        sampled = self._table[row, : self.sampled[row]].copy()
+        decoded_s = now_s - float(self._states["began_s"][row])
+        return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
 
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
         """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too.
 
         Its stretch of decoding goes on where it was: the time since then is not in it.
         """
-        row, count = len(self), len(parked.tokens)
-        sequence = parked.sequence
+        row, count, sequence = len(self), len(parked.sampled), parked.sequence
         self.add(sequence.prompt, [parked.request], now_s - parked.decoded_s, sequence.routes)
         self._sequences[row] = sequence
-        if count >= self._tokens.shape[1]:
-            self._grow_tokens(max(GROWTH_TOKENS, 2 * count))
-        for table, values in (
-            (self._tokens, parked.tokens),
-            (self._logprobs, parked.logprobs),
-            (self._versions, parked.versions),
-            (self._routes, routes[len(sequence.prompt) :]),
-        ):
-            table[row, :count] = values
-        self._sampled[row] = self._learned[row] = count
-        self._lengths[row] += count
+        if count > self._table.shape[1]:
+            self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
+        self._table[row, :count] = parked.sampled
+        self._table["routes"][row, :count] = routes[len(sequence.prompt) :]
+        self.sampled[row] = self.learned[row] = count
+        self.lengths[row] += count
 
     def sequence(self, row: int) -> IntArray:
         """Prompt and sampled tokens."""
-        sampled = self._tokens[row, : self._sampled[row]].astype(np.int32)
+        sampled = self._table["token"][row, : self.sampled[row]].astype(np.int32)
         return np.concatenate([self._sequences[row].prompt, sampled])
 
     def routes(self, row: int) -> RouteArray:
         """Experts of prompt and sampled tokens, all but the newest."""
-        return np.concatenate([self._sequences[row].routes, self._routes[row, : self._sampled[row] - 1]])
+        return np.concatenate([self._sequences[row].routes, self._table["routes"][row, : self.sampled[row] - 1]])
 
     def request_id(self, row: int) -> str:
         """Whose row it is."""
@@ -304,36 +321,19 @@ class Rows:
         """Drop a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
-            arrays: tuple[npt.NDArray[Any], ...] = (
-                *(self._lengths, self._sampled, self._began_s, self._limits, self._seeds, self._temperatures),
-                *(self._counted, self._families, self._learned, self._tails),
-            )
-            for array in arrays:
-                array[row] = array[last]
-            count = int(self._sampled[last])
-            for table in (self._tokens, self._logprobs, self._versions, self._routes):
-                table[row, :count] = table[last, :count]
+            count = self.sampled[last]
+            self._table[row, :count] = self._table[last, :count]
+            self._states[row] = self._states[last]
         self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
         del self._sequences[last], self.samplings[last]
 
-    def _grow_rows(self, num_rows: int) -> None:
-        def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.concatenate([array, np.zeros((num_rows - len(array), *array.shape[1:]), array.dtype)])
-
-        self._lengths, self._sampled, self._limits = grown(self._lengths), grown(self._sampled), grown(self._limits)
-        self._seeds, self._counted = grown(self._seeds), grown(self._counted)
-        self._temperatures, self._began_s = grown(self._temperatures), grown(self._began_s)
-        self._families, self._learned, self._tails = grown(self._families), grown(self._learned), grown(self._tails)
-        self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
-        self._versions, self._routes = grown(self._versions), grown(self._routes)
-
-    def _grow_tokens(self, num_tokens: int) -> None:
-        def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            more = np.zeros((len(array), num_tokens - array.shape[1], *array.shape[2:]), array.dtype)
-            return np.concatenate([array, more], axis=1)
-
-        self._tokens, self._logprobs = grown(self._tokens), grown(self._logprobs)
-        self._versions, self._routes = grown(self._versions), grown(self._routes)
+    def _grow(self, num_rows: int, num_tokens: int) -> None:
+        """Zeros take no memory until they are written to, so a long sequence does not make the others longer."""
+        states, table = np.zeros(num_rows, STATE), np.zeros((num_rows, num_tokens), self._table.dtype)
+        states[: len(self._all_states)] = self._all_states
+        for row, count in enumerate(self.sampled):
+            table[row, :count] = self._table[row, :count]
+        self._all_states, self._table = states, table
 
 
 def before(tokens: IntArray) -> npt.NDArray[np.int64]:

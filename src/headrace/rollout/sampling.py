@@ -72,18 +72,17 @@ class Draw:
 def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
     """Sample one token per row by inverting the cumulative distribution at the row's uniform number."""
     device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
-    first = samplings[0]
-    different = [first] if all(s is first for s in samplings) else samplings
-    truncates = any(s.truncates for s in different)
+    kinds = {id(s): s for s in samplings}.values()  # a few, and looking at an object's id is quick
+    truncates = any(s.truncates for s in kinds)
     if logits_nV.is_cuda and kernels.AVAILABLE:
         temperatures = torch.tensor([s.temperature for s in samplings], device=device)
         tokens, chosen = draw_tokens(logits_nV.contiguous(), uniforms, temperatures)
         if not truncates:
             return Draw(tokens, chosen, None)
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-    if any(s.temperature not in (0.0, 1.0) for s in different):
+    if any(s.temperature not in (0.0, 1.0) for s in kinds):
         # a tensor, since a GPU divides by a number in another way, and the learner divides by a tensor as well
-        logits = logits / torch.tensor([s.temperature or 1.0 for s in different], device=device)[:, None]
+        logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings], device=device)[:, None]
     allowed = _allowed(logits, samplings) if truncates else None
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
@@ -93,7 +92,7 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     found = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None])
     found_logprobs = logprobs.gather(1, found).squeeze(1)
     found = found.squeeze(1)
-    if any(s.temperature == 0.0 for s in different):
+    if any(s.temperature == 0.0 for s in kinds):
         greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
         found = torch.where(greedy, logits.argmax(dim=-1), found)
         found_logprobs = torch.where(greedy, 0.0, found_logprobs)

@@ -7,7 +7,6 @@ paged.py, needs a CUDA device: pages, and bursts of steps without a word between
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,26 +19,11 @@ from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
 from headrace.rollout.draft import Drafts
-from headrace.rollout.rows import Rows
+from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.sampling import draw, uniforms
-from headrace.types import BoolArray, IntArray, RouteArray
+from headrace.types import IntArray, RouteArray
 
 STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """Up to K tokens for each of n rows, with what they were chosen among where sampling truncates.
-
-    Example:
-        Burst(tokens=[[7, 4], [1, 0]], logprobs=[[-.1, -.9], [-.2, 0.]], counts=[2, 1])
-    """
-
-    tokens: npt.NDArray[np.int64]  # [K, n]
-    logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
-    counts: npt.NDArray[np.int64]  # [n] how many of a row's tokens are valid
-    allowed: BoolArray | None = None  # [K, n, V]
-    routes: RouteArray | None = None  # [K, n, L, experts] of the tokens that each step started from
 
 
 class Store(Protocol):
@@ -237,10 +221,16 @@ def sample_cells(
     The noise belongs to the position, so a token computed ahead is the one that would be drawn there later.
     """
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
-    outcome = draw(logits, [rows.samplings[row] for row in which], noise)
-    allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()[None]
+    samplings = [rows.samplings[row] for row in which.tolist()]
+    outcome = draw(logits, samplings, noise)
+    supports = None
+    if outcome.allowed is not None:
+        supports = np.empty((1, len(which)), np.object_)
+        for cell, (sampling, allowed) in enumerate(zip(samplings, outcome.allowed.cpu().numpy(), strict=True)):
+            if sampling.truncates:
+                supports[0, cell] = np.flatnonzero(allowed).astype(np.int32)
     tokens, logprobs = outcome.tokens.cpu().numpy()[None], outcome.logprobs.float().cpu().numpy()[None]
-    return Burst(tokens, logprobs, np.ones(len(which), np.int64), allowed, None if routes is None else routes[None])
+    return Burst(tokens, logprobs, np.ones(len(which), np.int64), supports, None if routes is None else routes[None])
 
 
 def judge(drafts: Drafts, drawn: Burst) -> Burst:
@@ -254,9 +244,9 @@ def judge(drafts: Drafts, drawn: Burst) -> Burst:
     cells = np.zeros((drafts.width, len(counts)), np.int64)
     cells[ahead, which] = np.arange(len(which))
     cells = cells[:most]
-    allowed = None if drawn.allowed is None else drawn.allowed[0][cells]
+    supports = None if drawn.supports is None else drawn.supports[0][cells]
     routes = None if drawn.routes is None else drawn.routes[0][cells]
-    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, allowed, routes)
+    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, supports, routes)
 
 
 def _to(policy: Policy, array: npt.NDArray[np.int64]) -> Tensor:
