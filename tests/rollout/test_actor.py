@@ -284,12 +284,12 @@ async def test_an_engine_error_reaches_everyone_who_waits(policy: Policy, monkey
     decode = Engine._decode
     steps = 0
 
-    def breaking(engine: Engine, wanted: int) -> None:
+    def breaking(engine: Engine, wanted: int) -> int:
         nonlocal steps
         steps += 1
         if steps == 12:
             raise ZeroDivisionError("the engine broke")
-        decode(engine, wanted)
+        return decode(engine, wanted)
 
     monkeypatch.setattr(Engine, "_decode", breaking)
     async with acting(policy) as scene:

@@ -24,13 +24,11 @@ from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Burst, Parked, Rows
-from headrace.rollout.store import RowStore, Store, sample
+from headrace.rollout.store import MOST_STEPS, RowStore, Store, sample
 from headrace.types import FinishReason, IntArray, RouteArray
 
 if kernels.AVAILABLE:
     from headrace.rollout.paged import PagedStore
-
-MOST_STEPS = 16  # of decoding between two looks at what came in
 
 
 @dataclass(slots=True, eq=False)
@@ -122,17 +120,17 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, max_steps: int = 16) -> list[Generation]:
-        """Run steps until something finishes, at most `max_steps`."""
-        for _ in range(max_steps):
-            self.step()
+        """Run steps until something finishes or so many tokens are decoded for a sequence: new weights may wait."""
+        while max_steps > 0:
+            max_steps -= self.step()
             if self._finished or not self.has_work:
                 break
         finished, self._finished = self._finished, []
         return finished
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """Admit, prefill a chunk, decode a token."""
+    def step(self) -> int:
+        """Admit, prefill a chunk, decode a burst; how many decode steps long that was, at least one."""
         while self._inbox:
             self._inbox.popleft()()
         budget = self.prefill_tokens
@@ -142,8 +140,7 @@ class Engine:
         while self._prefilling and budget:
             budget -= self._prefill(budget)
             self._admit()
-        if len(self._rows):
-            self._decode(4 if self._waiting else MOST_STEPS)
+        return self._decode(4 if self._waiting else MOST_STEPS) if len(self._rows) else 1
 
     @torch.inference_mode()
     def weights_changed(self, version: int) -> None:
@@ -231,19 +228,20 @@ class Engine:
         if ends:
             self._record(sample(self.policy.logits(last_hidden)[ends], self._rows, first), first)
 
-    def _decode(self, wanted: int) -> None:
-        """A few tokens for every running sequence."""
+    def _decode(self, wanted: int) -> int:
+        """At most `wanted` steps for every running sequence, or one that verifies drafts; how many it was."""
         while not (steps := self._store.steps(self._rows, wanted)):
             self._make_room()
         drafts = None if self._drafter is None else self._drafter.propose(self._rows, steps)
         if drafts is None or not self._store.fits(self._rows, drafts):
             self._record(self._store.decode(self._rows, steps), 0)
-            return
+            return steps
         burst = self._store.verify(self._rows, drafts)
         self.num_drafts += int(np.count_nonzero(drafts.counts))
         self.drafted_tokens += int(drafts.counts.sum())
         self.accepted_tokens += int((burst.counts - 1).sum())
         self._record(burst, 0)
+        return 1
 
     def _make_room(self) -> None:
         """Out of cache: what started last gives its own back and waits to be computed again."""

@@ -27,21 +27,15 @@ from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import judge, known_routes, sample, sample_cells
+from headrace.rollout.store import MOST_STEPS, batches, judge, known_routes, sample, sample_cells
 from headrace.types import IntArray, RouteArray
 
-MOST_STEPS = 16  # of one burst
 
+class _WritingPlan:
+    """Keys and values of new tokens go to their slots first, then the queries attend."""
 
-class DecodePlan:
-    """One new token for each row of a graph."""
-
-    def __init__(self, cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> None:
-        self._cache, self._tables, self._lengths, self._longest = cache, tables, lengths, longest
-        positions = lengths.long() - 1
-        self.positions = positions[None]
-        pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
-        self._slots = pages * PAGE + positions % PAGE
+    _cache: PagedCache
+    _slots: Tensor
 
     def rotate_and_attend(
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
@@ -57,13 +51,27 @@ class DecodePlan:
         return self._attend(q_THD.contiguous(), layer, scale, window)
 
     def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
+        raise NotImplementedError
+
+
+class DecodePlan(_WritingPlan):
+    """One new token for each row of a graph."""
+
+    def __init__(self, cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> None:
+        self._cache, self._tables, self._lengths, self._longest = cache, tables, lengths, longest
+        positions = lengths.long() - 1
+        self.positions = positions[None]
+        pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
+        self._slots = pages * PAGE + positions % PAGE
+
+    def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         return decode_attention(
             q, keys, values, self._tables, self._lengths, scale=scale, window=window, longest=self._longest
         )
 
 
-class PrefillPlan:
+class PrefillPlan(_WritingPlan):
     """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
     def __init__(
@@ -80,19 +88,6 @@ class PrefillPlan:
         self._tables = torch.from_numpy(padded).to(device)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         self._blocks = Blocks.of(starts, ends, range(len(chunks)), tokens, device)
-
-    def rotate_and_attend(
-        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """For models of the Llama family."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
-        return self._attend(q, layer, scale, window)
-
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """For every other model."""
-        self._cache.write(layer, self._slots, k_TJD, v_TJD)
-        return self._attend(q_THD.contiguous(), layer, scale, window)
 
     def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -164,7 +159,7 @@ class PagedStore:
 
     def steps(self, rows: Rows, wanted: int) -> int:
         """Take the pages that the next steps write to."""
-        for steps in (min(wanted, MOST_STEPS), 1) if rows.plain else (1,):
+        for steps in (wanted, 1) if rows.plain else (1,):
             if self._tables.grow(rows.lengths, steps):
                 return steps
         return 0
@@ -213,14 +208,9 @@ class PagedStore:
 
     def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """In batches of about `budget` tokens. Shared pages are written once per reader, with the same values."""
-        batch: list[int] = []
-        for row in range(len(sequences)):
-            batch.append(row)
-            if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
-                chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
-                tables = [np.array(self._tables.rows[r], np.int64) for r in batch]
-                self._forward(chunks, [sequences[r] for r in batch], tables, [known[r] for r in batch])
-                batch = []
+        for batch in batches(sequences, budget):
+            tables = [np.array(self._tables.rows[c.row], np.int64) for c in batch]
+            self._forward(batch, [sequences[c.row] for c in batch], tables, [known[c.row] for c in batch])
 
     def _forward(
         self,

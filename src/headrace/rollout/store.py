@@ -6,7 +6,7 @@ paged.py, needs a CUDA device: pages, and bursts of steps without a word between
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.sampling import draw, uniforms
 from headrace.types import IntArray, RouteArray
 
+MOST_STEPS = 16  # of one burst: decode steps between two looks at what came in
 STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
 
 
@@ -161,13 +162,9 @@ class RowStore:
 
     def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """In batches of about `budget` tokens."""
-        batch: list[int] = []
-        for row in range(len(sequences)):
-            batch.append(row)
-            if sum(len(sequences[r]) for r in batch) >= budget or row == len(sequences) - 1:
-                chunks = [Chunk(r, 0, len(sequences[r])) for r in batch]
-                self._forward(self._arena, chunks, [sequences[r] for r in batch], [known[r] for r in batch])
-                batch = []
+        for batch in batches(sequences, budget):
+            sequences_of, known_of = [sequences[c.row] for c in batch], [known[c.row] for c in batch]
+            self._forward(self._arena, batch, sequences_of, known_of)
 
     def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
         self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
@@ -185,6 +182,16 @@ class RowStore:
         hidden = self._policy.hidden(_to(self._policy, tokens.astype(np.int64)), plan.positions, plan, routes)
         last = hidden[_to(self._policy, np.cumsum([c.end - c.start for c in chunks]) - 1)]
         return last, self._policy.routers.to_host(routes, len(tokens))
+
+
+def batches(sequences: Sequence[IntArray], budget: int) -> Iterator[list[Chunk]]:
+    """All of each row's sequence, a few rows at a time: as many as make about `budget` tokens."""
+    batch: list[Chunk] = []
+    for row, sequence in enumerate(sequences):
+        batch.append(Chunk(row, 0, len(sequence)))
+        if sum(c.end for c in batch) >= budget or row == len(sequences) - 1:
+            yield batch
+            batch = []
 
 
 def known_routes(policy: Policy, chunks: Sequence[Chunk], known: Sequence[RouteArray | None]) -> Routes:
