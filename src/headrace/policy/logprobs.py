@@ -52,26 +52,35 @@ def chosen_logprobs(
     temperature: float,
     support: Support | None = None,
     linear: Linear = F.linear,
-) -> Tensor:
-    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support if given."""
+) -> tuple[Tensor, Tensor]:
+    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
+
+    Without a support the two are one.
+    """
     if hidden_NE.is_cuda and support is None and kernels.AVAILABLE:
-        return _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call, no-any-return]
+        everything = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call]
+        return everything, everything
     chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
-    return _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call, no-any-return]
+    found = _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call]
+    return found[0], found[-1]
 
 
 def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int, linear: Linear
-) -> Tensor:
+) -> list[Tensor]:
+    """Log-probs `[end - start, V]` over the support, if there is one, and over all tokens."""
     logits = linear(hidden[start:end], weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits.div_(torch.tensor([temperature], dtype=logits.dtype, device=logits.device))  # as the engine divides
-    if support is not None:
-        logits.masked_fill_(support.forbidden(start, end, weight.shape[0]), float("-inf"))
-    return torch.log_softmax(logits, dim=-1)
+    if support is None:
+        return [torch.log_softmax(logits, dim=-1)]
+    masked = logits.masked_fill(support.forbidden(start, end, weight.shape[0]), float("-inf"))
+    return [torch.log_softmax(masked, dim=-1), torch.log_softmax(logits, dim=-1)]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
+    """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -85,13 +94,14 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, chosen)
         ctx.rest = (temperature, support, chunk)
-        parts = [
-            _chunk_logprobs(hidden, weight, temperature, support, start, min(start + chunk, len(chosen)), linear)
-            .gather(1, chosen[start : start + chunk, None])
-            .squeeze(1)
-            for start in range(0, len(chosen), chunk)
-        ]
-        return torch.cat([hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32)), *parts])
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
+        for start in range(0, len(chosen), chunk):
+            end = min(start + chunk, len(chosen))
+            kinds = _chunk_logprobs(hidden, weight, temperature, support, start, end, linear)
+            for row, logprobs in zip(found, kinds, strict=True):
+                row[start:end] = logprobs.gather(1, chosen[start:end, None]).squeeze(1)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
@@ -100,13 +110,16 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for start in range(0, len(chosen), chunk):
             end = min(start + chunk, len(chosen))
+            rows, tokens = torch.arange(end - start, device=chosen.device), chosen[start:end]
+            pulls = grad[:, start:end] / temperature
             # d log p[chosen] / d logits = onehot(chosen) - softmax
-            grad_logits = _chunk_logprobs(hidden, weight, temperature, support, start, end, F.linear).exp_().neg_()
-            rows = torch.arange(end - start, device=chosen.device)
-            grad_logits[rows, chosen[start:end]] += 1
-            grad_logits = grad_logits.mul_((grad[start:end] / temperature)[:, None]).to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[start:end])
-            grad_weight.addmm_(grad_logits.t(), hidden[start:end])
+            kinds = _chunk_logprobs(hidden, weight, temperature, support, start, end, F.linear)
+            parts = [kind.exp_().mul_(-pull[:, None]) for kind, pull in zip(kinds, pulls, strict=True)]
+            of_logits = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+            of_logits[rows, tokens] += pulls.sum(0)
+            of_logits = of_logits.to(hidden.dtype)
+            torch.mm(of_logits, weight, out=grad_hidden[start:end])
+            grad_weight.addmm_(of_logits.t(), hidden[start:end])
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
