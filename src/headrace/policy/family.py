@@ -26,6 +26,7 @@ if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.skinny import ROWS, gate_linear_add, linear_add, norm_linear
 
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
+BEYOND = 64  # positions after the model's last: the engine computes some before it throws them away
 FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel"}
 
 
@@ -150,7 +151,7 @@ class FamilyBody:
             return cos[0], sin[0]
         if self._table is None:
             with torch.inference_mode(False), torch.no_grad():
-                everywhere = torch.arange(self._body.config.max_position_embeddings, device=x.device)[None]
+                everywhere = torch.arange(self._body.config.max_position_embeddings + BEYOND, device=x.device)[None]
                 cos, sin = self._body.rotary_emb(x[None], everywhere)
                 self._table = cos[0].contiguous(), sin[0].contiguous()
         cos, sin = self._table

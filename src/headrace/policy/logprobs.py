@@ -53,13 +53,13 @@ def chosen_logprobs(
     support: Support | None = None,
     linear: Linear = F.linear,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
+    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature).
 
-    Without a support the two are one.
+    Over the support, and over all tokens; without a support the two are one.
     """
-    if hidden_NE.is_cuda and support is None and kernels.AVAILABLE:
-        everything = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call]
-        return everything, everything
+    if hidden_NE.is_cuda and kernels.AVAILABLE:
+        found = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support)  # type: ignore[no-untyped-call]
+        return found[0], found[-1]
     chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
     found = _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call]
     return found[0], found[-1]
@@ -107,7 +107,8 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         hidden, weight, chosen = ctx.saved_tensors
         temperature, support, chunk = ctx.rest
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        precise = torch.promote_types(weight.dtype, torch.float32)  # a sum of many chunks: not in half precision
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
         for start in range(0, len(chosen), chunk):
             end = min(start + chunk, len(chosen))
             rows, tokens = torch.arange(end - start, device=chosen.device), chosen[start:end]
@@ -119,51 +120,72 @@ class _ChosenLogprobs(torch.autograd.Function):
             of_logits[rows, tokens] += pulls.sum(0)
             of_logits = of_logits.to(hidden.dtype)
             torch.mm(of_logits, weight, out=grad_hidden[start:end])
-            grad_weight.addmm_(of_logits.t(), hidden[start:end])
-        return grad_hidden, grad_weight, None, None, None, None, None
+            if precise is weight.dtype:
+                grad_weight.addmm_(of_logits.t(), hidden[start:end])
+            else:
+                grad_weight += of_logits.t() @ hidden[start:end]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU over the whole vocabulary, in the precision of the weights.
+    """The same on a GPU, in the precision of the weights: `[N]` over the support, if there is one, and over all tokens.
 
-    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
+    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place; those
+    of a support are computed again.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Support | None
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # mostly only one of the two is used
         temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
-        parts, logits = [], None
-        for rows in _row_chunks(hidden, weight):
-            logits = torch.nn.functional.linear(hidden[rows], weight)
-            parts.append(token_logprobs(logits, chosen[rows], temperatures[rows]))
-        ctx.logits = logits if len(parts) == 1 else None
-        nothing = torch.empty(0, dtype=torch.float32, device=hidden.device)
-        logprobs, log_sums = (torch.cat([nothing, *column]) for column in ([p[i] for p in parts] for i in (0, 1)))
+        num_kinds = 1 if support is None else 2
+        logprobs, log_sums = (temperatures.new_empty(num_kinds, len(chosen)) for _ in range(2))
+        chunks, logits = _row_chunks(hidden, weight, support), []
+        for rows in chunks:
+            logits = _logits(hidden, weight, support, rows)
+            for kind, values in enumerate(logits):
+                found = token_logprobs(values, chosen[rows], temperatures[rows])
+                logprobs[kind, rows], log_sums[kind, rows] = found
+        ctx.logits = logits if len(chunks) == 1 and support is None else None
+        ctx.support = support
         ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
-        return logprobs
+        return tuple(logprobs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for rows in _row_chunks(hidden, weight):
-            logits = kept if kept is not None else torch.nn.functional.linear(hidden[rows], weight)
-            of_logits = logits_gradient(
-                logits, chosen[rows], log_sums[rows], grad[rows].contiguous(), temperatures[rows]
-            )
+        grad_hidden = torch.empty_like(hidden)
+        chunks = _row_chunks(hidden, weight, ctx.support)
+        # a sum of many chunks: not in half precision
+        grad_weight = None if len(chunks) == 1 else torch.zeros_like(weight, dtype=torch.float32)
+        for rows in chunks:
+            logits = kept if kept is not None else _logits(hidden, weight, ctx.support, rows)
+            parts = [
+                logits_gradient(values, chosen[rows], sums[rows], grad[rows].contiguous(), temperatures[rows])
+                for values, sums, grad in zip(logits, log_sums, grads, strict=True)
+                if grad is not None
+            ]
+            of_logits = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
             torch.mm(of_logits, weight, out=grad_hidden[rows])
-            if kept is not None:
-                grad_weight = of_logits.t() @ hidden
-            else:  # a sum of many chunks: not in half precision
-                part = (of_logits.t() @ hidden[rows]).float()
-                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+            more = of_logits.t() @ hidden[rows]
+            grad_weight = more if grad_weight is None else grad_weight.add_(more)
         assert grad_weight is not None
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _row_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Rows whose logits take at most a sixteenth of the GPU's memory."""
-    share = torch.cuda.get_device_properties(hidden.device).total_memory // 16
+def _logits(hidden: Tensor, weight: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
+    """Of some rows: with -inf outside the support, if there is one, and as they are."""
+    logits = F.linear(hidden[rows], weight)
+    if support is None:
+        return [logits]
+    return [logits.masked_fill(support.forbidden(rows.start, rows.stop, len(weight)), float("-inf")), logits]
+
+
+def _row_chunks(hidden: Tensor, weight: Tensor, support: Support | None) -> list[slice]:
+    """Rows whose logits take at most a sixteenth of the GPU's memory; a support needs room for a copy and a mask."""
+    share = torch.cuda.get_device_properties(hidden.device).total_memory // (16 if support is None else 64)
     size = max(1, share // (len(weight) * weight.element_size()))
-    return [slice(start, start + size) for start in range(0, max(1, len(hidden)), size)]
+    return [slice(start, min(start + size, len(hidden))) for start in range(0, max(1, len(hidden)), size)]

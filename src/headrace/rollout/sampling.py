@@ -75,16 +75,16 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     first = samplings[0]
     different = [first] if all(s is first for s in samplings) else samplings
     truncates = any(s.truncates for s in different)
-    if logits_nV.is_cuda and kernels.AVAILABLE:
-        temperatures = torch.tensor([s.temperature for s in samplings], device=device)
-        tokens, chosen = draw_tokens(logits_nV.contiguous(), uniforms, temperatures)
-        if not truncates:
-            return Draw(tokens, chosen, None)
+    fused = logits_nV.is_cuda and kernels.AVAILABLE
+    if fused and not truncates:
+        return _draw_fused(logits_nV, samplings, uniforms, None)
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in different):
         # a tensor, since a GPU divides by a number in another way, and the learner divides by a tensor as well
         logits = logits / torch.tensor([s.temperature or 1.0 for s in different], device=device)[:, None]
     allowed = _allowed(logits, samplings) if truncates else None
+    if fused:
+        return _draw_fused(logits_nV, samplings, uniforms, allowed)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -97,10 +97,15 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
         greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
         found = torch.where(greedy, logits.argmax(dim=-1), found)
         found_logprobs = torch.where(greedy, 0.0, found_logprobs)
-    if logits_nV.is_cuda and kernels.AVAILABLE:
-        plain = torch.tensor([not s.truncates for s in samplings], device=device)
-        found, found_logprobs = torch.where(plain, tokens, found), torch.where(plain, chosen, found_logprobs)
     return Draw(found, found_logprobs, allowed)
+
+
+def _draw_fused(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: Tensor, allowed_nV: Tensor | None) -> Draw:
+    """By the kernel that the learner's log-probs come from too, which looks at the logits in their own precision."""
+    if allowed_nV is not None:
+        logits_nV = logits_nV.masked_fill(~allowed_nV, float("-inf"))
+    temperatures = torch.tensor([s.temperature for s in samplings], device=logits_nV.device)
+    return Draw(*draw_tokens(logits_nV.contiguous(), uniforms_n, temperatures), allowed_nV)
 
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
