@@ -6,6 +6,7 @@ With Triton but no GPU, its interpreter runs them: TRITON_INTERPRET=1 pytest -W 
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.policy import logprobs
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -27,7 +29,7 @@ if RUNS:
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-SHAPES = [(4, 2, 64), (9, 3, 80)] if INTERPRETED else [(16, 8, 128), (14, 2, 64), (9, 3, 80)]
+SHAPES = [(4, 2, 64), (18, 1, 40)] if INTERPRETED else [(16, 8, 128), (14, 2, 64), (9, 3, 80), (71, 1, 64), (4, 2, 8)]
 LENGTHS = [1, 65, 513, 700] if INTERPRETED else [1, 2, 63, 64, 65, 511, 512, 513, 700, 1537]
 
 
@@ -257,6 +259,19 @@ def test_draw_tokens(vocab: int, temperature: float) -> None:
     assert torch.equal(token_logprobs(rows, tokens, temperatures)[0], logprobs)  # the same bits
 
 
+def test_what_is_impossible_is_never_drawn() -> None:
+    """Where a block ends or begins with impossible tokens, rounding must not lead to one of them."""
+    count, vocab = 64 if INTERPRETED else 4096, 8192
+    logits = noise(count, vocab)
+    logits[:, 4000:4200] = float("-inf")
+    probs = torch.softmax(logits.double(), 1)
+    border = probs[:, :4096].sum(1)
+    uniforms = border + (torch.arange(count, device=DEVICE) - count // 2) * 1e-9
+    tokens, logprobs = draw_tokens(logits, uniforms, torch.ones(count, device=DEVICE))
+    assert set(tokens.tolist()) <= {*range(3900, 4000), *range(4200, 4300)}
+    assert bool(logprobs.isfinite().all())
+
+
 def test_a_temperature_of_zero_takes_the_likeliest() -> None:
     logits = noise(5, 9000)
     logits[:, 8000:] = float("-inf")
@@ -277,6 +292,43 @@ def test_gradient_of_token_logprobs() -> None:
     (theirs,) = torch.autograd.grad((expected * grads).sum(), copy)
     ours = logits_gradient(logits, tokens, log_sums, grads, temperatures)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [7, 3])
+@pytest.mark.parametrize(("filtered", "used"), [(False, [0]), (True, [0]), (True, [1]), (True, [0, 1])])
+def test_log_probs_over_support_and_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, size: int, filtered: bool, used: list[int]
+) -> None:
+    """Whole and in chunks, and a second backward pass through kept logits."""
+    chunks = [slice(start, min(start + size, 7)) for start in range(0, 7, size)]
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: chunks)
+    chosen = torch.tensor([3, 0, 98, 5, 5, 60, 7], device=DEVICE)
+    ids = torch.cat([chosen[:, None], chosen[:, None] * 0 + torch.tensor([8, 9], device=DEVICE)], 1).flatten()
+    support = logprobs.Support(ids, torch.arange(0, 22, 3, device=DEVICE)) if filtered else None
+    inputs = [[noise(7, 12).requires_grad_(), noise(99, 12, seed=1).requires_grad_()] for _ in range(2)]
+    ours = logprobs._FusedLogprobs.apply(*inputs[0], chosen, 0.7, support)
+    theirs = logprobs._ChosenLogprobs.apply(*inputs[1], chosen, 0.7, support, 4, torch.nn.functional.linear)
+    pulls = noise(2, 7, seed=2)
+    for _ in range(2):
+        found, expected = (
+            torch.autograd.grad(sum((outs[i] * pulls[i]).sum() for i in used), given, retain_graph=True)
+            for outs, given in zip((ours, theirs), inputs, strict=True)
+        )
+        for o, t in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(o, t, rtol=0, atol=1e-4)
+        for f, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(f, e, rtol=1e-3, atol=1e-3)
+
+
+def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: [slice(0, 0)])
+    hidden, weight = noise(0, 12).requires_grad_(), noise(99, 12).requires_grad_()
+    (found,) = logprobs._FusedLogprobs.apply(
+        hidden, weight, torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0, None
+    )
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -321,3 +373,26 @@ def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
     for weight, master, copy in zip(weights, masters, copies, strict=True):
         torch.testing.assert_close(master, copy, rtol=0, atol=1e-4)
         assert torch.equal(weight, master.to(dtype))
+
+
+def test_fused_adamw_goes_on_from_a_saved_state() -> None:
+    """Also with weights that begin between two multiples of 16 bytes, and one that has no gradient at first."""
+    whole = noise(4000)
+    start = [whole[:1000], whole[1001:3001], whole[3001:]]
+    settings = {"lr": 0.1, "betas": (0.8, 0.9)}
+    unbroken, broken = ([part.clone() for part in start] for _ in range(2))
+    views = list(broken[0].new_empty(4000).split([1, 1000, 2000, 999]))[1:]
+    for view, part in zip(views, start, strict=True):
+        view.copy_(part)
+    first, other = FusedAdamW(unbroken, **settings), FusedAdamW(views, **settings)
+    for step in range(6):
+        if step == 3:
+            state = deepcopy(other.state_dict())
+            other = FusedAdamW(views, **settings)
+            other.load_state_dict(state)
+        gradients = [None if i == 0 and step == 0 else noise(len(p), seed=7 * step + i) for i, p in enumerate(start)]
+        for optimizer, weights in ((first, unbroken), (other, views)):
+            optimizer.step_fused(weights, gradients, 1.0, 0.0)
+    for a, b in zip(unbroken, views, strict=True):
+        assert torch.equal(a, b)
+    assert {float(s["step"]) for s in other.state.values()} == {6.0}
