@@ -53,7 +53,7 @@ def chosen_logprobs(
     support: Support | None = None,
     linear: Linear = F.linear,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
+    """Log-probs `[N]` of chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
 
     Without a support the two are one.
     """
