@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.policy import logprobs
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -24,6 +25,7 @@ if RUNS:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
     from headrace.kernels.skinny import gate_linear_add, linear_add, norm_linear
     from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
+    from headrace.kernels.truncation import truncated
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -321,3 +323,51 @@ def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
     for weight, master, copy in zip(weights, masters, copies, strict=True):
         torch.testing.assert_close(master, copy, rtol=0, atol=1e-4)
         assert torch.equal(weight, master.to(dtype))
+
+
+@pytest.mark.parametrize("size", [2, 5, 100])
+@pytest.mark.parametrize("with_support", [False, True])
+def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_support: bool, size: int) -> None:
+    """The learner's way to them, in chunks of so many rows, with the gradients of both kinds."""
+    num, vocab = 5, 5000
+    slices = [slice(start, start + size) for start in range(0, num, size)]
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda hidden, weight: slices)
+    mine, copy = ([noise(num, 16).requires_grad_(), noise(vocab, 16, seed=1).requires_grad_()] for _ in range(2))
+    chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
+    ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()
+    support = logprobs.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
+    ours = logprobs._FusedLogprobs.apply(*mine, chosen, 0.7, support)
+    logits = copy[0] @ copy[1].t() / 0.7
+    kinds = [logits]
+    if with_support:
+        allowed = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids.view(num, 2), True)
+        kinds = [logits.masked_fill(~allowed, float("-inf")), logits]
+    theirs = torch.stack([kind.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1) for kind in kinds])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert_same_gradients([ours], [theirs], [mine, copy])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.8, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.5, 0.01), (9001, 1.0, 0.0)]
+)
+def test_truncation(dtype: torch.dtype, top_k: int, top_p: float, min_p: float) -> None:
+    n, vocab = 4, 9001
+    logits = (noise(n, vocab) * 3).to(dtype)
+    logits[1, 4000:] = float("-inf")
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0], device=DEVICE)
+    found = truncated(logits, temperatures, *(torch.full((n,), x, device=DEVICE) for x in (top_k, top_p, min_p)))
+    for row, own, temperature in zip(found, logits, (1.0, 0.5, 2.0, 1.0), strict=True):
+        scaled = own.float() / temperature
+        stays = torch.isfinite(scaled)
+        if top_k:
+            stays &= scaled >= scaled.topk(min(top_k, vocab)).values[-1]
+        probs = scaled.masked_fill(~stays, float("-inf")).softmax(0).double()
+        likeliest = probs.sort(descending=True).values
+        if top_p < 1:
+            stays &= probs >= likeliest[int((likeliest.cumsum(0) < top_p).sum())]
+        stays &= probs >= min_p * probs.max()
+        kept = torch.isfinite(row)
+        # at the very edge of the mass a rounding may decide
+        assert (kept != stays).sum() <= 2
+        assert torch.equal(row[kept], own[kept])

@@ -57,9 +57,9 @@ def chosen_logprobs(
 
     Without a support the two are one.
     """
-    if hidden_NE.is_cuda and support is None and kernels.AVAILABLE:
-        everything = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call]
-        return everything, everything
+    if hidden_NE.is_cuda and kernels.AVAILABLE:
+        found = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support)  # type: ignore[no-untyped-call]
+        return found[0], found[-1]
     chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
     found = _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call]
     return found[0], found[-1]
@@ -71,7 +71,7 @@ def _chunk_logprobs(
     """Log-probs `[end - start, V]` over the support, if there is one, and over all tokens."""
     logits = linear(hidden[start:end], weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits.div_(torch.tensor([temperature], dtype=logits.dtype, device=logits.device))  # as the engine divides
+    logits.div_(temperature)
     if support is None:
         return [torch.log_softmax(logits, dim=-1)]
     masked = logits.masked_fill(support.forbidden(start, end, weight.shape[0]), float("-inf"))
@@ -124,46 +124,60 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU over the whole vocabulary, in the precision of the weights.
+    """The same on a GPU, in the precision of the weights and with the kernels that sampled.
 
     Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Support | None
+    ) -> Tensor:
         temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
-        parts, logits = [], None
-        for rows in _row_chunks(hidden, weight):
-            logits = torch.nn.functional.linear(hidden[rows], weight)
-            parts.append(token_logprobs(logits, chosen[rows], temperatures[rows]))
-        ctx.logits = logits if len(parts) == 1 else None
-        nothing = torch.empty(0, dtype=torch.float32, device=hidden.device)
-        logprobs, log_sums = (torch.cat([nothing, *column]) for column in ([p[i] for p in parts] for i in (0, 1)))
+        found = torch.empty(1 if support is None else 2, len(chosen), dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(found)
+        chunks = _row_chunks(hidden, weight)
+        logits = None
+        for rows in chunks:
+            logits = F.linear(hidden[rows], weight)
+            for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
+                found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperatures[rows])
         ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
-        return logprobs
+        ctx.support, ctx.logits = support, logits if len(chunks) == 1 else None
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         for rows in _row_chunks(hidden, weight):
-            logits = kept if kept is not None else torch.nn.functional.linear(hidden[rows], weight)
-            of_logits = logits_gradient(
-                logits, chosen[rows], log_sums[rows], grad[rows].contiguous(), temperatures[rows]
-            )
+            logits = kept if kept is not None else F.linear(hidden[rows], weight)
+            of_logits = None
+            for kind, values in enumerate(_over_support_and_all(logits, ctx.support, rows)):
+                inputs = (chosen[rows], log_sums[kind, rows], grad[kind, rows].contiguous(), temperatures[rows])
+                part = logits_gradient(values, *inputs)
+                of_logits = part if of_logits is None else of_logits.add_(part)
+            assert of_logits is not None
             torch.mm(of_logits, weight, out=grad_hidden[rows])
             if kept is not None:
                 grad_weight = of_logits.t() @ hidden
             else:  # a sum of many chunks: not in half precision
                 part = (of_logits.t() @ hidden[rows]).float()
                 grad_weight = part if grad_weight is None else grad_weight.add_(part)
-        assert grad_weight is not None
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
+    if support is None:
+        return [logits]
+    forbidden = support.forbidden(rows.start, rows.start + len(logits), logits.shape[1])
+    return [logits.masked_fill(forbidden, float("-inf")), logits]
 
 
 def _row_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     """Rows whose logits take at most a sixteenth of the GPU's memory."""
     share = torch.cuda.get_device_properties(hidden.device).total_memory // 16
     size = max(1, share // (len(weight) * weight.element_size()))
-    return [slice(start, start + size) for start in range(0, max(1, len(hidden)), size)]
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
