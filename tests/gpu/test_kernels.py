@@ -26,6 +26,7 @@ if RUNS:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
     from headrace.kernels.skinny import gate_linear_add, linear_add, norm_linear
     from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
+    from headrace.kernels.truncation import truncated
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -294,34 +295,8 @@ def test_gradient_of_token_logprobs() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [7, 3])
-@pytest.mark.parametrize(("filtered", "used"), [(False, [0]), (True, [0]), (True, [1]), (True, [0, 1])])
-def test_log_probs_over_support_and_vocabulary(
-    monkeypatch: pytest.MonkeyPatch, size: int, filtered: bool, used: list[int]
-) -> None:
-    """Whole and in chunks, and a second backward pass through kept logits."""
-    chunks = [slice(start, min(start + size, 7)) for start in range(0, 7, size)]
-    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: chunks)
-    chosen = torch.tensor([3, 0, 98, 5, 5, 60, 7], device=DEVICE)
-    ids = torch.cat([chosen[:, None], chosen[:, None] * 0 + torch.tensor([8, 9], device=DEVICE)], 1).flatten()
-    support = logprobs.Support(ids, torch.arange(0, 22, 3, device=DEVICE)) if filtered else None
-    inputs = [[noise(7, 12).requires_grad_(), noise(99, 12, seed=1).requires_grad_()] for _ in range(2)]
-    ours = logprobs._FusedLogprobs.apply(*inputs[0], chosen, 0.7, support)
-    theirs = logprobs._ChosenLogprobs.apply(*inputs[1], chosen, 0.7, support, 4, torch.nn.functional.linear)
-    pulls = noise(2, 7, seed=2)
-    for _ in range(2):
-        found, expected = (
-            torch.autograd.grad(sum((outs[i] * pulls[i]).sum() for i in used), given, retain_graph=True)
-            for outs, given in zip((ours, theirs), inputs, strict=True)
-        )
-        for o, t in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(o, t, rtol=0, atol=1e-4)
-        for f, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(f, e, rtol=1e-3, atol=1e-3)
-
-
 def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: [slice(0, 0)])
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: [])
     hidden, weight = noise(0, 12).requires_grad_(), noise(99, 12).requires_grad_()
     (found,) = logprobs._FusedLogprobs.apply(
         hidden, weight, torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0, None
@@ -396,3 +371,51 @@ def test_fused_adamw_goes_on_from_a_saved_state() -> None:
     for a, b in zip(unbroken, views, strict=True):
         assert torch.equal(a, b)
     assert {float(s["step"]) for s in other.state.values()} == {6.0}
+
+
+@pytest.mark.parametrize("size", [2, 5, 100])
+@pytest.mark.parametrize("with_support", [False, True])
+def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_support: bool, size: int) -> None:
+    """The learner's way to them, in chunks of so many rows, with the gradients of both kinds."""
+    num, vocab = 5, 5000
+    slices = [slice(start, start + size) for start in range(0, num, size)]
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda hidden, weight: slices)
+    mine, copy = ([noise(num, 16).requires_grad_(), noise(vocab, 16, seed=1).requires_grad_()] for _ in range(2))
+    chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
+    ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()
+    support = logprobs.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
+    ours = logprobs._FusedLogprobs.apply(*mine, chosen, 0.7, support)
+    logits = copy[0] @ copy[1].t() / 0.7
+    kinds = [logits]
+    if with_support:
+        allowed = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids.view(num, 2), True)
+        kinds = [logits.masked_fill(~allowed, float("-inf")), logits]
+    theirs = torch.stack([kind.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1) for kind in kinds])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert_same_gradients([ours], [theirs], [mine, copy])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.8, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.5, 0.01), (9001, 1.0, 0.0)]
+)
+def test_truncation(dtype: torch.dtype, top_k: int, top_p: float, min_p: float) -> None:
+    n, vocab = 4, 9001
+    logits = (noise(n, vocab) * 3).to(dtype)
+    logits[1, 4000:] = float("-inf")
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0], device=DEVICE)
+    found = truncated(logits, temperatures, *(torch.full((n,), x, device=DEVICE) for x in (top_k, top_p, min_p)))
+    for row, own, temperature in zip(found, logits, (1.0, 0.5, 2.0, 1.0), strict=True):
+        scaled = own.float() / temperature
+        stays = torch.isfinite(scaled)
+        if top_k:
+            stays &= scaled >= scaled.topk(min(top_k, vocab)).values[-1]
+        probs = scaled.masked_fill(~stays, float("-inf")).softmax(0).double()
+        likeliest = probs.sort(descending=True).values
+        if top_p < 1:
+            stays &= probs >= likeliest[int((likeliest.cumsum(0) < top_p).sum())]
+        stays &= probs >= min_p * probs.max()
+        kept = torch.isfinite(row)
+        # at the very edge of the mass a rounding may decide
+        assert (kept != stays).sum() <= 2
+        assert torch.equal(row[kept], own[kept])

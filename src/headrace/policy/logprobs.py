@@ -53,9 +53,9 @@ def chosen_logprobs(
     support: Support | None = None,
     linear: Linear = F.linear,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature).
+    """Log-probs `[N]` of chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
 
-    Over the support, and over all tokens; without a support the two are one.
+    Without a support the two are one.
     """
     if hidden_NE.is_cuda and kernels.AVAILABLE:
         found = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def _chunk_logprobs(
     """Log-probs `[end - start, V]` over the support, if there is one, and over all tokens."""
     logits = linear(hidden[start:end], weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits.div_(torch.tensor([temperature], dtype=logits.dtype, device=logits.device))  # as the engine divides
+    logits.div_(temperature)
     if support is None:
         return [torch.log_softmax(logits, dim=-1)]
     masked = logits.masked_fill(support.forbidden(start, end, weight.shape[0]), float("-inf"))
@@ -128,64 +128,60 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU, in the precision of the weights: `[N]` over the support, if there is one, and over all tokens.
+    """The same on a GPU, in the precision of the weights and with the kernels that sampled.
 
-    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place; those
-    of a support are computed again.
+    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Support | None
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # mostly only one of the two is used
+    ) -> Tensor:
         temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
-        num_kinds = 1 if support is None else 2
-        logprobs, log_sums = (temperatures.new_empty(num_kinds, len(chosen)) for _ in range(2))
-        chunks, logits = _row_chunks(hidden, weight, support), []
+        found = torch.empty(1 if support is None else 2, len(chosen), dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(found)
+        chunks = _row_chunks(hidden, weight)
+        logits = None
         for rows in chunks:
-            logits = _logits(hidden, weight, support, rows)
-            for kind, values in enumerate(logits):
-                found = token_logprobs(values, chosen[rows], temperatures[rows])
-                logprobs[kind, rows], log_sums[kind, rows] = found
-        ctx.logits = logits if len(chunks) == 1 and support is None else None
-        ctx.support = support
+            logits = F.linear(hidden[rows], weight)
+            for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
+                found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperatures[rows])
         ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
-        return tuple(logprobs)
+        ctx.support, ctx.logits = support, logits if len(chunks) == 1 else None
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
-        grad_hidden = torch.empty_like(hidden)
-        chunks = _row_chunks(hidden, weight, ctx.support)
-        # a sum of many chunks: not in half precision
-        grad_weight = None if len(chunks) == 1 else torch.zeros_like(weight, dtype=torch.float32)
-        for rows in chunks:
-            logits = kept if kept is not None else _logits(hidden, weight, ctx.support, rows)
-            parts = [
-                logits_gradient(values, chosen[rows], sums[rows], grad[rows].contiguous(), temperatures[rows])
-                for values, sums, grad in zip(logits, log_sums, grads, strict=True)
-                if grad is not None
-            ]
-            of_logits = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        for rows in _row_chunks(hidden, weight):
+            logits = kept if kept is not None else F.linear(hidden[rows], weight)
+            of_logits = None
+            for kind, values in enumerate(_over_support_and_all(logits, ctx.support, rows)):
+                inputs = (chosen[rows], log_sums[kind, rows], grad[kind, rows].contiguous(), temperatures[rows])
+                part = logits_gradient(values, *inputs)
+                of_logits = part if of_logits is None else of_logits.add_(part)
+            assert of_logits is not None
             torch.mm(of_logits, weight, out=grad_hidden[rows])
-            more = of_logits.t() @ hidden[rows]
-            grad_weight = more if grad_weight is None else grad_weight.add_(more)
-        assert grad_weight is not None
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if kept is not None:
+                grad_weight = of_logits.t() @ hidden
+            else:  # a sum of many chunks: not in half precision
+                part = (of_logits.t() @ hidden[rows]).float()
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
-    """Of some rows: with -inf outside the support, if there is one, and as they are."""
-    logits = F.linear(hidden[rows], weight)
+def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
     if support is None:
         return [logits]
-    return [logits.masked_fill(support.forbidden(rows.start, rows.stop, len(weight)), float("-inf")), logits]
+    forbidden = support.forbidden(rows.start, rows.start + len(logits), logits.shape[1])
+    return [logits.masked_fill(forbidden, float("-inf")), logits]
 
 
-def _row_chunks(hidden: Tensor, weight: Tensor, support: Support | None) -> list[slice]:
-    """Rows whose logits take at most a sixteenth of the GPU's memory; a support needs room for a copy and a mask."""
-    share = torch.cuda.get_device_properties(hidden.device).total_memory // (16 if support is None else 64)
+def _row_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Rows whose logits take at most a sixteenth of the GPU's memory."""
+    share = torch.cuda.get_device_properties(hidden.device).total_memory // 16
     size = max(1, share // (len(weight) * weight.element_size()))
-    return [slice(start, min(start + size, len(hidden))) for start in range(0, max(1, len(hidden)), size)]
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
