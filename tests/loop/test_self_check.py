@@ -38,12 +38,12 @@ def test_a_sound_run_is_told_nothing_and_its_summary_has_the_number(workshop: Wo
 
 
 def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    stock = Policy.logprobs
+    stock = Policy.both_logprobs
 
     def hotter(self: Policy, ids, plan, at, temperature, *replay):  # type: ignore[no-untyped-def]
         return stock(self, ids, plan, at, 2 * temperature, *replay)
 
-    monkeypatch.setattr(Policy, "logprobs", hotter)
+    monkeypatch.setattr(Policy, "both_logprobs", hotter)
     notes = Notes()
     summary = api.train(workshop.config("wrong", "loop.steps=1", reward="dense"), notes)
     (note,) = notes.notes
