@@ -289,9 +289,9 @@ class Engine:
         for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
             columns = np.flatnonzero(left > step)
             rows = columns + first
-            allowed = None if burst.allowed is None else burst.allowed[step, columns]
+            supports = None if burst.supports is None else burst.supports[step, columns]
             routes = None if burst.routes is None else burst.routes[step, columns]
-            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, allowed, routes)
+            self._rows.append(rows, tokens[columns], logprobs[columns], self.version, supports, routes)
             self.sampled_tokens += int(self._rows.counted[rows].sum())
             done = self._rows.done(rows, self.policy.eos_ids, self.policy.tokenizer)
             left[[row - first for row in done]] = 0

@@ -198,7 +198,7 @@ class Rows:
         tokens: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
         version: int,
-        allowed: BoolArray | None,
+        supports: npt.NDArray[np.object_] | None,
         routes: RouteArray | None = None,
     ) -> None:
         """One more token for each of these rows. `routes [n, L, K]` are those of the token before it."""
@@ -212,10 +212,10 @@ class Rows:
         self._versions[rows, at] = version
         self._sampled[rows] += 1
         self._lengths[rows] += 1
-        if allowed is not None:
-            for i, row in enumerate(rows):
+        if supports is not None:
+            for row, support in zip(rows, supports, strict=True):
                 if self.samplings[row].truncates:
-                    self._sequences[row].supports.append(np.flatnonzero(allowed[i]).astype(np.int32))
+                    self._sequences[row].supports.append(support)
 
     def done(self, rows: npt.NDArray[np.int64], eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
         """Those of the rows that end with their newest token, and why."""

@@ -22,7 +22,7 @@ from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, Verify
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Rows
 from headrace.rollout.sampling import draw, uniforms
-from headrace.types import BoolArray, IntArray, RouteArray
+from headrace.types import IntArray, RouteArray
 
 STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time
 
@@ -38,7 +38,7 @@ class Burst:
     tokens: npt.NDArray[np.int64]  # [K, n]
     logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
     counts: npt.NDArray[np.int64]  # [n] how many of a row's tokens are valid
-    allowed: BoolArray | None = None  # [K, n, V]
+    supports: npt.NDArray[np.object_] | None = None  # [K, n] the tokens each was chosen among
     routes: RouteArray | None = None  # [K, n, L, experts] of the tokens that each step started from
 
 
@@ -238,9 +238,18 @@ def sample_cells(
     """
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
     outcome = draw(logits, [rows.samplings[row] for row in which], noise)
-    allowed = None if outcome.allowed is None else outcome.allowed.cpu().numpy()[None]
+    supports = None if outcome.allowed is None else _supports(outcome.allowed)[None]
     tokens, logprobs = outcome.tokens.cpu().numpy()[None], outcome.logprobs.float().cpu().numpy()[None]
-    return Burst(tokens, logprobs, np.ones(len(which), np.int64), allowed, None if routes is None else routes[None])
+    return Burst(tokens, logprobs, np.ones(len(which), np.int64), supports, None if routes is None else routes[None])
+
+
+def _supports(allowed_nV: Tensor) -> npt.NDArray[np.object_]:
+    """The allowed tokens of each line; only they leave the device, not the mask."""
+    ends = allowed_nV.sum(1).cumsum(0).cpu().numpy()
+    ids = allowed_nV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    found = np.empty(len(ends), np.object_)
+    found[:] = np.split(ids, ends[:-1]) if len(ends) > 1 else [ids]
+    return found
 
 
 def judge(drafts: Drafts, drawn: Burst) -> Burst:
@@ -254,9 +263,9 @@ def judge(drafts: Drafts, drawn: Burst) -> Burst:
     cells = np.zeros((drafts.width, len(counts)), np.int64)
     cells[ahead, which] = np.arange(len(which))
     cells = cells[:most]
-    allowed = None if drawn.allowed is None else drawn.allowed[0][cells]
+    supports = None if drawn.supports is None else drawn.supports[0][cells]
     routes = None if drawn.routes is None else drawn.routes[0][cells]
-    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, allowed, routes)
+    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, supports, routes)
 
 
 def _to(policy: Policy, array: npt.NDArray[np.int64]) -> Tensor:
