@@ -379,7 +379,7 @@ def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_suppor
     """The learner's way to them, in chunks of so many rows, with the gradients of both kinds."""
     num, vocab = 5, 5000
     slices = [slice(start, start + size) for start in range(0, num, size)]
-    monkeypatch.setattr(logprobs, "_row_chunks", lambda hidden, weight: slices)
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda hidden, weight, share: slices)
     mine, copy = ([noise(num, 16).requires_grad_(), noise(vocab, 16, seed=1).requires_grad_()] for _ in range(2))
     chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
     ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()

@@ -140,7 +140,7 @@ class _FusedLogprobs(torch.autograd.Function):
         temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
         found = torch.empty(1 if support is None else 2, len(chosen), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(found)
-        chunks = _row_chunks(hidden, weight)
+        chunks = _row_chunks(hidden, weight, 16 if support is None else 64)
         logits = None
         for rows in chunks:
             logits = F.linear(hidden[rows], weight)
@@ -155,7 +155,7 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for rows in _row_chunks(hidden, weight):
+        for rows in _row_chunks(hidden, weight, 16 if ctx.support is None else 64):
             logits = kept if kept is not None else F.linear(hidden[rows], weight)
             of_logits = None
             for kind, values in enumerate(_over_support_and_all(logits, ctx.support, rows)):
@@ -180,8 +180,8 @@ def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) 
     return [logits.masked_fill(forbidden, float("-inf")), logits]
 
 
-def _row_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Rows whose logits take at most a sixteenth of the GPU's memory."""
-    share = torch.cuda.get_device_properties(hidden.device).total_memory // 16
-    size = max(1, share // (len(weight) * weight.element_size()))
+def _row_chunks(hidden: Tensor, weight: Tensor, share: int) -> list[slice]:
+    """Rows whose logits take at most one part in `share` of the GPU's memory; a support needs copies and a mask too."""
+    most_bytes = torch.cuda.get_device_properties(hidden.device).total_memory // share
+    size = max(1, most_bytes // (len(weight) * weight.element_size()))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
