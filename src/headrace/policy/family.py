@@ -162,7 +162,7 @@ class FamilyBody:
         return [_Joined(layer) for layer in self._body.layers]
 
     def products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """What is computed for many rows at once, by name, with the width of its input: one of each shape. For a GPU."""
+        """What a GPU computes for many rows at once, one of each shape: by name, with the width of its input."""
         found: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {}
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             linears: list[tuple[str, Any, Tensor]] = [
