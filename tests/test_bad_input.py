@@ -72,7 +72,7 @@ def raising(*_: Any, **__: Any) -> Any:
     ("where", "name", "message"),
     [
         (policy, "_load_model", r"the model: Tried to allocate 20\.00 GiB\. .*model\.path"),
-        (engine, "make_store", r"the key/value cache \(2\.0 GiB in all\): Tried to .*rollout\.kv_tokens"),
+        (engine, "make_store", r"the key/value cache \(0\.1 GiB in all\): Tried to .*rollout\.kv_tokens"),
         (learner, "Optimizer", r"the optimizer and the reference policy: Tried to .*learner\.kl_coef"),
         (learner, "pack", r"training: Tried to .*learner\.micro_batch_tokens"),
     ],
@@ -86,6 +86,6 @@ def test_out_of_memory_says_for_what_and_which_setting_asks_for_less(
 
 
 def test_memory_too_small_for_one_sequence(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.place.local.kv_budget", lambda policy, kv_tokens: 15)
+    monkeypatch.setattr("headrace.place.local.kv_budget", lambda policy, kv_tokens, reserved: 15)
     with pytest.raises(ConfigError, match=re.escape("a key/value cache of 15 tokens, and one sequence may need 17")):
         api.train(workshop.config("small"))

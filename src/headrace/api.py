@@ -30,7 +30,7 @@ from headrace.ledger.database import FILE_NAME, remove_database
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of
-from headrace.loop.self_check import self_check, warning
+from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
 from headrace.place.local import START, LocalPlace
 from headrace.place.memory import STEPS, memory_for
@@ -236,12 +236,17 @@ async def _score(place: LocalPlace) -> float | None:
 
 
 async def _self_check(place: LocalPlace, loop: Loop, watcher: Watcher) -> float | None:
-    """How far engine and learner are apart before the first step; the user hears of it when that is far."""
+    """How far engine and learner are apart before the first step; the user hears of it when that is far.
+
+    In exact mode, any distance ends the run.
+    """
     if not place.config.loop.steps:
         return None
     async with _running(place):
         learner, prompts = loop.stages.learner, place.prompts.held_out
         found = await self_check(place.actor, learner, place.device, prompts, sampling_of(place.config))
+    if place.policy.exact:
+        refuse_inexact(found)
     if text := warning(found, place.policy.dtype):
         watcher.note(text)
     return found.mean_abs

@@ -6,6 +6,7 @@ With Triton but no GPU, its interpreter runs them: TRITON_INTERPRET=1 pytest -W 
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.policy import logprobs
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -24,10 +26,11 @@ if RUNS:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
     from headrace.kernels.skinny import gate_linear_add, linear_add, norm_linear
     from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
+    from headrace.kernels.truncation import truncated
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-SHAPES = [(4, 2, 64), (9, 3, 80)] if INTERPRETED else [(16, 8, 128), (14, 2, 64), (9, 3, 80)]
+SHAPES = [(4, 2, 64), (18, 1, 40)] if INTERPRETED else [(16, 8, 128), (14, 2, 64), (9, 3, 80), (71, 1, 64), (4, 2, 8)]
 LENGTHS = [1, 65, 513, 700] if INTERPRETED else [1, 2, 63, 64, 65, 511, 512, 513, 700, 1537]
 
 
@@ -257,6 +260,19 @@ def test_draw_tokens(vocab: int, temperature: float) -> None:
     assert torch.equal(token_logprobs(rows, tokens, temperatures)[0], logprobs)  # the same bits
 
 
+def test_what_is_impossible_is_never_drawn() -> None:
+    """Where a block ends or begins with impossible tokens, rounding must not lead to one of them."""
+    count, vocab = 64 if INTERPRETED else 4096, 8192
+    logits = noise(count, vocab)
+    logits[:, 4000:4200] = float("-inf")
+    probs = torch.softmax(logits.double(), 1)
+    border = probs[:, :4096].sum(1)
+    uniforms = border + (torch.arange(count, device=DEVICE) - count // 2) * 1e-9
+    tokens, logprobs = draw_tokens(logits, uniforms, torch.ones(count, device=DEVICE))
+    assert set(tokens.tolist()) <= {*range(3900, 4000), *range(4200, 4300)}
+    assert bool(logprobs.isfinite().all())
+
+
 def test_a_temperature_of_zero_takes_the_likeliest() -> None:
     logits = noise(5, 9000)
     logits[:, 8000:] = float("-inf")
@@ -277,6 +293,17 @@ def test_gradient_of_token_logprobs() -> None:
     (theirs,) = torch.autograd.grad((expected * grads).sum(), copy)
     ours = logits_gradient(logits, tokens, log_sums, grads, temperatures)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: [])
+    hidden, weight = noise(0, 12).requires_grad_(), noise(99, 12).requires_grad_()
+    (found,) = logprobs._FusedLogprobs.apply(
+        hidden, weight, torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0, None
+    )
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -321,3 +348,74 @@ def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
     for weight, master, copy in zip(weights, masters, copies, strict=True):
         torch.testing.assert_close(master, copy, rtol=0, atol=1e-4)
         assert torch.equal(weight, master.to(dtype))
+
+
+def test_fused_adamw_goes_on_from_a_saved_state() -> None:
+    """Also with weights that begin between two multiples of 16 bytes, and one that has no gradient at first."""
+    whole = noise(4000)
+    start = [whole[:1000], whole[1001:3001], whole[3001:]]
+    settings = {"lr": 0.1, "betas": (0.8, 0.9)}
+    unbroken, broken = ([part.clone() for part in start] for _ in range(2))
+    views = list(broken[0].new_empty(4000).split([1, 1000, 2000, 999]))[1:]
+    for view, part in zip(views, start, strict=True):
+        view.copy_(part)
+    first, other = FusedAdamW(unbroken, **settings), FusedAdamW(views, **settings)
+    for step in range(6):
+        if step == 3:
+            state = deepcopy(other.state_dict())
+            other = FusedAdamW(views, **settings)
+            other.load_state_dict(state)
+        gradients = [None if i == 0 and step == 0 else noise(len(p), seed=7 * step + i) for i, p in enumerate(start)]
+        for optimizer, weights in ((first, unbroken), (other, views)):
+            optimizer.step_fused(weights, gradients, 1.0, 0.0)
+    for a, b in zip(unbroken, views, strict=True):
+        assert torch.equal(a, b)
+    assert {float(s["step"]) for s in other.state.values()} == {6.0}
+
+
+@pytest.mark.parametrize("size", [2, 5, 100])
+@pytest.mark.parametrize("with_support", [False, True])
+def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_support: bool, size: int) -> None:
+    """The learner's way to them, in chunks of so many rows, with the gradients of both kinds."""
+    num, vocab = 5, 5000
+    slices = [slice(start, start + size) for start in range(0, num, size)]
+    monkeypatch.setattr(logprobs, "_row_chunks", lambda hidden, weight, share: slices)
+    mine, copy = ([noise(num, 16).requires_grad_(), noise(vocab, 16, seed=1).requires_grad_()] for _ in range(2))
+    chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
+    ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()
+    support = logprobs.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
+    ours = logprobs._FusedLogprobs.apply(*mine, chosen, 0.7, support)
+    logits = copy[0] @ copy[1].t() / 0.7
+    kinds = [logits]
+    if with_support:
+        allowed = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids.view(num, 2), True)
+        kinds = [logits.masked_fill(~allowed, float("-inf")), logits]
+    theirs = torch.stack([kind.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1) for kind in kinds])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert_same_gradients([ours], [theirs], [mine, copy])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.8, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.5, 0.01), (9001, 1.0, 0.0)]
+)
+def test_truncation(dtype: torch.dtype, top_k: int, top_p: float, min_p: float) -> None:
+    n, vocab = 4, 9001
+    logits = (noise(n, vocab) * 3).to(dtype)
+    logits[1, 4000:] = float("-inf")
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0], device=DEVICE)
+    found = truncated(logits, temperatures, *(torch.full((n,), x, device=DEVICE) for x in (top_k, top_p, min_p)))
+    for row, own, temperature in zip(found, logits, (1.0, 0.5, 2.0, 1.0), strict=True):
+        scaled = own.float() / temperature
+        stays = torch.isfinite(scaled)
+        if top_k:
+            stays &= scaled >= scaled.topk(min(top_k, vocab)).values[-1]
+        probs = scaled.masked_fill(~stays, float("-inf")).softmax(0).double()
+        likeliest = probs.sort(descending=True).values
+        if top_p < 1:
+            stays &= probs >= likeliest[int((likeliest.cumsum(0) < top_p).sum())]
+        stays &= probs >= min_p * probs.max()
+        kept = torch.isfinite(row)
+        # at the very edge of the mass a rounding may decide
+        assert (kept != stays).sum() <= 2
+        assert torch.equal(row[kept], own[kept])

@@ -37,13 +37,13 @@ def clone(policy: Policy) -> Policy:
     return Policy(copy.deepcopy(policy.model), policy.tokenizer)
 
 
-def logprobs_alone(policy: Policy, t: Trajectory) -> Tensor:
+def logprobs_alone(policy: Policy, t: Trajectory, *, filtered: bool = True) -> Tensor:
     """Log-probs of one answer's tokens, with stock attention and a plain softmax."""
     ids = torch.from_numpy(t.token_ids.astype(np.int64))
     logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / TEMPERATURE
     at = torch.from_numpy(np.flatnonzero(t.sampled))
     rows = logits[at - 1]
-    if t.replay is not None:
+    if t.replay is not None and filtered:
         assert t.replay.support_ids is not None
         assert t.replay.support_offsets is not None
         forbidden = torch.ones_like(rows, dtype=torch.bool)
@@ -192,7 +192,8 @@ def sequence_loss(
     sums["entropy"] -= float(current.detach().sum())
     sums["clipped_share"] += float((terms.clipped | ~kept).sum())
     if reference is not None:
-        divergence = kl(s.kl_estimator, current, torch.from_numpy(reference)).sum()
+        compared = logprobs_alone(model, t, filtered=s.kl_in == "reward")
+        divergence = kl(s.kl_estimator, compared, torch.from_numpy(reference)).sum()
         sums["kl_reference"] += float(divergence.detach())
         loss = loss + s.kl_coef * divergence if s.kl_in == "loss" else loss
     return loss
@@ -270,7 +271,8 @@ def test_divergence_from_the_reference(policy: Policy, estimator: Any, kl_in: An
     judge = stock(start)
     for g, found in zip(groups, references, strict=True):
         for t, values in zip(g.trajectories, found, strict=True):
-            np.testing.assert_allclose(values, logprobs_alone(judge, t).detach().numpy(), atol=1e-6)
+            theirs = logprobs_alone(judge, t, filtered=kl_in == "reward")
+            np.testing.assert_allclose(values, theirs.detach().numpy(), atol=1e-6)
     expected = by_hand(moved, groups, section, references)
     for outcome in outcomes:
         outcome.assert_equals(expected)

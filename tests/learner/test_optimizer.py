@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -141,3 +142,19 @@ def test_a_norm_that_is_not_finite_changes_nothing(dtype: torch.dtype, bad: floa
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert weight.grad is None
     assert optimizer.masters[0].grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_backward_passes_add_up(dtype: torch.dtype):
+    """In the masters' precision: a bfloat16 sum would lose each 0.01 beside 8."""
+    weight, idle = parameter(1.0, dtype=dtype), parameter(1.0, dtype=dtype)
+    optimizer = optimizer_for(weight, idle)
+    for factor in (8.0, *[0.0078125] * 64):
+        optimizer.make_room()
+        (weight * factor).sum().backward()
+    assert optimizer.step(lr=0.1, scale=1.0, clip=0.0) == 8.5
+    assert idle.item() == 1.0
+    optimizer.make_room()
+    (weight + idle).sum().backward()
+    assert optimizer.step(lr=0.1, scale=1.0, clip=0.0) == pytest.approx(math.sqrt(2))
+    assert idle.item() < 1.0

@@ -11,6 +11,7 @@ import torch
 from tiny_runs import Workshop, rows_of, same_bits, timeless, weights
 
 from headrace import api
+from headrace.errors import ModelError
 from headrace.learner.corrections import MismatchSums
 from headrace.ledger.audit import audit
 from headrace.loop import self_check
@@ -37,18 +38,44 @@ def test_a_sound_run_is_told_nothing_and_its_summary_has_the_number(workshop: Wo
     assert kept["mismatch_before"] == summary["mismatch_before"]
 
 
+def warm_learner(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The learner computes with another temperature than the engine."""
+    stock = Policy.both_logprobs
+
+    def warmer(self: Policy, ids, plan, at, temperature, *replay):  # type: ignore[no-untyped-def]
+        return stock(self, ids, plan, at, factor * temperature, *replay)
+
+    monkeypatch.setattr(Policy, "both_logprobs", warmer)
+
+
 def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    stock = Policy.logprobs
-
-    def hotter(self: Policy, ids, plan, at, temperature, *replay):  # type: ignore[no-untyped-def]
-        return stock(self, ids, plan, at, 2 * temperature, *replay)
-
-    monkeypatch.setattr(Policy, "logprobs", hotter)
+    warm_learner(monkeypatch, 2.0)
     notes = Notes()
     summary = api.train(workshop.config("wrong", "loop.steps=1", reward="dense"), notes)
     (note,) = notes.notes
     assert f"{summary['mismatch_before']:.2g} away from the engine's on average" in note
     assert "Rounding in float32 explains at most 0.001" in note
+
+
+def test_an_exact_run_is_exact(workshop: Workshop):
+    summary = api.train(
+        workshop.config("exact", "loop.steps=1", "model.exact=true", "rollout.top_p=0.8", reward="dense")
+    )
+    assert summary["mismatch_before"] == 0
+
+
+def test_an_exact_run_that_is_not_does_not_start(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    warm_learner(monkeypatch, 1.000001)
+    with pytest.raises(ModelError, match=r"model\.exact = true, but .* sampled tokens are \d.*e-\d+ away"):
+        api.train(workshop.config("inexact", "loop.steps=1", "model.exact=true", reward="dense"))
+    assert not (workshop.directory / "inexact" / "model").exists()
+
+
+def test_the_least_difference_is_refused_in_exact_mode():
+    self_check.refuse_inexact(MismatchSums(count=10))
+    for distance in (1e-12, math.nan):
+        with pytest.raises(ModelError, match="10 sampled tokens"):
+            self_check.refuse_inexact(MismatchSums(count=10, abs_delta=distance))
 
 
 def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):

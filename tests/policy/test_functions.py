@@ -72,3 +72,16 @@ def test_the_same_as_transformers():
 def test_low_precision_stays_low():
     x, ones = noise(T, D).bfloat16().requires_grad_(), torch.ones(D, dtype=torch.bfloat16)
     assert rms_norm(x, ones, 1e-5).dtype == gated(x, x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_in_half_precision_rounds_only_its_result(dtype: torch.dtype):
+    x, weight = (5 * noise(40, 64)).to(dtype), noise(64, seed=1).to(dtype)
+    expected = rms_norm(x.double(), weight.double(), 1e-6)
+    for trained in (x.clone().requires_grad_(), x):
+        with torch.set_grad_enabled(trained.requires_grad):
+            torch.testing.assert_close(rms_norm(trained, weight, 1e-6), expected.to(dtype), rtol=2**-7, atol=0)
+    found, given = x.clone().requires_grad_(), x.double().requires_grad_()
+    rms_norm(found, weight, 1e-6).sum().backward()
+    rms_norm(given, weight.double(), 1e-6).sum().backward()
+    assert (found.grad - given.grad).norm() < 0.01 * given.grad.norm()

@@ -75,14 +75,13 @@ def test_equal_to_the_plain_formula(
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_rows * V + V - 1)
     hidden, weight, chosen = inputs()
     support = some_support(chosen) if with_support else None
-    upstream = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    upstream = torch.randn(2, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours = chosen_logprobs(hidden, weight, chosen, temperature, support)
-    theirs = reference(hidden, weight, chosen, temperature, support)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    theirs = tuple(reference(hidden, weight, chosen, temperature, s) for s in (support, None))
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10)
     for gradient, expected in zip(
-        torch.autograd.grad(ours, (hidden, weight), upstream),
-        torch.autograd.grad(theirs, (hidden, weight), upstream),
-        strict=True,
+        *(torch.autograd.grad(found, (hidden, weight), tuple(upstream)) for found in (ours, theirs)), strict=True
     ):
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-10)
 
@@ -91,14 +90,17 @@ def test_a_chunk_too_small_for_one_row_still_takes_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", V // 2)
     hidden, weight, chosen = inputs()
     torch.testing.assert_close(
-        chosen_logprobs(hidden, weight, chosen, 1.0), reference(hidden, weight, chosen, 1.0, None), rtol=0, atol=1e-10
+        chosen_logprobs(hidden, weight, chosen, 1.0)[0],
+        reference(hidden, weight, chosen, 1.0, None),
+        rtol=0,
+        atol=1e-10,
     )
 
 
 def test_a_sole_survivor_is_certain_and_has_no_gradient():
     hidden, weight, chosen = inputs()
     support = Support(chosen.int(), torch.arange(N + 1))
-    ours = chosen_logprobs(hidden, weight, chosen, 0.7, support)
+    ours, _ = chosen_logprobs(hidden, weight, chosen, 0.7, support)
     assert (ours == 0).all()
     for gradient in torch.autograd.grad(ours.sum(), (hidden, weight)):
         assert (gradient == 0).all()
@@ -106,7 +108,7 @@ def test_a_sole_survivor_is_certain_and_has_no_gradient():
 
 def test_no_tokens_give_no_logprobs():
     hidden, weight, chosen = inputs()
-    ours = chosen_logprobs(hidden[:0], weight, chosen[:0], 1.0)
+    ours, _ = chosen_logprobs(hidden[:0], weight, chosen[:0], 1.0)
     assert ours.shape == (0,)
     (gradient,) = torch.autograd.grad(ours.sum(), weight)
     assert (gradient == 0).all()
@@ -119,7 +121,7 @@ def test_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch, with_support: b
     hidden, weight, chosen = inputs(num, vocab, size)
     support = some_support(chosen, vocab) if with_support else None
     with LargestTensor() as largest:
-        chosen_logprobs(hidden, weight, chosen, 0.9, support).sum().backward()
+        torch.stack(chosen_logprobs(hidden, weight, chosen, 0.9, support)).sum().backward()
     assert weight.grad is not None
     inputs_size = max(hidden.numel(), weight.numel())
     assert inputs_size < chunk_elements < num * vocab
@@ -133,7 +135,7 @@ def test_low_precision_is_widened_before_the_softmax():
     """bfloat16 log-probs would be off by 2^-8 of their size; only the logits may be that coarse."""
     hidden, weight, chosen = (x.detach() for x in inputs())
     coarse_hidden, coarse_weight = hidden.bfloat16(), weight.bfloat16()
-    ours = chosen_logprobs(coarse_hidden, coarse_weight, chosen, 0.7)
+    ours, _ = chosen_logprobs(coarse_hidden, coarse_weight, chosen, 0.7)
     assert ours.dtype == torch.float32
     logits = torch.nn.functional.linear(coarse_hidden, coarse_weight).double() / 0.7
     expected = logits.log_softmax(-1)[torch.arange(N), chosen]

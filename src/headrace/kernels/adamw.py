@@ -27,6 +27,7 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> Tensor:
         """Update the masters (this optimizer's parameters), and round them into `weights`.
 
+        All weights are of one precision, and so are all gradients; a weight without a gradient stays as it is.
         Gradients are multiplied by `scale` and clipped to a norm of `clip`, unless that is 0. Returns the norm before
         clipping; one that is not finite leaves everything as it was.
         """
@@ -40,9 +41,11 @@ class FusedAdamW(torch.optim.AdamW):
         device, kind = rows[0][2].device, _KINDS[rows[0][1].dtype]
         sizes = tuple(row[2].numel() for row in rows)
         blocks = self._blocks(sizes, device)
-        pointers = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows]).t().contiguous().to(device)
-        table = (pointers, torch.tensor(sizes).to(device), blocks)
-        shape = {"GRADIENT": kind, "EVEN": all(size % 16 == 0 for size in sizes), "BLOCK": BLOCK, "num_warps": 8}
+        places = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows]).t().contiguous()
+        table = (places.to(device), torch.tensor(sizes).to(device), blocks)
+        # a weight or gradient that is a part of a joined one may begin anywhere
+        even = all(size % 16 == 0 for size in sizes) and not bool((places % 16).any())
+        shape = {"GRADIENT": kind, "EVEN": even, "BLOCK": BLOCK, "num_warps": 8}
         squares = torch.empty(len(blocks) // 2, dtype=torch.float32, device=device)
         _square[(len(squares),)](*table, squares, len(rows), len(squares), **shape)
         norm = squares.sum(dtype=torch.float64).sqrt() * scale
@@ -57,20 +60,26 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _numbers(self, factor: Tensor) -> Tensor:
         """Whether the step is taken, the gradients' factor, the rate, and the root of the second moment's bias."""
-        group = self.param_groups[0]
+        group, steps = self.param_groups[0], self._steps
         beta1, beta2 = group["betas"]
         taken = torch.isfinite(factor)
-        steps: Tensor = self.state[group["params"][0]]["step"]
         steps += taken
         return torch.stack([taken, factor, group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()]).float()
 
+    @property
+    def _steps(self) -> Tensor:
+        """How many were taken: all weights take the same ones, so the first weight's count does for all."""
+        first = self.param_groups[0]["params"][0]
+        state = self.state[first]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=first.device)
+        steps: Tensor = state["step"]
+        return steps
+
     def _moments(self, master: Tensor) -> tuple[Tensor, Tensor]:
         state: dict[str, Any] = self.state[master]
-        if not state:
-            # all weights take the same steps, so one count does for all
-            first = self.state[self.param_groups[0]["params"][0]]
-            state["step"] = first.get("step", torch.zeros((), dtype=torch.float32, device=master.device))
-            first.setdefault("step", state["step"])
+        state["step"] = self._steps  # also after loading a state, which gives each weight a count of its own
+        if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
         return state["exp_avg"], state["exp_avg_sq"]
 
@@ -89,19 +98,25 @@ _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _place(sizes, blocks, num_blocks, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Whose block this program has, the numbers' places in it, and which of them exist."""
+    """Whose block this program has, the numbers' places in it, and which of them exist.
+
+    EVEN: sizes are multiples of 16, and tensors begin at multiples of 16 bytes. With that known, loads and stores are
+    16 bytes wide.
+    """
     owner = tl.load(blocks + tl.program_id(0))
     size = tl.load(sizes + owner)
     if EVEN:
-        size = tl.multiple_of(size, 16)  # with that known, loads and stores are 16 bytes wide
+        size = tl.multiple_of(size, 16)
     at = tl.multiple_of(tl.load(blocks + num_blocks + tl.program_id(0)) * BLOCK, BLOCK) + tl.arange(0, BLOCK)
     return owner, at, at < size
 
 
 @triton.jit
-def _pointer(place, KIND: tl.constexpr):
-    """Tensors begin at multiples of 16 bytes."""
-    return tl.multiple_of(tl.load(place).to(tl.pointer_type(KIND)), 16)
+def _pointer(place, KIND: tl.constexpr, EVEN: tl.constexpr):
+    pointer = tl.load(place).to(tl.pointer_type(KIND))
+    if EVEN:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -110,7 +125,7 @@ def _square(
     GRADIENT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner, at, inside = _place(sizes, blocks, num_blocks, EVEN, BLOCK)
-    gradients = _pointer(pointers + tensors + owner, GRADIENT)
+    gradients = _pointer(pointers + tensors + owner, GRADIENT, EVEN)
     g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(g * g, 0))
 
@@ -123,11 +138,11 @@ def _step(
     if tl.load(numbers) > 0:
         factor, rate, root = tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
         owner, at, inside = _place(sizes, blocks, num_blocks, EVEN, BLOCK)
-        weights = _pointer(pointers + owner, WEIGHT)
-        gradients = _pointer(pointers + tensors + owner, GRADIENT)
-        masters = _pointer(pointers + 2 * tensors + owner, tl.float32)
-        means = _pointer(pointers + 3 * tensors + owner, tl.float32)
-        squares = _pointer(pointers + 4 * tensors + owner, tl.float32)
+        weights = _pointer(pointers + owner, WEIGHT, EVEN)
+        gradients = _pointer(pointers + tensors + owner, GRADIENT, EVEN)
+        masters = _pointer(pointers + 2 * tensors + owner, tl.float32, EVEN)
+        means = _pointer(pointers + 3 * tensors + owner, tl.float32, EVEN)
+        squares = _pointer(pointers + 4 * tensors + owner, tl.float32, EVEN)
         g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * factor
         w = tl.load(masters + at, mask=inside, other=0.0)
         mean = tl.load(means + at, mask=inside, other=0.0)

@@ -50,11 +50,12 @@ def decode_attention(
     if num_segments > 1:
         partial = torch.empty(n, num_heads, num_segments, head_size, dtype=torch.float32, device=out.device)
         sums = torch.empty(n, num_heads, num_segments, 2, dtype=torch.float32, device=out.device)
-    shape: dict[str, Any] = {"H": num_heads, "D": head_size, "DP": triton.next_power_of_2(head_size)}
+    shape: dict[str, Any] = {"H": num_heads, "D": head_size, "DP": padded_size(head_size)}
+    group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))  # a matrix product has at least 16 rows
     _decode[(n, num_kv_heads, num_segments)](
         q_nHD, keys_PJTD, values_PJTD, tables, lengths_n, out, partial, sums,
         scale * LOG2E, window, keys_PJTD.stride(0), keys_PJTD.stride(1), tables.stride(0), num_segments,
-        J=num_kv_heads, PAGE=page, TILE=TILE, SEGMENT=SEGMENT, ALONE=num_segments == 1, **shape,
+        J=num_kv_heads, GP=group, PAGE=page, TILE=TILE, SEGMENT=SEGMENT, ALONE=num_segments == 1, **shape,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     if num_segments > 1:
@@ -95,6 +96,11 @@ class Blocks:
         return cls(torch.from_numpy(table.astype(np.int32)).to(device), tokens)
 
 
+def padded_size(head_size: int) -> int:
+    """As wide as matrix products want it."""
+    return max(16, int(triton.next_power_of_2(head_size)))
+
+
 def block_tokens(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> int:
     """Tokens that make a block of query rows; float32 leaves room for fewer."""
     rows = BLOCK if dtype.itemsize == 2 else BLOCK // 4
@@ -124,7 +130,7 @@ def block_attention(
         scale * LOG2E, window, q_THD.stride(0), q_THD.stride(1), keys.stride(0), token_stride,
         keys.stride(1), tables.stride(0) if tables is not None else 0,
         H=num_heads, G=group, GP=padded, M=max(16, blocks.tokens * padded),
-        D=head_size, DP=triton.next_power_of_2(head_size), PAGE=page, TILE=TILE, SEGMENT=SEGMENT, PAGED=paged,
+        D=head_size, DP=padded_size(head_size), PAGE=page, TILE=TILE, SEGMENT=SEGMENT, PAGED=paged,
         num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out, log_sums
@@ -145,7 +151,7 @@ def _sum_segment(
         if PAGED:
             place = base + tl.load(table + s // PAGE).to(tl.int64) * page_stride + s % PAGE * token_stride
         else:
-            place = base + s * token_stride
+            place = base + tl.cast(s, tl.int64) * token_stride
         at = s + t
         there = (at < end)[:, None] & (d < D)[None, :]
         k = tl.load(K + place + t[:, None] * token_stride + d[None, :], mask=there, other=0.0)
@@ -174,8 +180,8 @@ def _join_sums(total, highest, their_total, theirs):
 @triton.jit
 def _decode(
     Q, K, V, tables, lengths, out, partial, sums, scale, window, page_stride, head_stride, table_stride, num_segments,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, ALONE: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, SEGMENT: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     row, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
@@ -184,7 +190,7 @@ def _decode(
     end = tl.minimum(length, start + SEGMENT)
     if (start < length) & (end > seen_from):
         G: tl.constexpr = H // J
-        g, d = tl.arange(0, 16), tl.arange(0, DP)
+        g, d = tl.arange(0, GP), tl.arange(0, DP)
         heads = head * G + g
         at = heads[:, None] * D + d[None, :]
         inside = (g < G)[:, None] & (d < D)[None, :]
@@ -192,13 +198,13 @@ def _decode(
         begin = tl.maximum(start, seen_from // TILE * TILE)
         acc, total, highest = _sum_segment(
             q, K, V, tables + row * table_stride, (head * head_stride).to(tl.int64), D, page_stride, begin, end,
-            tl.zeros([16], tl.int32) + seen_from, tl.zeros([16], tl.int32) + length, scale,
-            16, D, DP, PAGE, TILE, True,
+            tl.zeros([GP], tl.int32) + seen_from, tl.zeros([GP], tl.int32) + length, scale,
+            GP, D, DP, PAGE, TILE, True,
         )  # fmt: skip
         if ALONE:
             tl.store(out + row * H * D + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
-            place = (row * H + heads) * num_segments + segment
+            place = (row * H + heads).to(tl.int64) * num_segments + segment
             tl.store(partial + place[:, None] * D + d[None, :], acc, mask=inside)
             tl.store(sums + place * 2, highest, mask=g < G)
             tl.store(sums + place * 2 + 1, total, mask=g < G)
@@ -216,7 +222,7 @@ def _join(
     highest, total = float("-inf"), 0.0
     acc = tl.zeros([DP], tl.float32)
     for segment in range(first // SEGMENT, tl.cdiv(length, SEGMENT)):
-        place = (row * H + head) * num_segments + segment
+        place = (row * H + head).to(tl.int64) * num_segments + segment
         more = tl.load(partial + place * D + d, mask=d < D, other=0.0)
         mine, yours, total, highest = _join_sums(
             total, highest, tl.load(sums + place * 2 + 1), tl.load(sums + place * 2)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels.attention import LOG2E, Blocks
+from headrace.kernels.attention import LOG2E, Blocks, padded_size
 
 QUERIES, KEYS = 64, 64  # tokens of a block in either pass
 
@@ -33,7 +33,7 @@ def attention_gradient(
     num_kv_heads = k_TJD.shape[1]
     grad_q, grad_k, grad_v = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
     pulls = torch.empty_like(log_sums_HT)
-    shape = {"H": num_heads, "J": num_kv_heads, "D": head_size, "DP": triton.next_power_of_2(head_size)}
+    shape = {"H": num_heads, "J": num_kv_heads, "D": head_size, "DP": padded_size(head_size)}
     _of_queries[(len(blocks.table), num_heads)](
         grad_THD, q_THD, k_TJD, v_TJD, out_THD, log_sums_HT, pulls, grad_q, blocks.table, tokens,
         scale, scale * LOG2E, window, M=QUERIES, N=KEYS, **shape, num_warps=4, num_stages=2,

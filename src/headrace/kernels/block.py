@@ -40,7 +40,8 @@ class _AddNorm(torch.autograd.Function):
         rows = triton.cdiv(tokens, PROGRAMS)
         partial = torch.empty(triton.cdiv(tokens, rows), width, dtype=torch.float32, device=total.device)
         _add_norm_backward[(len(partial),)](
-            total, weight, grad_total, grad_normed.contiguous(), grad, partial, ctx.epsilon, tokens, rows, width,
+            total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad, partial, ctx.epsilon,
+            tokens, rows, width,
             WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
         )  # fmt: skip
         return grad, grad if ctx.needs_input_grad[1] else None, _sum_rows(partial).to(weight.dtype), None
@@ -51,7 +52,7 @@ def _add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) 
     total = x if update is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     _add_norm_forward[(tokens,)](
-        x, x if update is None else update, weight, total, normed, epsilon, width,
+        x, x if update is None else update.contiguous(), weight, total, normed, epsilon, width,
         ADD=update is not None, WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
     return total, normed

@@ -117,7 +117,12 @@ def _draw(
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32) * rate
     reached = tl.cumsum(tl.exp(x - peak).to(tl.float64), 0) + before
-    within = tl.where(greedy, tl.argmax(x, 0), tl.sum((reached < target).to(tl.int32), 0))
+    within = tl.sum((reached < target).to(tl.int32), 0)
+    # a block's mass and the sum of its tokens differ by a rounding: that must not lead to an impossible token
+    place, possible = tl.arange(0, BLOCK), x > float("-inf")
+    within = tl.minimum(within, tl.max(tl.where(possible, place, 0), 0))
+    within = tl.maximum(within, tl.min(tl.where(possible, place, BLOCK - 1), 0))
+    within = tl.where(greedy, tl.argmax(x, 0), within)
     token = tl.minimum(block * BLOCK + within, vocab - 1)
     chosen = tl.load(logits + row * vocab + token).to(tl.float32) * rate
     tl.store(tokens + row, token.to(tl.int64))

@@ -91,14 +91,17 @@ class Learner:
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
         """Log-probs of the group's sampled tokens under the start weights.
 
-        The reference is a policy of its own: it chooses its own experts, not those the tokens were sampled with.
+        The reference is a policy of its own: it chooses its own experts, not those the tokens were sampled with. In the
+        loss, the divergence from it is that of whole distributions; as a part of the reward, where only the log-probs
+        of the sampling are at hand, that of distributions cut to the support.
         """
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
         for items in balanced(everything, self.section.micro_batch_tokens):
             batch = pack(items, self.policy.device)
-            logprobs = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, batch.support)
+            support = batch.support if self.section.kl_in == "reward" else None
+            logprobs = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
             for item, values in zip(items, logprobs.float().cpu().split(counts), strict=True):
                 found[item.trajectory.id] = values.numpy()
@@ -111,7 +114,7 @@ class Learner:
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in balanced(everything, self.section.micro_batch_tokens):
             batch = pack(items, self.policy.device, self.policy.routers)
-            total += MismatchSums.of(self._logprobs(batch), batch.behaviour)
+            total += MismatchSums.of(self._logprobs(batch)[0], batch.behaviour)
         return total
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
@@ -156,8 +159,8 @@ class Learner:
         """Forward and backward over one micro-batch; gradients add up unnormalised."""
         batch = pack(items, self.policy.device, self.policy.routers)
         with torch.enable_grad():
-            current = self._logprobs(batch)
-            loss, clipped, divergence = self._loss(batch, current)
+            current, unfiltered = self._logprobs(batch)
+            loss, clipped, divergence = self._loss(batch, current, unfiltered)
             self._optimizer.make_room()
             loss.backward()
         # fetched once, and last: whatever waits for a GPU before that leaves it without work
@@ -166,13 +169,13 @@ class Learner:
         sums = torch.cat([torch.stack([part.double() for part in parts]), mismatch])
         self._sums.add(batch, sums.cpu().numpy())
 
-    def _logprobs(self, batch: Batch) -> Tensor:
-        """Of the sampled tokens, over the support and through the experts they were sampled with."""
-        return self.policy.logprobs(
+    def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of the sampled tokens, through the experts they were sampled with: over the support, and over all tokens."""
+        return self.policy.both_logprobs(
             batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
         )
 
-    def _loss(self, batch: Batch, current: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, batch: Batch, current: Tensor, unfiltered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, which tokens are held back, and the divergence from the reference."""
         s = self.section
         proximal = current.detach()  # one update per step: the step starts from the weights that are being updated
@@ -196,7 +199,7 @@ class Learner:
         per_token = corrected(terms.per_token, weight, kept)
         divergence = torch.zeros_like(proximal)
         if batch.reference is not None:
-            divergence = kl(s.kl_estimator, current, batch.reference)
+            divergence = kl(s.kl_estimator, unfiltered if s.kl_in == "loss" else current, batch.reference)
             if s.kl_in == "loss":
                 per_token = per_token + s.kl_coef * divergence
         share = weights(

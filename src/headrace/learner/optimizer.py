@@ -27,7 +27,7 @@ class Optimizer:
         self.masters: list[Tensor] = [
             p if p.dtype in (torch.float32, torch.float64) else _master(p) for p in self.parameters
         ]
-        self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda
+        self._on_gpu = _fits_kernel(self.parameters)
         self._several = False  # backward passes since the last step
         betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
@@ -83,6 +83,12 @@ class Optimizer:
                 if master is not parameter:
                     parameter.copy_(master)
         return norm
+
+
+def _fits_kernel(parameters: list[nn.Parameter]) -> bool:
+    """Whether one kernel can go through all of them: on a GPU, and of one precision."""
+    dtypes = {p.dtype for p in parameters}
+    return kernels.AVAILABLE and parameters[0].is_cuda and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from headrace.errors import ModelError
 from headrace.learner.corrections import NEAR, MismatchSums
 from headrace.learner.learner import Learner
 from headrace.roles import Device
@@ -37,6 +38,17 @@ async def self_check(
     ]
     found: MismatchSums = await device.run(learner.mismatch, await asyncio.gather(*answers))
     return found
+
+
+def refuse_inexact(mismatch: MismatchSums) -> None:
+    """For `model.exact`: a run that was promised equal bits does not start without them."""
+    if mismatch.abs_delta == 0:  # a NaN is not
+        return
+    raise ModelError(
+        "model.exact = true, but the start-up check found a difference: with the same weights, the learner's log-probs "
+        f"of {mismatch.count} sampled tokens are {mismatch.mean_abs:.2g} away from the engine's on average. Set "
+        "model.exact = false, and please report it with the model and the machine"
+    )
 
 
 def warning(mismatch: MismatchSums, dtype: torch.dtype) -> str:

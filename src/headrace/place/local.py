@@ -16,7 +16,7 @@ from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop, Stages
 from headrace.place.device import DeviceThread
-from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for
+from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy, load_policy
 from headrace.prompts.stream import PromptStream
@@ -110,7 +110,9 @@ class LocalPlace:
 
     def _engine(self) -> Engine:
         r = self.config.rollout
-        kv_tokens = kv_budget(self.policy, r.kv_tokens)
+        kv_tokens = kv_budget(self.policy, r.kv_tokens, training_bytes(self.policy, self.config.learner))
+        if not r.kv_tokens:  # more than this is never used
+            kv_tokens = min(kv_tokens, r.max_running * (self.config.prompts.max_tokens + r.max_new_tokens + 64))
         needed = max(len(p.token_ids) for p in self.prompts.held_out) + r.max_new_tokens
         if kv_tokens < needed:
             raise ConfigError(

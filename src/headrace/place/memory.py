@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from headrace.config import LearnerSection
 from headrace.errors import ConfigError
+from headrace.policy.policy import Policy
 
 GIB = 2**30
 
@@ -25,6 +27,16 @@ def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[Non
     except torch.OutOfMemoryError as error:
         wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
         raise ConfigError(f"out of memory for {what}{wanted}: {_room()}{_first_sentence(error)}. {advice}") from error
+
+
+def training_bytes(policy: Policy, section: LearnerSection) -> int:
+    """What the learner holds besides activations: masters and moments, one set of gradients, a reference."""
+    total = 0
+    for parameter in policy.model.parameters():
+        masters = 12 if parameter.dtype.itemsize == 2 else 2 * parameter.dtype.itemsize
+        copies = 2 if section.kl_coef else 1
+        total += parameter.numel() * (masters + copies * parameter.dtype.itemsize)
+    return total
 
 
 def _room() -> str:

@@ -16,8 +16,8 @@ from torch import Tensor
 from headrace.errors import ModelError
 
 WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
-FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000)
-MANY = 2048
+FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000, 3000)
+MANY = 8192
 
 
 def use_steady_products() -> None:

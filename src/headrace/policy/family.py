@@ -9,7 +9,7 @@ policy compares itself with `transformers` once, when it is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +26,7 @@ if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.skinny import ROWS, gate_linear_add, linear_add, norm_linear
 
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
+BEYOND = 64  # positions after the model's last: the engine computes some before it throws them away
 FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel"}
 
 
@@ -96,7 +97,7 @@ class FamilyBody:
         x = x + attention.o_proj(out.flatten(1))
         h = _norm(layer.post_attention_layernorm, x)
         if is_mixture(mlp):
-            return x + mlp(h[None])[0]  # type: ignore[no-any-return]
+            return x + _one_row(mlp, h)
         return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
@@ -124,7 +125,7 @@ class FamilyBody:
             out = plan.attend(where[0], *rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
         x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
         if joined.gate_up is None:
-            return x, layer.mlp(h[None])[0]
+            return x, _one_row(layer.mlp, h)
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
 
     def _few(self, x: Tensor, cos: Tensor, sin: Tensor, plan: PagedPlan) -> Tensor:
@@ -150,7 +151,7 @@ class FamilyBody:
             return cos[0], sin[0]
         if self._table is None:
             with torch.inference_mode(False), torch.no_grad():
-                everywhere = torch.arange(self._body.config.max_position_embeddings, device=x.device)[None]
+                everywhere = torch.arange(self._body.config.max_position_embeddings + BEYOND, device=x.device)[None]
                 cos, sin = self._body.rotary_emb(x[None], everywhere)
                 self._table = cos[0].contiguous(), sin[0].contiguous()
         cos, sin = self._table
@@ -161,18 +162,21 @@ class FamilyBody:
         return [_Joined(layer) for layer in self._body.layers]
 
     def products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """What a layer computes for many rows at once, by name, with the width of its input. For a GPU."""
-        layer, joined = self._body.layers[-1], self._joined[-1]
-        parts: list[tuple[str, Any, int]] = [
-            ("the attention's input", joined.qkv, joined.qkv.weight.shape[1]),
-            ("the attention's output", layer.self_attn.o_proj, layer.self_attn.o_proj.in_features),
-        ]
-        if joined.gate_up is None:
-            parts.append(("the experts", lambda x: layer.mlp(x[None])[0], joined.qkv.weight.shape[1]))
-        else:
-            parts.append(("the gate", joined.gate_up, joined.gate_up.weight.shape[1]))
-            parts.append(("the layer's output", layer.mlp.down_proj, layer.mlp.down_proj.in_features))
-        return {name: (work, width) for name, work, width in parts}
+        """What a GPU computes for many rows at once, one of each shape: by name, with the width of its input."""
+        found: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {}
+        for layer, joined in zip(self._body.layers, self._joined, strict=True):
+            linears: list[tuple[str, Any, Tensor]] = [
+                ("the attention's input", joined.qkv, joined.qkv.weight),
+                ("the attention's output", layer.self_attn.o_proj, layer.self_attn.o_proj.weight),
+            ]
+            if joined.gate_up is None:
+                found["the experts"] = partial(_one_row, layer.mlp), joined.qkv.weight.shape[1]
+            else:
+                linears.append(("the gate", joined.gate_up, joined.gate_up.weight))
+                linears.append(("the layer's output", layer.mlp.down_proj, layer.mlp.down_proj.weight))
+            for name, work, weight in linears:
+                found[f"{name}, {weight.shape[0]} x {weight.shape[1]}"] = work, weight.shape[1]
+        return found
 
     def _window(self, attention: Any) -> int:
         """Tokens that the layer sees, 0 for all: Qwen says it per layer, Mistral and Mixtral once, Llama never."""
@@ -243,6 +247,11 @@ def _join(parts: list[Any]) -> Tensor:
     for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = view
     return whole
+
+
+def _one_row(mlp: Any, x: Tensor) -> Tensor:
+    """`transformers` wants tokens in a batch of sequences."""
+    return mlp(x[None])[0]  # type: ignore[no-any-return]
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:

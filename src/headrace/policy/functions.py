@@ -26,10 +26,11 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        # float32 at least, like torch's own: rounded to half precision, r would scale a whole row
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         r.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, r)
-        y: Tensor = (x * r).mul_(weight)
+        y: Tensor = (x * r).mul_(weight).to(x.dtype)
         return y
 
     @staticmethod
@@ -38,8 +39,9 @@ class _RmsNorm(torch.autograd.Function):
         unit = x * r
         pull = grad * unit
         grad_weight = pull.flatten(0, -2).sum(0)
-        along = (pull @ weight).unsqueeze(-1).mul_(-1 / x.shape[-1])
-        return unit.mul_(along).addcmul_(grad, weight).mul_(r), grad_weight, None
+        along = (pull @ weight.to(r.dtype)).unsqueeze(-1).mul_(-1 / x.shape[-1])
+        of_x = unit.mul_(along).addcmul_(grad, weight).mul_(r)
+        return of_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

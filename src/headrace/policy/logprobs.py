@@ -52,26 +52,35 @@ def chosen_logprobs(
     temperature: float,
     support: Support | None = None,
     linear: Linear = F.linear,
-) -> Tensor:
-    """Log-probs `[N]` of the chosen tokens under softmax(hidden · weightᵀ / temperature), over the support if given."""
-    if hidden_NE.is_cuda and support is None and kernels.AVAILABLE:
-        return _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature)  # type: ignore[no-untyped-call, no-any-return]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs `[N]` of chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
+
+    Without a support the two are one.
+    """
+    if hidden_NE.is_cuda and kernels.AVAILABLE:
+        found = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support)  # type: ignore[no-untyped-call]
+        return found[0], found[-1]
     chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
-    return _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call, no-any-return]
+    found = _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call]
+    return found[0], found[-1]
 
 
 def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int, linear: Linear
-) -> Tensor:
+) -> list[Tensor]:
+    """Log-probs `[end - start, V]` over the support, if there is one, and over all tokens."""
     logits = linear(hidden[start:end], weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits.div_(torch.tensor([temperature], dtype=logits.dtype, device=logits.device))  # as the engine divides
-    if support is not None:
-        logits.masked_fill_(support.forbidden(start, end, weight.shape[0]), float("-inf"))
-    return torch.log_softmax(logits, dim=-1)
+    logits.div_(temperature)
+    if support is None:
+        return [torch.log_softmax(logits, dim=-1)]
+    masked = logits.masked_fill(support.forbidden(start, end, weight.shape[0]), float("-inf"))
+    return [torch.log_softmax(masked, dim=-1), torch.log_softmax(logits, dim=-1)]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
+    """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -85,72 +94,94 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, chosen)
         ctx.rest = (temperature, support, chunk)
-        parts = [
-            _chunk_logprobs(hidden, weight, temperature, support, start, min(start + chunk, len(chosen)), linear)
-            .gather(1, chosen[start : start + chunk, None])
-            .squeeze(1)
-            for start in range(0, len(chosen), chunk)
-        ]
-        return torch.cat([hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32)), *parts])
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
+        for start in range(0, len(chosen), chunk):
+            end = min(start + chunk, len(chosen))
+            kinds = _chunk_logprobs(hidden, weight, temperature, support, start, end, linear)
+            for row, logprobs in zip(found, kinds, strict=True):
+                row[start:end] = logprobs.gather(1, chosen[start:end, None]).squeeze(1)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         hidden, weight, chosen = ctx.saved_tensors
         temperature, support, chunk = ctx.rest
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        precise = torch.promote_types(weight.dtype, torch.float32)  # a sum of many chunks: not in half precision
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
         for start in range(0, len(chosen), chunk):
             end = min(start + chunk, len(chosen))
+            rows, tokens = torch.arange(end - start, device=chosen.device), chosen[start:end]
+            pulls = grad[:, start:end] / temperature
             # d log p[chosen] / d logits = onehot(chosen) - softmax
-            grad_logits = _chunk_logprobs(hidden, weight, temperature, support, start, end, F.linear).exp_().neg_()
-            rows = torch.arange(end - start, device=chosen.device)
-            grad_logits[rows, chosen[start:end]] += 1
-            grad_logits = grad_logits.mul_((grad[start:end] / temperature)[:, None]).to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[start:end])
-            grad_weight.addmm_(grad_logits.t(), hidden[start:end])
-        return grad_hidden, grad_weight, None, None, None, None, None
+            kinds = _chunk_logprobs(hidden, weight, temperature, support, start, end, F.linear)
+            parts = [kind.exp_().mul_(-pull[:, None]) for kind, pull in zip(kinds, pulls, strict=True)]
+            of_logits = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+            of_logits[rows, tokens] += pulls.sum(0)
+            of_logits = of_logits.to(hidden.dtype)
+            torch.mm(of_logits, weight, out=grad_hidden[start:end])
+            if precise is weight.dtype:
+                grad_weight.addmm_(of_logits.t(), hidden[start:end])
+            else:
+                grad_weight += of_logits.t() @ hidden[start:end]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU over the whole vocabulary, in the precision of the weights.
+    """The same on a GPU, in the precision of the weights and with the kernels that sampled.
 
     Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Support | None
+    ) -> Tensor:
         temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
-        parts, logits = [], None
-        for rows in _row_chunks(hidden, weight):
-            logits = torch.nn.functional.linear(hidden[rows], weight)
-            parts.append(token_logprobs(logits, chosen[rows], temperatures[rows]))
-        ctx.logits = logits if len(parts) == 1 else None
-        nothing = torch.empty(0, dtype=torch.float32, device=hidden.device)
-        logprobs, log_sums = (torch.cat([nothing, *column]) for column in ([p[i] for p in parts] for i in (0, 1)))
+        found = torch.empty(1 if support is None else 2, len(chosen), dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(found)
+        chunks = _row_chunks(hidden, weight, 16 if support is None else 64)
+        logits = None
+        for rows in chunks:
+            logits = F.linear(hidden[rows], weight)
+            for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
+                found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperatures[rows])
         ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
-        return logprobs
+        ctx.support, ctx.logits = support, logits if len(chunks) == 1 else None
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for rows in _row_chunks(hidden, weight):
-            logits = kept if kept is not None else torch.nn.functional.linear(hidden[rows], weight)
-            of_logits = logits_gradient(
-                logits, chosen[rows], log_sums[rows], grad[rows].contiguous(), temperatures[rows]
-            )
+        for rows in _row_chunks(hidden, weight, 16 if ctx.support is None else 64):
+            logits = kept if kept is not None else F.linear(hidden[rows], weight)
+            of_logits = None
+            for kind, values in enumerate(_over_support_and_all(logits, ctx.support, rows)):
+                inputs = (chosen[rows], log_sums[kind, rows], grad[kind, rows].contiguous(), temperatures[rows])
+                part = logits_gradient(values, *inputs)
+                of_logits = part if of_logits is None else of_logits.add_(part)
+            assert of_logits is not None
             torch.mm(of_logits, weight, out=grad_hidden[rows])
             if kept is not None:
                 grad_weight = of_logits.t() @ hidden
             else:  # a sum of many chunks: not in half precision
                 part = (of_logits.t() @ hidden[rows]).float()
                 grad_weight = part if grad_weight is None else grad_weight.add_(part)
-        assert grad_weight is not None
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _row_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Rows whose logits take at most a sixteenth of the GPU's memory."""
-    share = torch.cuda.get_device_properties(hidden.device).total_memory // 16
-    size = max(1, share // (len(weight) * weight.element_size()))
-    return [slice(start, start + size) for start in range(0, max(1, len(hidden)), size)]
+def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
+    if support is None:
+        return [logits]
+    forbidden = support.forbidden(rows.start, rows.start + len(logits), logits.shape[1])
+    return [logits.masked_fill(forbidden, float("-inf")), logits]
+
+
+def _row_chunks(hidden: Tensor, weight: Tensor, share: int) -> list[slice]:
+    """Rows whose logits take at most one part in `share` of the GPU's memory; a support needs copies and a mask too."""
+    most_bytes = torch.cuda.get_device_properties(hidden.device).total_memory // share
+    size = max(1, most_bytes // (len(weight) * weight.element_size()))
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]

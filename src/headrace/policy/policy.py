@@ -120,8 +120,20 @@ class Policy:
     ) -> Tensor:
         """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them.
 
-        Tokens go to the experts that `routes_TLK` name; without it the model chooses.
+        Over the support, if given. Tokens go to the experts that `routes_TLK` name; without it the model chooses.
         """
+        return self.both_logprobs(token_ids_T, plan, at, temperature, support, routes_TLK)[0]
+
+    def both_logprobs(
+        self,
+        token_ids_T: Tensor,
+        plan: PackedPlan,
+        at: Tensor,
+        temperature: float,
+        support: Support | None = None,
+        routes_TLK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and those over the whole vocabulary."""
         routes = None if routes_TLK is None else Routes(routes_TLK)
         hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
         chosen = token_ids_T[at]

@@ -339,12 +339,17 @@ def make_store(policy: Policy, *, kv_tokens: int, max_running: int) -> Store:
     return RowStore(policy, kv_tokens)
 
 
-def kv_budget(policy: Policy, kv_tokens: int) -> int:
-    """Tokens of cache to use: the setting, or what half of the free GPU memory (2 GiB on a CPU) holds."""
+def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:
+    """Tokens of cache to use: the setting, or what 2 GiB hold, and on a GPU half of the memory that is left.
+
+    `reserved_bytes` of it are spoken for: the learner's state.
+    """
     if kv_tokens:
         return kv_tokens
-    free = torch.cuda.mem_get_info(policy.device)[0] // 2 if policy.device.type == "cuda" else 2 * 2**30
-    return int(free // kv_bytes_per_token(policy))
+    usable = 2 * 2**30
+    if policy.device.type == "cuda":
+        usable = max(0, torch.cuda.mem_get_info(policy.device)[0] - reserved_bytes) // 2
+    return int(usable // kv_bytes_per_token(policy))
 
 
 def kv_bytes_per_token(policy: Policy) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.attention import SEGMENT, Blocks, block_attention, block_tokens, decode_attention
@@ -165,12 +164,12 @@ class PagedStore:
         return 0
 
     def decode(self, rows: Rows, steps: int) -> Burst:
-        """A burst from a graph, or one plain step where sampling needs the host."""
+        """A burst, or one step where sampling needs the host."""
         tables = self._tables.table()
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
             return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
-        logits, routes = self._step(tables, rows.lengths, rows.last_tokens)
+        logits, routes = self._decoder.logits(tables, rows.lengths, rows.last_tokens)
         return sample(logits, rows, 0, routes)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
@@ -188,19 +187,8 @@ class PagedStore:
         if rows.plain:
             noise = uniforms(rows.seeds[which], lengths)[None]
             return judge(drafts, self._decoder.run(tables, lengths, tokens, rows.temperatures[which], noise))
-        logits, routes = self._step(tables, lengths, tokens)
+        logits, routes = self._decoder.logits(tables, lengths, tokens)
         return judge(drafts, sample_cells(logits, rows, which, ahead, routes))
-
-    def _step(
-        self, tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
-    ) -> tuple[Tensor, RouteArray]:
-        """Logits of one step without a graph, and the experts that led to them."""
-        device = self._policy.device
-        lengths_n = torch.from_numpy(lengths.astype(np.int32)).to(device)
-        plan = DecodePlan(self._cache, torch.from_numpy(tables).to(device), lengths_n, int(lengths.max()))
-        routes = Routes()
-        hidden = self._policy.hidden(torch.from_numpy(tokens).to(device), plan.positions, plan, routes)
-        return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Give its pages back; the last row takes its place."""
@@ -247,6 +235,7 @@ class GraphDecoder:
         self._routes = torch.zeros(  # without a byte for a dense model
             MOST_STEPS, rows, *policy.routers.shape, dtype=policy.routers.device_dtype, device=device
         )
+        self._logits = torch.zeros(rows, len(policy.head_weight), dtype=policy.dtype, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -261,21 +250,40 @@ class GraphDecoder:
     ) -> Burst:
         """As many steps as `noise [K, n]` has rows. The pages for all of them must be in `tables`."""
         steps, n = noise.shape
+        self._temperatures[:n] = _device(temperatures, self.tables)
+        self._noise[:steps, :n] = _device(noise, self.tables)
+        self._replay(tables, lengths, tokens, steps)
+        drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
+        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=self._chosen(steps, n))
+
+    def logits(
+        self, tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, RouteArray]:
+        """Those of one step, valid until the next, and the experts behind them; what the graph draws is left aside."""
+        self._replay(tables, lengths, tokens, 1)
+        return self._logits[: len(tokens)], self._chosen(1, len(tokens))[0]
+
+    def _chosen(self, steps: int, n: int) -> RouteArray:
+        return self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
+
+    def _replay(
+        self,
+        tables: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+        steps: int,
+    ) -> None:
+        n = len(tokens)
         rows = _row_size(n)
         self.tables[:rows].zero_()
         self.tables[:n, : tables.shape[1]] = _device(tables, self.tables)
         self._lengths[:rows] = 1
         self._lengths[:n] = _device(lengths.astype(np.int32), self.tables)
         self._tokens[:n] = _device(tokens, self.tables)
-        self._temperatures[:n] = _device(temperatures, self.tables)
-        self._noise[:steps, :n] = _device(noise, self.tables)
         self._step.zero_()
         graph = self._graph(rows, _segments(int(lengths.max()) + steps))
         for _ in range(steps):
             graph.replay()
-        drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
-        routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
-        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
 
     def _graph(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         if (rows, segments) not in self._graphs:
@@ -306,7 +314,7 @@ class GraphDecoder:
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
         if (chosen := routes.chosen) is not None:
             self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
-        logits = F.linear(hidden, self._policy.head_weight)
+        logits = torch.mm(hidden, self._policy.head_weight.t(), out=self._logits[:rows])
         noise = self._noise[:, :rows].index_select(0, self._step)[0]
         tokens, logprobs = draw_tokens(logits, noise, self._temperatures[:rows])
         self._drawn[:, :rows].index_copy_(0, self._step, tokens[None])

@@ -19,6 +19,7 @@ from headrace import kernels
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.softmax import draw_tokens
+    from headrace.kernels.truncation import truncated
 
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 
@@ -75,31 +76,33 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     kinds = {id(s): s for s in samplings}.values()  # a few, and looking at an object's id is quick
     truncates = any(s.truncates for s in kinds)
     if logits_nV.is_cuda and kernels.AVAILABLE:
-        temperatures = torch.tensor([s.temperature for s in samplings], device=device)
-        tokens, chosen = draw_tokens(logits_nV.contiguous(), uniforms, temperatures)
-        if not truncates:
-            return Draw(tokens, chosen, None)
+        return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in kinds):
-        # a tensor, since a GPU divides by a number in another way, and the learner divides by a tensor as well
-        logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings], device=device)[:, None]
+        logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings])[:, None]
     allowed = _allowed(logits, samplings) if truncates else None
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     # float64, because a float32 sum over 150,000 tokens would move rare tokens' probabilities
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    found = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None])
-    found_logprobs = logprobs.gather(1, found).squeeze(1)
-    found = found.squeeze(1)
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None]).squeeze(1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if any(s.temperature == 0.0 for s in kinds):
         greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
-        found = torch.where(greedy, logits.argmax(dim=-1), found)
-        found_logprobs = torch.where(greedy, 0.0, found_logprobs)
-    if logits_nV.is_cuda and kernels.AVAILABLE:
-        plain = torch.tensor([not s.truncates for s in samplings], device=device)
-        found, found_logprobs = torch.where(plain, tokens, found), torch.where(plain, chosen, found_logprobs)
-    return Draw(found, found_logprobs, allowed)
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+        chosen = torch.where(greedy, 0.0, chosen)
+    return Draw(tokens, chosen, allowed)
+
+
+def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, truncates: bool) -> Draw:
+    temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
+    logits, allowed = logits.contiguous(), None
+    if truncates:
+        limits = [[s.top_k for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings]]
+        logits = truncated(logits, temperatures, *(torch.tensor(column, device=logits.device) for column in limits))
+        allowed = torch.isfinite(logits)
+    return Draw(*draw_tokens(logits, uniforms, temperatures), allowed)
 
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:

@@ -20,7 +20,7 @@ from headrace.policy.routes import Routes
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Burst, Rows
-from headrace.rollout.sampling import draw, uniforms
+from headrace.rollout.sampling import Sampling, draw, uniforms
 from headrace.types import IntArray, RouteArray
 
 MOST_STEPS = 16  # of one burst: decode steps between two looks at what came in
@@ -230,14 +230,21 @@ def sample_cells(
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
     samplings = [rows.samplings[row] for row in which.tolist()]
     outcome = draw(logits, samplings, noise)
-    supports = None
-    if outcome.allowed is not None:
-        supports = np.empty((1, len(which)), np.object_)
-        for cell, (sampling, allowed) in enumerate(zip(samplings, outcome.allowed.cpu().numpy(), strict=True)):
-            if sampling.truncates:
-                supports[0, cell] = np.flatnonzero(allowed).astype(np.int32)
+    supports = None if outcome.allowed is None else _supports(outcome.allowed, samplings)[None]
     tokens, logprobs = outcome.tokens.cpu().numpy()[None], outcome.logprobs.float().cpu().numpy()[None]
     return Burst(tokens, logprobs, np.ones(len(which), np.int64), supports, None if routes is None else routes[None])
+
+
+def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.object_]:
+    """The allowed tokens of each line that truncates; only they leave the device, not the mask."""
+    lines = [line for line, sampling in enumerate(samplings) if sampling.truncates]
+    allowed = allowed_nV[lines]
+    ends = allowed.sum(1).cumsum(0).cpu().numpy()
+    ids = allowed.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    found = np.empty(len(samplings), np.object_)
+    for line, support in zip(lines, np.split(ids, ends[:-1]), strict=True):
+        found[line] = support.copy()  # a part of `ids` would keep all of it for as long as this sequence runs
+    return found
 
 
 def judge(drafts: Drafts, drawn: Burst) -> Burst:
