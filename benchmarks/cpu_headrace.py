@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from cpu_job import PROMPTS, SAMPLES, SMALL_SEQUENCES, Job, Record, peak_rss_bytes, prompt_batches
+from timed_loop import timed_loop
 
 import headrace  # noqa: F401  (before torch, as the command does it: it says how idle threads wait)
 from headrace.config import Config, ModelSection
 from headrace.ledger.database import FILE_NAME
-from headrace.place.local import LocalPlace
 from headrace.policy.policy import load_policy
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.request import Request
@@ -59,9 +59,18 @@ def run_loop(job: Job, *, small: bool = False) -> Record:
     """The whole loop, strictly on-policy; every group is trained on. `small` saves memory with small micro-batches."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory)
-        record, rows = asyncio.run(
-            _train(settings(job, {"micro_batch_tokens": SMALL_TOKENS} if small else {}), run_dir)
-        )
+        record = Record()
+
+        def note_peak() -> None:
+            record.peak_rss_bytes = peak_rss_bytes()  # with the reward process, which still lives
+
+        config = settings(job, {"micro_batch_tokens": SMALL_TOKENS} if small else {})
+        record.seconds, rows = asyncio.run(timed_loop(config, run_dir, note_peak))
+        record.notes = {
+            "row_wall_s": [row.wall_s for row in rows],
+            "stage_s": [asdict(row.stage_s) for row in rows],
+            "mismatch_mean": [row.mismatch_mean for row in rows],
+        }
         record.lengths = _lengths(run_dir, job.steps)
     _check(rows, record)
     return record
@@ -86,35 +95,6 @@ def settings(job: Job, learner: dict[str, int]) -> Config:
             "loop": {"steps": job.steps, "groups_per_step": PROMPTS, "max_lag": 0},
         }
     )
-
-
-async def _train(config: Config, run_dir: Path) -> tuple[Record, list[Row]]:
-    record = Record()
-    rows: list[Row] = []
-    ends: list[float] = []
-
-    def on_row(row: Row) -> None:
-        # a row's own wall time leaves out the writing of the row; from row to row nothing is left out
-        ends.append(time.perf_counter())
-        rows.append(row)
-
-    place = LocalPlace(config, run_dir)
-    try:
-        await place.scorer.start()
-        loop = place.loop()
-        loop.on_row = on_row
-        started = time.perf_counter()
-        await loop.run()
-        record.peak_rss_bytes = peak_rss_bytes()  # with the reward process, which ends below
-    finally:
-        await place.close()
-    record.seconds = np.diff([started, *ends]).tolist()
-    record.notes = {
-        "row_wall_s": [row.wall_s for row in rows],
-        "stage_s": [asdict(row.stage_s) for row in rows],
-        "mismatch_mean": [row.mismatch_mean for row in rows],
-    }
-    return record, rows
 
 
 def _lengths(run_dir: Path, steps: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from cpu_reward import share_of_digits
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import SAME_STEP
 
 
 class StepWatch(TrainerCallback):
@@ -67,25 +68,10 @@ def settings(job: Job, at_once: int) -> dict[str, Any]:
         "per_device_train_batch_size": at_once,
         "gradient_accumulation_steps": passes,
         "steps_per_generation": passes,
-        "gradient_checkpointing": False,
         "max_completion_length": job.max_new_tokens,
         "max_steps": job.steps,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "loss_type": "dapo",  # a mean over the step's tokens
-        "epsilon_high": 0.28,
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "adam_beta2": 0.99,
         "bf16": False,
         "use_cpu": True,
-        "disable_dropout": True,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "seed": job.seed,
+        **SAME_STEP,
     }

@@ -23,16 +23,14 @@ from gpu_peers import run_continuous, run_generate
 from gpu_record import (
     Ceilings,
     Part,
-    free_memory,
-    measure_ceilings,
     options,
+    parts_table,
     peak_bytes,
     read,
-    run_parts,
+    run,
     show,
     show_bytes,
     spread,
-    table,
 )
 
 from headrace.policy.policy import Policy
@@ -300,43 +298,26 @@ def parts(arguments: argparse.Namespace, ceilings: Ceilings) -> dict[str, Part]:
 
 def summary(results: dict[str, Any]) -> str:
     header = ["part", "tok/s (median, range)", "of the limit", "sequences", "tokens", "tail: time, tokens", "memory"]
-    rows = []
-    for part, found in results["parts"].items():
-        if "error" in found:
-            rows.append([part, found["error"], "", "", "", "", ""])
-            continue
-        speed = show(found["tokens_per_s"])
-        if "cold_tokens_per_s" in found:
-            speed += f"; cold {found['cold_tokens_per_s']:,.0f}"
-        tail = (
-            f"{found['tail_time_share']['median']:.0%}, {found['tail_token_share']:.0%}" if "floor_s" in found else ""
-        )
-        rows.append(
-            [
-                part,
-                speed,
-                show(found.get("share_of_limit"), ".0%"),
-                str(found.get("sequences", found.get("prompts"))),
-                f"{found['tokens']:,}" if "tokens" in found else f"at {found['context']:,.0f}",
-                tail,
-                show_bytes(found["peak_bytes"]),
-            ]
-        )
-    return table(header, rows)
+    return parts_table(results, header, _cells)
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
+    speed = show(found["tokens_per_s"])
+    if "cold_tokens_per_s" in found:
+        speed += f"; cold {found['cold_tokens_per_s']:,.0f}"
+    tail = f"{found['tail_time_share']['median']:.0%}, {found['tail_token_share']:.0%}" if "floor_s" in found else ""
+    return [
+        speed,
+        show(found.get("share_of_limit"), ".0%"),
+        str(found.get("sequences", found.get("prompts"))),
+        f"{found['tokens']:,}" if "tokens" in found else f"at {found['context']:,.0f}",
+        tail,
+        show_bytes(found["peak_bytes"]),
+    ]
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    arguments = read(options(__doc__), given)
-    device = torch.device(arguments.device)
-    ceilings = measure_ceilings(device)
-    free_memory()
-    every = parts(arguments, ceilings)
-    if arguments.list:
-        print("\n".join(every))
-        return {}
-    results = run_parts("engine", arguments, every, ceilings)
-    print(summary(results))
-    return results
+    return run("engine", read(options(__doc__), given), parts, summary)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,24 @@ def read(parser: argparse.ArgumentParser, given: Sequence[str] | None) -> argpar
     return arguments
 
 
+def run(
+    name: str,
+    arguments: argparse.Namespace,
+    parts: Callable[[argparse.Namespace, Ceilings], dict[str, Part]],
+    summary: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """A whole benchmark: ceilings, the chosen parts, the table."""
+    ceilings = measure_ceilings(torch.device(arguments.device))
+    free_memory()
+    every = parts(arguments, ceilings)
+    if arguments.list:
+        print("\n".join(every))
+        return {}
+    results = run_parts(name, arguments, every, ceilings)
+    print(summary(results))
+    return results
+
+
 def run_parts(name: str, arguments: argparse.Namespace, parts: dict[str, Part], ceilings: Ceilings) -> dict[str, Any]:
     """Run the chosen parts one after the other. One that fails says so in the results, and the next one runs."""
     chosen = [part for part in parts if not arguments.only or any(word in part for word in arguments.only)]
@@ -176,6 +194,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def parts_table(
+    results: dict[str, Any], header: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str]]
+) -> str:
+    """A line for each part: its name, and the cells of what it found or the error it ended with."""
+    rows = []
+    for part, found in results["parts"].items():
+        failed = [found["error"], *[""] * (len(header) - 2)] if "error" in found else None
+        rows.append([part, *(failed or cells(found))])
+    return table(header, rows)
 
 
 def show(value: dict[str, float] | float | None, form: str = ",.0f") -> str:

@@ -16,6 +16,7 @@ from gpu_model import dtype_on
 from gpu_reward import share_of_low
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import SAME_STEP
 
 
 class StepWatch(TrainerCallback):
@@ -64,7 +65,8 @@ def run(
                 max_steps=steps,
                 bf16=device.type == "cuda",
                 use_cpu=device.type == "cpu",
-                **FIXED,
+                **SAME_STEP,
+                seed=0,
             ),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             callbacks=[watch],
@@ -75,25 +77,3 @@ def run(
         {"seconds": end - start, "generating_s": generated - start, "lengths": one}
         for start, end, generated, one in zip(marks, marks[1:], generated_s, lengths, strict=False)
     ]
-
-
-FIXED: dict[str, Any] = {
-    "gradient_checkpointing": False,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "beta": 0.0,
-    "loss_type": "dapo",  # a mean over the step's tokens
-    "epsilon_high": 0.28,
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "constant",
-    "adam_beta2": 0.99,
-    "disable_dropout": True,
-    "dataloader_num_workers": 0,
-    "dataloader_pin_memory": False,
-    "logging_strategy": "no",
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "seed": 0,
-}

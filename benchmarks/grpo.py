@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -28,21 +27,19 @@ from gpu_model import SHAPES, Lengths, Shape, write_stairs
 from gpu_record import (
     Part,
     free_memory,
-    measure_ceilings,
     options,
     peak_bytes,
     read,
-    run_parts,
+    run,
     show,
     show_bytes,
     spread,
     table,
 )
+from timed_loop import timed_loop
 
 import headrace  # noqa: F401  (before torch's first use, as the command does it: it says how idle threads wait)
 from headrace.config import Config
-from headrace.place.local import LocalPlace
-from headrace.types import Row
 
 REWARD = Path(__file__).with_name("gpu_reward.py")
 HELD_OUT = 4  # prompts that the loop sets aside and nobody uses
@@ -136,7 +133,7 @@ def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[
         texts = prompt_texts(job, job.prompts * steps + HELD_OUT)
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         config = settings(job, model, prompts, steps, arguments)
-        seconds, rows = asyncio.run(_train(config, run_dir))
+        seconds, rows = asyncio.run(timed_loop(config, run_dir))
     for row in rows:
         assert row.generated_tokens == row.trained_tokens, row
         assert row.num_trajectories == job.prompts * job.samples, row
@@ -172,27 +169,6 @@ def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argpar
             "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": 0},
         }
     )
-
-
-async def _train(config: Config, run_dir: Path) -> tuple[list[float], list[Row]]:
-    """Seconds from row to row: nothing is left out."""
-    rows: list[Row] = []
-    ends: list[float] = []
-
-    def on_row(row: Row) -> None:
-        ends.append(time.perf_counter())
-        rows.append(row)
-
-    place = LocalPlace(config, run_dir)
-    try:
-        await place.scorer.start()
-        loop = place.loop()
-        loop.on_row = on_row
-        started = time.perf_counter()
-        await loop.run()
-    finally:
-        await place.close()
-    return np.diff([started, *ends]).tolist(), rows
 
 
 # ---- TRL
@@ -277,15 +253,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.set_defaults(repeats=2)
     arguments = read(parser, given)
     with tempfile.TemporaryDirectory() as models:
-        every = parts(arguments, Path(models))
-        if arguments.list:
-            print("\n".join(every))
-            return {}
-        ceilings = measure_ceilings(torch.device(arguments.device))
-        free_memory()
-        results = run_parts("grpo", arguments, every, ceilings)
-    print(summary(results))
-    return results
+        return run("grpo", arguments, lambda chosen, _: parts(chosen, Path(models)), summary)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,15 @@ from gpu_model import SHAPES, Shape, random_model, word_tokenizer
 from gpu_record import (
     Ceilings,
     Part,
-    free_memory,
-    measure_ceilings,
     options,
+    parts_table,
     peak_bytes,
     read,
-    run_parts,
+    run,
     show,
     show_bytes,
     spread,
     synchronise,
-    table,
 )
 
 from headrace.config import LearnerSection
@@ -184,41 +182,26 @@ def parts(arguments: argparse.Namespace, ceilings: Ceilings) -> dict[str, Part]:
 
 def summary(results: dict[str, Any]) -> str:
     header = ["part", "ms a step (median, range)", "tok/s", "MFU, datasheet", "MFU, measured", "update ms", "memory"]
-    rows = []
-    for part, found in results["parts"].items():
-        if "error" in found:
-            rows.append([part, found["error"], "", "", "", "", ""])
-            continue
-        milliseconds = {k: v * (1 if k == "count" else 1e3) for k, v in found["step_s"].items()}
-        update = f"{1e3 * found['update_s']['median']:,.0f}" if "update_s" in found else ""
-        rows.append(
-            [
-                part,
-                show(milliseconds, ",.1f"),
-                f"{found['tokens_per_s']['median']:,.0f}",
-                show(found["mfu_datasheet"], ".1%"),
-                show(found["mfu_measured"], ".1%"),
-                update,
-                show_bytes(found["peak_bytes"]),
-            ]
-        )
-    return table(header, rows)
+    return parts_table(results, header, _cells)
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
+    milliseconds = {k: v * (1 if k == "count" else 1e3) for k, v in found["step_s"].items()}
+    return [
+        show(milliseconds, ",.1f"),
+        f"{found['tokens_per_s']['median']:,.0f}",
+        show(found["mfu_datasheet"], ".1%"),
+        show(found["mfu_measured"], ".1%"),
+        f"{1e3 * found['update_s']['median']:,.0f}" if "update_s" in found else "",
+        show_bytes(found["peak_bytes"]),
+    ]
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=16384, help="packed tokens of a step")
     parser.set_defaults(repeats=5)
-    arguments = read(parser, given)
-    ceilings = measure_ceilings(torch.device(arguments.device))
-    free_memory()
-    every = parts(arguments, ceilings)
-    if arguments.list:
-        print("\n".join(every))
-        return {}
-    results = run_parts("learner", arguments, every, ceilings)
-    print(summary(results))
-    return results
+    return run("learner", read(parser, given), parts, summary)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A mixture model whose routers moved since it sampled: the learner with the recorded experts, and without."""
+"""What the engine chose besides tokens, replayed by the learner and not: experts, and what could be sampled."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Maker = Callable[..., Policy]
 each_mixture = pytest.mark.parametrize("architecture", MIXTURES)
 
 
-def sampled(policy: Policy) -> Group:
+def sampled(policy: Policy, sampling: Sampling = Sampling(max_new_tokens=30)) -> Group:  # noqa: B008 (frozen)
     """Sixteen answers to one prompt, as the engine gives them."""
     prompt = np.random.default_rng(0).integers(3, 99, 8).astype(np.int32)
     engine = Engine(policy, max_running=16, prefill_tokens=5, kv_tokens=10**6, on_update="keep")
-    engine.submit(prompt, [Request(id=str(i), sampling=Sampling(max_new_tokens=30), seed=i) for i in range(16)])
+    engine.submit(prompt, [Request(id=str(i), sampling=sampling, seed=i) for i in range(16)])
     answers = []
     while engine.has_work:
         for g in engine.advance():
@@ -54,6 +54,20 @@ def gaps(policy: Policy, group: Group, *, replayed: bool) -> Tensor:
     batch = pack([Item(trajectory=t, advantage=0.0) for t in group.trajectories], policy.device, policy.routers)
     routes = batch.routes if replayed else None
     return (policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0, None, routes) - batch.behaviour).abs()
+
+
+@torch.no_grad()
+def test_replay_of_the_support_keeps_the_ratio_at_one(policy: Policy):
+    group = sampled(policy, Sampling(max_new_tokens=30, top_p=0.8))
+    batch = pack([Item(trajectory=t, advantage=0.0) for t in group.trajectories], policy.device)
+    replayed, free = (
+        (policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0, support) - batch.behaviour).exp()
+        for support in (batch.support, None)
+    )
+    assert (replayed - 1).abs().max() < 1e-5
+    # without it, every ratio is the probability that top-p left: 0.8 and a little more
+    assert free.min() > 0.8 - 1e-5
+    assert free.mean() < 0.9
 
 
 @each_mixture

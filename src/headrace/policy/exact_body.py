@@ -29,8 +29,8 @@ class ExactPlan(Protocol):
 class ExactBody(FamilyBody):
     """Embedding, layers and final norm, on a CPU."""
 
-    def __init__(self, body: Any) -> None:
-        super().__init__(body)
+    def __init__(self, body: Any, **options: Any) -> None:
+        super().__init__(body, **options)
         self._exact_angles = torch.empty(2, 0, 1, 0)  # cos and sin of all positions so far, [2, positions, 1, D]
 
     def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
-from headrace.policy.functions import _Gated, _RmsNorm, _Rotate
+from headrace.policy.functions import Gated, RmsNorm, Rotate
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
 TILE = 64  # keys come in multiples of it
@@ -46,8 +46,8 @@ _KEEPS_NOTHING = _KeepsNothing()
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight, over the last dimension."""
     if not torch.is_grad_enabled():
-        return _RmsNorm.forward(_KEEPS_NOTHING, x, weight, epsilon)
-    return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+        return RmsNorm.forward(_KEEPS_NOTHING, x, weight, epsilon)
+    return RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     return _ExactRotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _ExactRotate(_Rotate):
+class _ExactRotate(Rotate):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # no fused multiply-add: whether there is one depends on how long the loop is
@@ -73,7 +73,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return _ExactGated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _ExactGated(_Gated):
+class _ExactGated(Gated):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)

@@ -54,11 +54,11 @@ def is_mixture(mlp: Any) -> bool:
 class FamilyBody:
     """Embedding, layers and final norm."""
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body: Any, *, exact: bool = False, recomputing: Any = None) -> None:
         self._body = body
         self.checkpoint_activations = False
-        self.exact = False
-        self.recomputing: Any = None  # contexts of a checkpointed layer and its recomputation
+        self._exact = exact
+        self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
         self._mixes = any(is_mixture(layer.mlp) for layer in body.layers)
         self._table: tuple[Tensor, Tensor] | None = None
         head_size = body.layers[0].self_attn.head_dim
@@ -79,7 +79,7 @@ class FamilyBody:
     def _run(self, layer_function: Any, *args: Any) -> Any:
         """One layer, with its activations kept for the backward pass or computed again there."""
         if self.checkpoint_activations and torch.is_grad_enabled():
-            contexts = {} if self.recomputing is None else {"context_fn": self.recomputing}
+            contexts = {} if self._recomputing is None else {"context_fn": self._recomputing}
             return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
         return layer_function(*args)
 
@@ -102,9 +102,7 @@ class FamilyBody:
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
-        few = len(x) <= ROWS and x.dtype.itemsize == 2 and isinstance(plan, PagedPlan)
-        if few and not (self.exact or self._mixes):
-            assert isinstance(plan, PagedPlan)
+        if isinstance(plan, PagedPlan) and self._has_short_way(x):
             return self._few(x, cos, sin, plan)
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
@@ -127,6 +125,10 @@ class FamilyBody:
         if joined.gate_up is None:
             return x, _one_row(layer.mlp, h)
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
+
+    def _has_short_way(self, x: Tensor) -> bool:
+        """Kernels for a handful of rows sum up in another order, take half precision, and know no experts."""
+        return len(x) <= ROWS and x.dtype.itemsize == 2 and not self._exact and not self._mixes
 
     def _few(self, x: Tensor, cos: Tensor, sin: Tensor, plan: PagedPlan) -> Tensor:
         """The same for a handful of tokens, in fewer kernels."""

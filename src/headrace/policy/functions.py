@@ -18,14 +18,15 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight, over the last dimension."""
     if x.is_cuda or not torch.is_grad_enabled():
         return F.rms_norm(x, weight.shape, weight, epsilon)
-    return _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+    return RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     """y = x · r · weight with r = 1 / sqrt(mean(x²) + epsilon)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """y, keeping x and r."""
         # float32 at least, like torch's own: rounded to half precision, r would scale a whole row
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         r.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
@@ -35,6 +36,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Of x and weight."""
         x, weight, r = ctx.saved_tensors
         unit = x * r
         pull = grad * unit
@@ -50,7 +52,7 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     Both halves of `cos` hold the same angles, and so do those of `sin`.
     """
     if torch.is_grad_enabled():
-        return _Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
+        return Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
     return _turn(x_THD, cos_T1D, sin_T1D, 1)
 
 
@@ -62,16 +64,18 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     return turned
 
 
-class _Rotate(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
     """A rotation's backward is the rotation the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x, turned."""
         ctx.save_for_backward(cos, sin)
         return _turn(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Turned back."""
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, sin, -1), None, None
 
@@ -79,19 +83,21 @@ class _Rotate(torch.autograd.Function):
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     if torch.is_grad_enabled():
-        return _Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+        return Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     return F.silu(gate, inplace=True).mul_(up)
 
 
-class _Gated(torch.autograd.Function):
+class Gated(torch.autograd.Function):
     """Keeps the two inputs and nothing between them."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up."""
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Of gate and up."""
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

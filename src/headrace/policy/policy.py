@@ -58,9 +58,9 @@ class Policy:
         self.exact = exact
         self._family: FamilyBody | None = None
         if in_family(self.body):
-            self._family = ExactBody(self.body) if exact and self.device.type != "cuda" else FamilyBody(self.body)
-            self._family.exact = exact
-            self._family.recomputing = self.routers.follow_again if self.routers.num_layers else None
+            kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
+            recomputing = self.routers.follow_again if self.routers.num_layers else None
+            self._family = kind(self.body, exact=exact, recomputing=recomputing)
         self._check_weights()
         if exact:
             self._prepare_exact()

@@ -39,7 +39,8 @@ IDLE_STEPS = (8, 32)  # until the next look after one that found nothing: at fir
 # When drafts pay. A step of T tokens takes about as long as LEVEL + T units: below LEVEL tokens the time is mostly
 # that of the step itself. So n rows sample n / (LEVEL + n) tokens per unit, and with D drafts of which E are expected
 # to be right (n + E) / (LEVEL + n + D). The best D is taken if that is better by GAIN, which pays for the drafting;
-# where the alternative is a burst of steps without a word to the host, by GAIN_OVER_BURST.
+# where the alternative is a burst of steps without a word to the host, by GAIN_OVER_BURST. The numbers for a CPU are
+# measured (docs/results/speculation.md); those for a GPU are estimates from the flat part of its products' times.
 LEVEL_TOKENS = {"cpu": 32, "cuda": 64}
 GAIN = 1.15
 GAIN_OVER_BURST = 1.5

@@ -8,6 +8,7 @@ R rows of a graph (at least the n running ones; the rest write to page 0), K ste
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from headrace.rollout.store import MOST_STEPS, batches, judge, known_routes, sam
 from headrace.types import IntArray, RouteArray
 
 
-class _WritingPlan:
+class _WritingPlan(ABC):
     """Keys and values of new tokens go to their slots first, then the queries attend."""
 
     _cache: PagedCache
@@ -49,8 +50,9 @@ class _WritingPlan:
         self._cache.write(layer, self._slots, k_TJD, v_TJD)
         return self._attend(q_THD.contiguous(), layer, scale, window)
 
+    @abstractmethod
     def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
-        raise NotImplementedError
+        """To what is cached by now."""
 
 
 class DecodePlan(_WritingPlan):
