@@ -1,23 +1,27 @@
 """What exact mode costs: decoding and training, default against exact, taking turns.
 
-    python benchmarks/exact.py --device cpu --threads 2 --repeats 7
+    python benchmarks/exact.py --threads 2 --repeats 7         # small models, on the CPU
+    python benchmarks/exact.py --device cuda                   # the shapes of Qwen3-0.6B and 1.7B, bfloat16
 
-Both policies have the same random weights. A ratio is the time of an exact turn over that of the default turn before
-it; the table gives the median and the range over the repeats.
+Both have the same random weights, each in a process of its own: exact mode chooses matrix products for a whole
+process. A ratio is the time of an exact turn over that of the default turn before it; the table gives the median and
+the range over the repeats.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from gpu_model import SHAPES as GPU_SHAPES
+from gpu_model import Shape, random_model
+from gpu_record import facts, synchronise
 
 from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import character_tokenizer
@@ -26,59 +30,68 @@ from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
 from headrace.rollout.sampling import Sampling
 
-SHAPES: dict[str, dict[str, int]] = {
-    "demo": {
-        "vocab_size": 99,
-        "hidden_size": 192,
-        "intermediate_size": 576,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-    },
-    "30M": {
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
+SHAPES = GPU_SHAPES | {
+    "demo": Shape(hidden=192, intermediate=576, layers=4, heads=6, kv_heads=3, head_size=32, vocab=99),
+    "30M": Shape(hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_size=64, vocab=8192),
 }
+ON = {"cpu": ["demo", "30M"], "cuda": ["0.6b", "1.7b"]}  # what runs where, unless --only says so
+SAMPLES = 8
+Job = dict[str, int]
 
 
-def policies(shape: dict[str, int], device: str) -> dict[str, Policy]:
-    """The same weights in both modes."""
-    torch.manual_seed(0)
-    config = Qwen3Config(**shape, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = Qwen3ForCausalLM(config).to(device, dtype).eval()
-    made = {
-        name: Policy(copy.deepcopy(model), character_tokenizer(), exact=name == "exact")
-        for name in ("default", "exact")
+def jobs(shape: str, device: str) -> dict[str, Job]:
+    """Sizes of the work, by its name."""
+    if device == "cuda":
+        return {
+            "decode, 256 rows at 1,024": {"rows": 256, "prompt_tokens": 960, "new_tokens": 128},
+            "decode, 8 rows at 1,024": {"rows": 8, "prompt_tokens": 960, "new_tokens": 128},
+            "train, 16,384 packed tokens": {"num_tokens": 16384, "longest": 1024},
+        }
+    tokens = 4096 if shape == "demo" else 1024
+    return {
+        "decode, 128 rows": {"rows": 128, "prompt_tokens": 16, "new_tokens": 32},
+        "decode, 8 rows": {"rows": 8, "prompt_tokens": 64, "new_tokens": 64},
+        f"train, {tokens:,} packed tokens": {"num_tokens": tokens, "longest": 160},
     }
-    for policy in made.values():
-        policy.eos_ids = frozenset()  # every answer runs to its limit
-    return made
 
 
-def decode(policy: Policy, *, rows: int, prompt_tokens: int, new_tokens: int) -> float:
-    """Seconds to answer `rows` prompts, eight samples each."""
-    engine = Engine(policy, max_running=rows, prefill_tokens=2048, kv_tokens=10**6, on_update="keep")
-    rng = np.random.default_rng(0)
+# ---- a contender, in its own process
+
+
+def contend(pipe: Connection, shape: str, device: str, threads: int, exact: bool) -> None:
+    """Do the jobs that come through the pipe, and answer each with (tokens, seconds)."""
+    torch.set_num_threads(threads)
+    policy = Policy(random_model(SHAPES[shape], torch.device(device)), character_tokenizer(), exact=exact)
+    policy.eos_ids = frozenset()  # every answer runs to its limit
+    engines: dict[int, Engine] = {}
+    while job := pipe.recv():
+        pipe.send(train(policy, **job) if "longest" in job else decode(policy, engines, **job))
+
+
+def decode(policy: Policy, engines: dict[int, Engine], *, rows: int, prompt_tokens: int, new_tokens: int) -> Any:
+    """Tokens and seconds from when every row has its first token until all have ended; eight rows share a prompt."""
+    kv_tokens = rows * (prompt_tokens + new_tokens + 128)
+    if rows not in engines:
+        engines[rows] = Engine(
+            policy, max_running=rows, prefill_tokens=65536, kv_tokens=kv_tokens, on_update="keep", speculate=0
+        )
+    engine, rng = engines[rows], np.random.default_rng(0)
     sampling = Sampling(max_new_tokens=new_tokens)
-    for i in range(rows // 8):
+    for i in range(rows // SAMPLES):
         prompt = rng.integers(3, 99, prompt_tokens).astype(np.int32)
-        engine.submit(prompt, [Request(id=f"{i}/{j}", sampling=sampling, seed=8 * i + j) for j in range(8)])
-    start = time.perf_counter()
+        engine.submit(prompt, [Request(id=f"{i}/{j}", sampling=sampling, seed=8 * i + j) for j in range(SAMPLES)])
+    begun = 0
+    while begun < rows:
+        engine.step()
+        begun += sum(1 for _ in engine.begun())
+    before, start = engine.sampled_tokens, time.perf_counter()
     while engine.has_work:
         engine.advance()
-    return time.perf_counter() - start
+    return engine.sampled_tokens - before, time.perf_counter() - start
 
 
-def train(policy: Policy, *, num_tokens: int, longest: int) -> float:
-    """Seconds for forward and backward over one micro-batch of sequences of uneven length."""
+def train(policy: Policy, *, num_tokens: int, longest: int) -> Any:
+    """Tokens and seconds of forward and backward over one micro-batch of sequences of uneven length."""
     rng = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
@@ -87,51 +100,58 @@ def train(policy: Policy, *, num_tokens: int, longest: int) -> float:
     ids = torch.from_numpy(rng.integers(3, 99, num_tokens)).to(policy.device)
     at = torch.nonzero(plan.positions[0]).squeeze(1)
     policy.model.zero_grad()
+    synchronise(policy.device)
     start = time.perf_counter()
     policy.logprobs(ids, plan, at, 1.0).sum().backward()
-    if policy.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    synchronise(policy.device)
+    return num_tokens, time.perf_counter() - start
 
 
-def compare(made: dict[str, Policy], work: Callable[[Policy], float], repeats: int) -> tuple[float, list[float]]:
-    """Median seconds in default mode, and the ratios exact / default, one for each repeat."""
-    turns: dict[str, list[float]] = {name: [] for name in made}
+# ---- the command
+
+
+def take_turns(pipes: dict[str, Connection], job: Job, repeats: int) -> tuple[float, list[float]]:
+    """Median tokens per second in default mode, and the ratios exact / default, one for each repeat."""
+    turns: dict[str, list[tuple[int, float]]] = {name: [] for name in pipes}
     for _ in range(repeats + 1):
-        for name, policy in made.items():
-            turns[name].append(work(policy))
+        for name, pipe in pipes.items():
+            pipe.send(job)
+            turns[name].append(pipe.recv())
     default, exact = (turns[name][1:] for name in ("default", "exact"))  # the first turns warm up
-    return statistics.median(default), [e / d for e, d in zip(exact, default, strict=True)]
+    rate = statistics.median(tokens / seconds for tokens, seconds in default)
+    return rate, [e[1] / d[1] for e, d in zip(exact, default, strict=True)]
+
+
+def compare(shape: str, arguments: argparse.Namespace) -> None:
+    """Print the lines of one model."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    for name in ("default", "exact"):
+        pipes[name], far = context.Pipe()
+        given = (far, shape, arguments.device, arguments.threads, name == "exact")
+        context.Process(target=contend, args=given, daemon=True).start()
+        far.close()  # a contender that dies ends the wait for it
+    for name, job in jobs(shape, arguments.device).items():
+        rate, ratios = take_turns(pipes, job, arguments.repeats)
+        middle = f"{statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"| {shape} | {name} | {rate:,.0f} tokens/s | {middle} |", flush=True)
+    for pipe in pipes.values():
+        pipe.send(None)
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=list(ON))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", choices=[*SHAPES, ""], default="")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    parser.add_argument("--only", choices=list(SHAPES))
+    arguments = parser.parse_args()
+    found = facts("exact", torch.device(arguments.device))
+    print(f"{found['device']}, commit {found['commit'][:12]}, {found['command']}, {found['versions']}\n")
     print("| model | work | default | exact / default, median | range |\n|---|---|---|---|---|")
-    for name, shape in SHAPES.items():
-        if args.only in ("", name):
-            made = policies(shape, args.device)
-            small = name == "demo"
-            jobs: dict[str, tuple[int, dict[str, Any]]] = {
-                "decode, 128 rows": (128 * 32, {"rows": 128, "prompt_tokens": 16, "new_tokens": 32}),
-                "decode, 8 rows": (8 * 64, {"rows": 8, "prompt_tokens": 64, "new_tokens": 64}),
-            }
-            jobs["train"] = (4096 if small else 1024, {"num_tokens": 4096 if small else 1024, "longest": 160})
-            for job, (num_tokens, sizes) in jobs.items():
-                work = train if job == "train" else decode
-                seconds, ratios = compare(made, lambda policy: work(policy, **sizes), args.repeats)  # noqa: B023
-                middle = statistics.median(ratios)
-                print(
-                    f"| {name} | {job} | {num_tokens / seconds:,.0f} tokens/s | {middle:.2f} | "
-                    f"{min(ratios):.2f} to {max(ratios):.2f} |",
-                    flush=True,
-                )
+    for shape in [arguments.only] if arguments.only else ON[arguments.device]:
+        compare(shape, arguments)
 
 
 if __name__ == "__main__":
