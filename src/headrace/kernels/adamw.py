@@ -31,20 +31,20 @@ class FusedAdamW(torch.optim.AdamW):
         Gradients are multiplied by `scale` and clipped to a norm of `clip`, unless that is 0. Returns the norm before
         clipping; one that is not finite leaves everything as it was.
         """
-        group = self.param_groups[0]
+        group, steps = self.param_groups[0], self._steps
         triples = zip(weights, gradients, group["params"], strict=True)
         rows = [
-            (weight, gradient, master, *self._moments(master))
+            (weight, gradient, master, *self._moments(master, steps))
             for weight, gradient, master in triples
             if gradient is not None
         ]
         device, kind = rows[0][2].device, _KINDS[rows[0][1].dtype]
         sizes = tuple(row[2].numel() for row in rows)
         blocks = self._blocks(sizes, device)
-        places = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows]).t().contiguous()
-        table = (places.to(device), torch.tensor(sizes).to(device), blocks)
+        places = np.array([[tensor.data_ptr() for tensor in column] for column in zip(*rows, strict=True)])
+        table = (*torch.from_numpy(np.vstack([places, sizes])).to(device).split([5, 1]), blocks)
         # a weight or gradient that is a part of a joined one may begin anywhere
-        even = all(size % 16 == 0 for size in sizes) and not bool((places % 16).any())
+        even = all(size % 16 == 0 for size in sizes) and not (places % 16).any()
         shape = {"GRADIENT": kind, "EVEN": even, "BLOCK": BLOCK, "num_warps": 8}
         squares = torch.empty(len(blocks) // 2, dtype=torch.float32, device=device)
         _square[(len(squares),)](*table, squares, len(rows), len(squares), **shape)
@@ -76,9 +76,9 @@ class FusedAdamW(torch.optim.AdamW):
         steps: Tensor = state["step"]
         return steps
 
-    def _moments(self, master: Tensor) -> tuple[Tensor, Tensor]:
+    def _moments(self, master: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         state: dict[str, Any] = self.state[master]
-        state["step"] = self._steps  # also after loading a state, which gives each weight a count of its own
+        state["step"] = steps  # also after loading a state, which gives each weight a count of its own
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
         return state["exp_avg"], state["exp_avg_sq"]

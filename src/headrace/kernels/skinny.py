@@ -42,11 +42,13 @@ def _launch(
 ) -> None:  # fmt: skip
     outputs, inputs = weight.shape
     block = 16 if outputs <= 2048 else 32 if outputs <= 4096 else 64
+    stages = 4 if weight.dtype.itemsize == 2 else 1  # float32 fills the shared memory
     _product[(triton.cdiv(outputs, block),)](
         x, x if norm is None else norm, weight, x if bias is None else bias, x if residual is None else residual, out,
         len(x), inputs, outputs, epsilon,
         KIND=kind, BIASED=bias is not None, ADDED=residual is not None, ROWS=ROWS,
-        BLOCK=block, STRETCH=256 if kind == "norm" else 512, num_warps=4 if kind == "norm" else 2, num_stages=4,
+        BLOCK=block, STRETCH=256 if kind == "norm" else 512, num_warps=4 if kind == "norm" else 2,
+        num_stages=stages,
     )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ STATE = np.dtype(  # of a running sequence
         ("family", np.uint64),
         ("learned", np.int64),
         ("tail", np.int64, (CONTEXT,)),  # the prompt's last tokens
-    ]
+    ],
+    align=True,  # torch takes a column only if its stride is a multiple of its items
 )
 
 
