@@ -108,52 +108,29 @@ def _of_keys(
     block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
     token, position, count, source = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     length = tl.load(block + 4)
-    n, d = tl.arange(0, N), tl.arange(0, DP)
+    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
     inside = (n < count)[:, None] & (d < D)[None, :]
     at = ((token + n)[:, None].to(tl.int64) * J + head) * D + d[None, :]
     k = tl.load(K + at, mask=inside, other=0.0)
     v = tl.load(V + at, mask=inside, other=0.0)
     of_k, of_v = tl.zeros([N, DP], tl.float32), tl.zeros([N, DP], tl.float32)
     end = tl.minimum(position + count - 1 + window, length) if WINDOW else length
-    own = tl.minimum((position + N + M - 1) // M * M, end)  # from there on, queries see every key of the block
+    # behind the end a query is nothing but zeros, and so is what it pulls
     for group in range(H // J):
         asking = head * (H // J) + group
-        row = asking.to(tl.int64) * num_tokens
-        of_k, of_v = _through_queries(
-            of_k, of_v, k, v, Q, grad, log_sums + row, pulls + row, position, source,
-            asking, position // M * M, own, end, scale2, window, H, D, DP, M, N, True, WINDOW,
-        )  # fmt: skip
-        of_k, of_v = _through_queries(
-            of_k, of_v, k, v, Q, grad, log_sums + row, pulls + row, position, source,
-            asking, own, end, end, scale2, window, H, D, DP, M, N, WINDOW, WINDOW,
-        )  # fmt: skip
+        for s in range(position // M * M, end, M):
+            there = (s + m < end)[:, None] & (d < D)[None, :]
+            query = ((source + s + m)[:, None].to(tl.int64) * H + asking) * D + d[None, :]
+            q = tl.load(Q + query, mask=there, other=0.0)
+            g = tl.load(grad + query, mask=there, other=0.0)
+            row = asking.to(tl.int64) * num_tokens + source + s + m
+            level = tl.load(log_sums + row, mask=s + m < end, other=0.0) * 1.4426950408889634
+            pull = tl.load(pulls + row, mask=s + m < end, other=0.0)
+            ago = (s + m)[None, :] - (position + n)[:, None]
+            seen = (ago >= 0) & (ago < window) if WINDOW else ago >= 0
+            p = tl.where(seen, tl.exp2(tl.dot(k, tl.trans(q)) * scale2 - level[None, :]), 0.0)
+            of_v = tl.dot(p.to(g.dtype), g, of_v)
+            change = p * (tl.dot(v, tl.trans(g)) - pull[None, :])
+            of_k = tl.dot(change.to(q.dtype), q, of_k)
     tl.store(grad_k + at, (of_k * scale).to(grad_k.dtype.element_ty), mask=inside)
     tl.store(grad_v + at, of_v.to(grad_v.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _through_queries(
-    of_k, of_v, k, v, Q, grad, log_sums, pulls, position, source, head, first, last, end, scale2, window,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Add what queries `first` to `last` pull at a block of keys. Without MASKED, each of them sees all the keys.
-
-    Behind `end` a query is nothing but zeros, and so is what it pulls.
-    """
-    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
-    for s in range(first, last, M):
-        there = (s + m < end)[:, None] & (d < D)[None, :]
-        query = ((source + s + m)[:, None].to(tl.int64) * H + head) * D + d[None, :]
-        q = tl.load(Q + query, mask=there, other=0.0)
-        g = tl.load(grad + query, mask=there, other=0.0)
-        level = tl.load(log_sums + source + s + m, mask=s + m < end, other=0.0) * 1.4426950408889634
-        pull = tl.load(pulls + source + s + m, mask=s + m < end, other=0.0)
-        p = tl.exp2(tl.dot(k, tl.trans(q)) * scale2 - level[None, :])
-        if MASKED:
-            ago = (s + m)[None, :] - (position + n)[:, None]
-            p = tl.where((ago >= 0) & (ago < window) if WINDOW else ago >= 0, p, 0.0)
-        of_v = tl.dot(p.to(g.dtype), g, of_v)
-        change = p * (tl.dot(v, tl.trans(g)) - pull[None, :])
-        of_k = tl.dot(change.to(q.dtype), q, of_k)
-    return of_k, of_v
