@@ -31,11 +31,12 @@ class Ceilings:
     """What the device can do, measured in this run.
 
     Example:
-        Ceilings(bytes_per_s=4.3e12, flops=7.9e14, datasheet_flops=9.89e14)
+        Ceilings(bytes_per_s=4.3e12, flops=7.9e14, sustained_flops=7e14, datasheet_flops=9.89e14)
     """
 
     bytes_per_s: float
     flops: float
+    sustained_flops: float  # after a while: a GPU that works hard for long lowers its clock to keep within its power
     datasheet_flops: float | None
 
 
@@ -95,7 +96,8 @@ def run_parts(name: str, arguments: argparse.Namespace, parts: dict[str, Part], 
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{name}: {results['device']}, commit {results['commit'][:12]}, {results['versions']}")
-    print(f"ceilings: {ceilings.bytes_per_s / 1e12:.2f} TB/s, {ceilings.flops / 1e12:.0f} TFLOP/s")
+    products = f"{ceilings.flops / 1e12:.0f} TFLOP/s, {ceilings.sustained_flops / 1e12:.0f} for long"
+    print(f"ceilings: {ceilings.bytes_per_s / 1e12:.2f} TB/s, {products}")
     return results
 
 
@@ -145,7 +147,26 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     product_s = _best_s(lambda: torch.mm(matrix, matrix, out=product), device)
     name = torch.cuda.get_device_name(device) if gpu else ""
     known = [flops for key, flops in DATASHEET_FLOPS.items() if key in name]
-    return Ceilings(max(2 * size / copy_s, size / read_s), 2 * side**3 / product_s, known[0] if known else None)
+    sustained_s = _sustained_s(lambda: torch.mm(matrix, matrix, out=product), device) if gpu else product_s
+    return Ceilings(
+        bytes_per_s=max(2 * size / copy_s, size / read_s),
+        flops=2 * side**3 / product_s,
+        sustained_flops=2 * side**3 / sustained_s,
+        datasheet_flops=known[0] if known else None,
+    )
+
+
+def _sustained_s(work: Callable[[], Any], device: torch.device, seconds: float = 2.0) -> float:
+    """Seconds of one call in the second half of so many seconds of calls."""
+    begun, times = time.perf_counter(), 50
+    taken: list[float] = []
+    while time.perf_counter() - begun < seconds:
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        synchronise(device)
+        taken.append((time.perf_counter() - started) / times)
+    return statistics.median(taken[len(taken) // 2 :])
 
 
 def _best_s(work: Callable[[], Any], device: torch.device, times: int = 10) -> float:

@@ -84,9 +84,14 @@ class Contender:
             policy, max_running=running, prefill_tokens=2048, kv_tokens=running * (PROMPT_TOKENS + tokens + 128),
             on_update="keep", speculate=speculate,
         )  # fmt: skip
+        self._clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget answers, seconds and counts; the engine keeps what it learned of other prompts."""
         self.answers: dict[str, list[int]] = {}
         self.seconds = 0.0
-        self._clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
+        self._counted = self._counts()
 
     def advance(self) -> None:
         """Four steps, timed."""
@@ -95,13 +100,39 @@ class Contender:
         self.seconds += self._clock() - started
         self.answers |= {g.id: g.token_ids.tolist() for g in finished}
 
+    def _counts(self) -> np.ndarray:
+        return np.array([self.engine.num_drafts, self.engine.drafted_tokens, self.engine.accepted_tokens])
 
-def race(policy: Policy, work: Workload, running: int, options: argparse.Namespace, seed: int) -> list[Contender]:
+    def result(self) -> Result:
+        """Of one race."""
+        drafts, drafted, accepted = (self._counts() - self._counted).tolist()
+        return Result(self.seconds, drafts, drafted, accepted, self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a contender did in one race.
+
+    Example:
+        Result(seconds=1.2, drafts=100, drafted=640, accepted=610, answers={"0:0/0": [7, 4, ...]})
+    """
+
+    seconds: float
+    drafts: int
+    drafted: int
+    accepted: int
+    answers: dict[str, list[int]]
+
+
+def race(
+    both: list[Contender], work: Workload, running: int, options: argparse.Namespace, heat: float, seed: int
+) -> list[Result]:
     """The engine without drafts and the one with, in turns of four steps, so that whatever slows one slows both."""
-    both = [Contender(policy, running, options.tokens, speculate) for speculate in (0, options.speculate)]
-    sampling = Sampling(max_new_tokens=options.tokens, temperature=temperature(policy, work.spread))
+    sampling = Sampling(max_new_tokens=options.tokens, temperature=heat)
     samples = min(SAMPLES, running)
     prompts = np.random.default_rng(seed).integers(3, 99, (running // samples, PROMPT_TOKENS)).astype(np.int32)
+    for contender in both:
+        contender.restart()
     for epoch in range(work.epochs):
         for contender in both:
             for p, prompt in enumerate(prompts):
@@ -112,28 +143,32 @@ def race(policy: Policy, work: Workload, running: int, options: argparse.Namespa
             for contender in both:
                 if contender.engine.has_work:
                     contender.advance()
-    return both
+    return [contender.result() for contender in both]
 
 
-def compare(policy: Policy, work: Workload, running: int, options: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    policy: Policy, both: list[Contender], work: Workload, running: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Several races; the first is not counted."""
-    races = [race(policy, work, running, options, seed) for seed in range(options.repeats + 1)][1:]
+    heat = temperature(policy, work.spread)
+    seeds = [100 * WORKLOADS.index(work) + i for i in range(options.repeats + 1)]
+    races = [race(both, work, running, options, heat, seed) for seed in seeds][1:]
     num_tokens = sum(len(answer) for answer in races[0][0].answers.values())
     ratios = [plain.seconds / drafted.seconds for plain, drafted in races]
-    engines = [drafted.engine for _, drafted in races]
-    accepted = sum(engine.accepted_tokens for engine in engines)
+    drafted = [result for _, result in races]
+    accepted = sum(result.accepted for result in drafted)
     return {
         "workload": work.name,
         "running": running,
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
-        "tokens_per_s": num_tokens / statistics.median(drafted.seconds for _, drafted in races),
+        "tokens_per_s": num_tokens / statistics.median(result.seconds for result in drafted),
         "plain_tokens_per_s": num_tokens / statistics.median(plain.seconds for plain, _ in races),
-        "accepted_per_draft": accepted / max(1, sum(engine.num_drafts for engine in engines)),
-        "accepted_share": accepted / max(1, sum(engine.drafted_tokens for engine in engines)),
+        "accepted_per_draft": accepted / max(1, sum(result.drafts for result in drafted)),
+        "accepted_share": accepted / max(1, sum(result.drafted for result in drafted)),
         "from_drafts": accepted / (num_tokens * len(races)),
         "answers_that_differ": sum(
-            answer != drafted.answers[id] for plain, drafted in races for id, answer in plain.answers.items()
+            answer != result.answers[id] for plain, result in races for id, answer in plain.answers.items()
         ),
     }
 
@@ -153,9 +188,10 @@ def main() -> None:
     policy = make_policy(options.shape, options.device)
     results = []
     print("workload  running   speed-up (range)       tok/s with, without    accepted per draft, share; of all tokens")
-    for work in WORKLOADS:
-        for running in options.running:
-            r = compare(policy, work, running, options)
+    for running in options.running:
+        both = [Contender(policy, running, options.tokens, speculate) for speculate in (0, options.speculate)]
+        for work in WORKLOADS:
+            r = compare(policy, both, work, running, options)
             results.append(r)
             print(
                 f"{work.name:9} {running:6}"

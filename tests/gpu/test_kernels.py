@@ -24,7 +24,6 @@ if RUNS:
     from headrace.kernels.attention import Blocks, block_attention, block_tokens, decode_attention
     from headrace.kernels.attention_backward import QUERIES, attention_gradient
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
-    from headrace.kernels.skinny import gate_linear_add, linear_add, norm_linear
     from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
     from headrace.kernels.truncation import truncated
 
@@ -304,26 +303,6 @@ def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> 
     found.sum().backward()
     assert found.shape == (0,)
     assert not weight.grad.any()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "inputs", "outputs", "biased"), [(1, 128, 96, True), (5, 1000, 2100, False)])
-def test_products_for_a_few_rows(dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool) -> None:
-    x, norm, weight = noise(rows, 2 * inputs, dtype=dtype), noise(inputs, seed=1), noise(outputs, inputs, seed=2) * 0.03
-    norm, weight = norm.to(dtype), weight.to(dtype)
-    bias = noise(outputs, seed=3, dtype=dtype) if biased else None
-    residual = noise(rows, outputs, seed=4, dtype=dtype)
-    wide = [t.float() if t is not None else None for t in (weight, bias)]
-    half = x[:, :inputs].contiguous()
-    precision = {"rtol": 2e-2, "atol": TOLERANCE[dtype]}
-    normed = torch.nn.functional.rms_norm(half.float(), (inputs,), norm.float(), 1e-5)
-    expected = torch.nn.functional.linear(normed, *wide)
-    torch.testing.assert_close(norm_linear(half, norm, 1e-5, weight, bias).float(), expected, **precision)
-    expected = residual.float() + torch.nn.functional.linear(half.float(), *wide)
-    torch.testing.assert_close(linear_add(half, weight, bias, residual).float(), expected, **precision)
-    g, u = x.float().chunk(2, dim=1)
-    expected = residual.float() + torch.nn.functional.linear(torch.nn.functional.silu(g) * u, *wide)
-    torch.testing.assert_close(gate_linear_add(x, weight, bias, residual).float(), expected, **precision)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32])

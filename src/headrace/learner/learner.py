@@ -158,16 +158,20 @@ class Learner:
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over one micro-batch; gradients add up unnormalised."""
         batch = pack(items, self.policy.device, self.policy.routers)
+        sums = self._backward(batch)
+        # fetched once, and last: whatever waits for a GPU before that leaves it without work
+        self._sums.add(batch, sums.cpu().numpy())
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Add the micro-batch's gradients; what `_Sums` wants to know of it, on the device."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
             loss, clipped, divergence = self._loss(batch, current, unfiltered)
             self._optimizer.make_room()
             loss.backward()
-        # fetched once, and last: whatever waits for a GPU before that leaves it without work
         parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
         mismatch = MismatchSums.on_device(current, batch.behaviour)
-        sums = torch.cat([torch.stack([part.double() for part in parts]), mismatch])
-        self._sums.add(batch, sums.cpu().numpy())
+        return torch.cat([torch.stack([part.double() for part in parts]), mismatch])
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens, through the experts they were sampled with: over the support, and over all tokens."""

@@ -23,7 +23,6 @@ from headrace.policy.functions import gated, rms_norm, rotate
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_heads
-    from headrace.kernels.skinny import ROWS, gate_linear_add, linear_add, norm_linear
 
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
 BEYOND = 64  # positions after the model's last: the engine computes some before it throws them away
@@ -59,7 +58,6 @@ class FamilyBody:
         self.checkpoint_activations = False
         self._exact = exact
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
-        self._mixes = any(is_mixture(layer.mlp) for layer in body.layers)
         self._table: tuple[Tensor, Tensor] | None = None
         head_size = body.layers[0].self_attn.head_dim
         self.fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
@@ -102,8 +100,6 @@ class FamilyBody:
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
-        if isinstance(plan, PagedPlan) and self._has_short_way(x):
-            return self._few(x, cos, sin, plan)
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
@@ -125,26 +121,6 @@ class FamilyBody:
         if joined.gate_up is None:
             return x, _one_row(layer.mlp, h)
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
-
-    def _has_short_way(self, x: Tensor) -> bool:
-        """Kernels for a handful of rows sum up in another order, take half precision, and know no experts."""
-        return len(x) <= ROWS and x.dtype.itemsize == 2 and not self._exact and not self._mixes
-
-    def _few(self, x: Tensor, cos: Tensor, sin: Tensor, plan: PagedPlan) -> Tensor:
-        """The same for a handful of tokens, in fewer kernels."""
-        for layer, joined in zip(self._body.layers, self._joined, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            before, after = layer.input_layernorm, layer.post_attention_layernorm
-            assert joined.gate_up is not None
-            qkv = norm_linear(x, before.weight, before.variance_epsilon, joined.qkv.weight, joined.qkv.bias)
-            window = self._window(attention)
-            out = plan.rotate_and_attend(
-                attention.layer_idx, qkv, joined.heads, cos, sin, attention.scaling, window
-            ).flatten(1)
-            x = linear_add(out, attention.o_proj.weight, attention.o_proj.bias, x)
-            gate_up = norm_linear(x, after.weight, after.variance_epsilon, joined.gate_up.weight, joined.gate_up.bias)
-            x = gate_linear_add(gate_up, mlp.down_proj.weight, mlp.down_proj.bias, x)
-        return add_norm(x, None, self._body.norm.weight, self._body.norm.variance_epsilon)[1]
 
     def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines `[T, D]` of the tokens' positions; on a GPU from a table, one lookup each."""
