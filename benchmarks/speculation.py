@@ -39,6 +39,9 @@ SHAPES = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     },
 }  # fmt: skip
+# What the layers of a shape add to the residual stream is multiplied by this. A deep model of random weights is chaotic
+# even at a low temperature; one whose tokens depend mostly on the few before them runs in circles, as the tiny one does.
+LAYERS_SHARE = {"tiny": 1.0, "0.6b": 0.1}
 PROMPT_TOKENS = 64
 SAMPLES = 8
 
@@ -65,6 +68,10 @@ def make_policy(shape: str, device: str) -> Policy:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
         model = Qwen3ForCausalLM(config).to(dtype).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(LAYERS_SHARE[shape])
+            layer.mlp.down_proj.weight.mul_(LAYERS_SHARE[shape])
     policy = Policy(model, character_tokenizer())
     policy.eos_ids = frozenset()  # type: ignore[misc]
     return policy

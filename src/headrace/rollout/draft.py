@@ -38,12 +38,13 @@ IDLE_STEPS = (8, 32)  # until the next look after one that found nothing: at fir
 
 # When drafts pay. A step of T tokens takes about as long as LEVEL + T units: below LEVEL tokens the time is mostly
 # that of the step itself. So n rows sample n / (LEVEL + n) tokens per unit, and with D drafts of which E are expected
-# to be right (n + E) / (LEVEL + n + D). The best D is taken if that is better by GAIN, which pays for the drafting;
-# where the alternative is a burst of steps without a word to the host, by GAIN_OVER_BURST. The numbers for a CPU are
-# measured (docs/results/speculation.md); those for a GPU are estimates from the flat part of its products' times.
-LEVEL_TOKENS = {"cpu": 32, "cuda": 64}
+# to be right (n + E) / (LEVEL + n + D). Where the alternative is a burst of steps without a word to the host, a step
+# with drafts also leaves the GPU idle while the host is drafting and judging, WORD units long. The best D is taken if
+# it is better by GAIN. All numbers are measured (docs/results/speculation.md), WORD with a model of 0.6 billion
+# weights: a larger one has longer units, and drafts pay a little earlier than this says.
+LEVEL_TOKENS = {"cpu": 32, "cuda": 160}
+WORD_TOKENS = 256
 GAIN = 1.15
-GAIN_OVER_BURST = 1.5
 
 _WEIGHTS = np.array([((2 * i + 3) * int(MIX[1])) % 2**64 | 1 for i in range(CONTEXT)], np.uint64)
 
@@ -123,13 +124,13 @@ class Drafter:
         """Drafts for the rows, where they pay; the alternative is to take so many steps without."""
         self._idle_steps -= steps
         plain = len(rows) / (self._level + len(rows))
-        needed = plain * (GAIN if steps == 1 else GAIN_OVER_BURST)
+        level = self._level + (WORD_TOKENS if steps > 1 else 0)
         most = min(self._most_tokens, len(rows) * (1 + self._longest))
-        if self._idle_steps > 0 or most / (self._level + most) < needed:
+        if self._idle_steps > 0 or most / (level + most) < plain * GAIN:
             return None
         self.learn(rows)
         tokens, chances = self._guess(rows, max(plain, 0.1))
-        counts = self._choose(chances, needed)
+        counts = self._choose(chances, level, plain * GAIN)
         if not counts.any():
             self._idle_steps = self._pause_steps
             self._pause_steps = min(2 * self._pause_steps, IDLE_STEPS[1])
@@ -172,7 +173,7 @@ class Drafter:
             )
         return np.append(rates, 0.0)
 
-    def _choose(self, chances: npt.NDArray[np.float64], needed: float) -> Ints:
+    def _choose(self, chances: npt.NDArray[np.float64], level: int, needed: float) -> Ints:
         """How many tokens `[n]` of each draft to verify: those that make most tokens per unit of time, or none."""
         num_rows = len(chances)
         order = np.argsort(-chances, axis=None, kind="stable")[: max(0, self._most_tokens - num_rows)]
@@ -180,7 +181,7 @@ class Drafter:
         counts = np.zeros(num_rows, np.int64)
         if len(order):
             drafted = np.arange(1, len(order) + 1)
-            speeds = (num_rows + chances.flat[order].cumsum()) / (self._level + num_rows + drafted)
+            speeds = (num_rows + chances.flat[order].cumsum()) / (level + num_rows + drafted)
             best = int(speeds.argmax())
             if speeds[best] >= needed:
                 # chances fall along a draft, and equal ones keep their order: a row's first tokens come first
