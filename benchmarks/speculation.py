@@ -40,7 +40,7 @@ SHAPES = {
     },
 }  # fmt: skip
 # What the layers of a shape add to the residual stream is multiplied by this. A deep model of random weights is chaotic
-# even at a low temperature; one whose tokens depend mostly on the few before them runs in circles, as the tiny one does.
+# even at a low temperature; one whose tokens depend mostly on the few before them runs in circles, like the tiny one.
 LAYERS_SHARE = {"tiny": 1.0, "0.6b": 0.1}
 PROMPT_TOKENS = 64
 SAMPLES = 8
