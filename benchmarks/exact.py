@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from gpu_model import SHAPES as GPU_SHAPES
 from gpu_model import Shape, random_model
-from gpu_record import facts, synchronise
+from gpu_record import facts, free_memory, synchronise
 
 from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import character_tokenizer
@@ -65,6 +65,9 @@ def contend(pipe: Connection, shape: str, device: str, threads: int, exact: bool
     policy.eos_ids = frozenset()  # every answer runs to its limit
     engines: dict[int, Engine] = {}
     while job := pipe.recv():
+        if "longest" in job:
+            engines.clear()  # their caches would not leave room for two trainings
+            free_memory()
         pipe.send(train(policy, **job) if "longest" in job else decode(policy, engines, **job))
 
 
