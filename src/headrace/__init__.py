@@ -33,7 +33,7 @@ def _choose_waiting() -> None:
 _choose_waiting()
 
 __version__ = "0.1.0"
-__all__ = ["evaluate_run", "export", "load_config", "train"]
+__all__ = ["evaluate_run", "export", "load_config", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,10 +26,13 @@ from headrace.config import Config
 from headrace.config_file import dump, load_config
 from headrace.errors import RunError
 from headrace.learner.supervised import warm_start
-from headrace.ledger.database import FILE_NAME, remove_database
+from headrace.ledger.database import FILE_NAME, claimed, remove_database
+from headrace.ledger.journal import Restart
 from headrace.ledger.sinks import open_sinks
+from headrace.loop.checkpoint import DIRECTORY as CHECKPOINTS
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of
+from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
 from headrace.place.local import START, LocalPlace
@@ -75,8 +78,21 @@ class Nobody:
 
 def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     """Train as the settings say; returns what `summary.json` in the run directory holds."""
-    with memory_for("training", STEPS):
-        return asyncio.run(_train(config, prepare_run_dir(config), watcher or Nobody()))
+    run_dir = prepare_run_dir(config)
+    with claimed(run_dir), memory_for("training", STEPS):
+        return asyncio.run(_train(config, run_dir, watcher or Nobody()))
+
+
+def resume(run_dir: Path | str, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Go on with a run that was interrupted or died; returns what `summary.json` holds then."""
+    run_dir = Path(run_dir)
+    config = run_config(run_dir)
+    if _says_finished(run_dir):
+        raise RunError(f"{run_dir} has finished: there is nothing to resume")
+    with claimed(run_dir), memory_for("training", STEPS):
+        # what died before its first checkpoint has nothing to go on from
+        begun = (run_dir / FILE_NAME).exists()
+        return asyncio.run(_train(config, run_dir, watcher or Nobody(), resumed=begun))
 
 
 def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:
@@ -101,15 +117,17 @@ def export(run_dir: Path | str, out: Path | str) -> Path:
 def prepare_run_dir(config: Config) -> Path:
     """An empty directory for a new run; an earlier run is only replaced when told to."""
     run_dir = Path(config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-    if (run_dir / FILE_NAME).exists():
-        if not config.run.overwrite:
-            raise RunError(
-                f"{run_dir} holds an earlier run. Choose another run.dir, or replace it with run.overwrite=true"
-            )
-        _remove_run(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        dump(config, run_dir / SETTINGS)
+        with claimed(run_dir):
+            if (run_dir / FILE_NAME).exists():
+                if not config.run.overwrite:
+                    raise RunError(
+                        f"{run_dir} holds an earlier run. Go on with it by `headrace resume {run_dir}`, choose another "
+                        "run.dir, or replace it with run.overwrite=true"
+                    )
+                _remove_run(run_dir)
+            dump(config, run_dir / SETTINGS)
     except OSError as error:
         raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
     return run_dir
@@ -120,7 +138,7 @@ def _remove_run(run_dir: Path) -> None:
     remove_database(run_dir)
     for name in (SUMMARY, SETTINGS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
-    for name in (WEIGHTS, START, "tensorboard", "wandb"):
+    for name in (WEIGHTS, START, CHECKPOINTS, "tensorboard", "wandb"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
@@ -140,14 +158,24 @@ def weights_dir(run_dir: Path) -> Path:
     return path
 
 
-async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, Any]:
-    place = LocalPlace(config, run_dir)
+def _says_finished(run_dir: Path) -> bool:
+    """Whether the run's summary says so."""
+    path = run_dir / SUMMARY
+    with suppress(ValueError):
+        return path.is_file() and json.loads(path.read_text()).get("finished") is True
+    return False
+
+
+async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
+    place = LocalPlace(config, run_dir, resumed=resumed)
     sinks: list[Sink] = []
     try:
         await place.scorer.start()
-        sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"))
+        past = place.ledger.rows() if place.ledger is not None else []
+        sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
         watcher.header(config, run_dir, _facts(place))
-        await _warm_start(place, watcher)
+        if not resumed:
+            await _warm_start(place, watcher)
         loop = place.loop()
 
         def on_row(row: Row) -> None:
@@ -157,11 +185,13 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
                 watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
             watcher.row(row)
 
-        loop.on_row = on_row
-        watcher.phase("evaluation before")
-        before, mismatch = await _score(place), await _self_check(place, loop, watcher)
+        loop.on_row, loop.on_note = on_row, watcher.note
+        if resumed:
+            watcher.phase("resuming")
+            watcher.note(_told(await resume_loop(loop, watcher.note)))
+        before = await _before(place, loop, watcher)
         watcher.phase("training")
-        summary = _Summary(place, loop, run_dir, {"score_before": before, "mismatch_before": mismatch})
+        summary = _Summary(place, loop, run_dir, before)
         try:
             await _interruptible(loop)
         finally:  # whatever ended the steps, what they led to is kept
@@ -179,6 +209,34 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher) -> dict[str, A
         for sink in sinks:
             sink.close()
         await place.close()
+
+
+async def _before(place: LocalPlace, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
+    """How the policy does before the first step, and how far engine and learner are apart; measured once in a run."""
+    assert place.ledger is not None
+    known = place.ledger.remembered()
+    if "before" in known:
+        return json.loads(known["before"])  # type: ignore[no-any-return]
+    found: dict[str, float | None] = {"score_before": None, "mismatch_before": None}
+    if loop.version == 0:
+        watcher.phase("evaluation before")
+        found = {"score_before": await _score(place), "mismatch_before": await _self_check(place, loop, watcher)}
+        place.ledger.remember("before", json.dumps(found))
+    return found
+
+
+def _told(restart: Restart) -> str:
+    """A restart in a sentence."""
+    done = f"resumed at step {restart.version}, from the checkpoint of step {restart.checkpoint}"
+    if restart.redone_steps:
+        done += f" and {restart.redone_steps} steps taken again"
+    if restart.lost_trajectories:
+        fate = "their prompts are started again" if restart.rule == "requeue" else "their prompts are left out"
+        done += (
+            f"; {restart.lost_trajectories} answers with {restart.lost_tokens} tokens were under way and are lost, "
+            f"{fate} (recovery.in_flight = {restart.rule})"
+        )
+    return done
 
 
 class _Summary:
@@ -283,4 +341,4 @@ def _facts(place: LocalPlace) -> dict[str, str]:
     }
 
 
-__all__ = ["evaluate_run", "export", "load_config", "train"]
+__all__ = ["evaluate_run", "export", "load_config", "resume", "train"]

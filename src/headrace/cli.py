@@ -54,6 +54,13 @@ def train(
         terminal.summary(headrace.train(_load(settings), terminal))
 
 
+@app.command()
+def resume(run: RunDir, quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")] = False) -> None:
+    """Go on with a run that was interrupted, killed, or stopped by an error."""
+    with _messages(), Terminal(quiet=quiet) as terminal:
+        terminal.summary(headrace.resume(run, terminal))
+
+
 @app.command("eval")
 def evaluate(
     run: RunDir, samples: Annotated[int | None, typer.Option(min=1, help="answers per held-out prompt")] = None

@@ -181,6 +181,16 @@ class WarmstartSection(Section):
     examples: PositiveInt = setting(64, "worked examples per supervised step")
 
 
+class RecoverySection(Section):
+    """What a restart finds, and what it does."""
+
+    every_steps: PositiveInt = setting(20, "write a checkpoint after every so many steps")
+    keep: PositiveInt = setting(2, "checkpoints that stay on disk")
+    in_flight: Literal["requeue", "drop"] = setting(
+        "requeue", "answers that were under way when the run died: start their prompts again, or leave them out"
+    )
+
+
 class LedgerSection(Section):
     """Export of the run's rows."""
 
@@ -206,6 +216,7 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     loop: LoopSection = LoopSection()
     warmstart: WarmstartSection = WarmstartSection()
+    recovery: RecoverySection = RecoverySection()
     ledger: LedgerSection = LedgerSection()
     place: PlaceSection = PlaceSection()
 

@@ -48,6 +48,8 @@ class DropReason(StrEnum):
     INCOMPLETE = "incomplete"
     SKIPPED_STEP = "skipped_step"
     RUN_ENDED = "run_ended"
+    REDONE = "redone"  # lost with a process that died; its prompt was started again
+    CRASHED = "crashed"  # lost with a process that died; its prompt was not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +164,7 @@ class Group:
     prompt: Prompt
     version: int  # of the policy when the group was admitted
     trajectories: tuple[Trajectory, ...]
+    attempt: int = 1  # a restart tries again what was under way, and only the newest attempt counts
 
     @property
     def num_sampled_tokens(self) -> int:

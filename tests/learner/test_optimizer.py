@@ -16,7 +16,7 @@ def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Paramete
 
 
 def optimizer_for(*parameters: nn.Parameter, **settings: Any) -> Optimizer:
-    return Optimizer(parameters, LearnerSection(**settings))
+    return Optimizer(((str(i), p) for i, p in enumerate(parameters)), LearnerSection(**settings))
 
 
 def gradient(of: nn.Parameter, *values: float) -> None:

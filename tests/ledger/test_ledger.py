@@ -73,6 +73,7 @@ def test_what_is_kept_of_a_trajectory(ledger, tmp_path, make_group):
         "id": "p7/1",
         "prompt_id": "p7",
         "serial": 7,
+        "attempt": 1,
         "idx": 1,
         "num_tokens": 4,
         "num_prompt_tokens": 2,
@@ -308,7 +309,7 @@ def test_opening_what_is_not_there_or_not_a_ledger(tmp_path, played_run):
         Ledger.open(other)
     with raw(played_run) as connection:
         connection.execute("UPDATE meta SET value = '0' WHERE key = 'schema'")
-    with pytest.raises(RunError, match=r"ledger layout 0.*layout 1"):
+    with pytest.raises(RunError, match=r"ledger layout 0.*layout 2"):
         Ledger.open(played_run)
 
 

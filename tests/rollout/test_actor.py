@@ -211,8 +211,8 @@ async def test_abort_gives_what_was_sampled_so_far(policy: Policy):
 
         def abort_at_first_tokens(count: int) -> None:
             if not scene.booked:
-                scene.actor.abort(0, PROMPTS[0], 2)
-                scene.actor.abort(2, PROMPTS[2], 3)
+                scene.actor.abort(0)
+                scene.actor.abort(2)
             scene.booked.append(count)
 
         scene.actor._on_sampled = abort_at_first_tokens
@@ -234,7 +234,7 @@ async def test_abort_gives_what_was_sampled_so_far(policy: Policy):
 async def test_a_group_that_starts_as_another_is_aborted_finishes(policy: Policy):
     async with acting(policy) as scene:
         old = scene.actor.start(0, PROMPTS[0], [LONG] * 2)
-        scene.actor.abort(0, PROMPTS[0], 2)
+        scene.actor.abort(0)
         new = scene.actor.start(1, PROMPTS[1], [SHORT] * 2)
         async with asyncio.timeout(30):
             trajectories = await asyncio.gather(*old, *new)
@@ -245,7 +245,7 @@ async def test_abort_leaves_evaluation_alone(policy: Policy):
     async with acting(policy) as scene:
         counted = scene.actor.start(0, PROMPTS[0], [LONG])
         evaluation = scene.actor.start(0, PROMPTS[0], [MIDDLE], counted=False)
-        scene.actor.abort(0, PROMPTS[0], 1)
+        scene.actor.abort(0)
         assert (await counted[0]).finish is FinishReason.ABORT
         assert (await evaluation[0]).num_sampled_tokens == 25
 

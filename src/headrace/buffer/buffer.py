@@ -32,8 +32,10 @@ class Buffer:
     ) -> None:
         self.policy = policy
         self.version = 0
+        self.wave = 0  # groups that are started while nothing else runs begin a new one
         self.in_flight: dict[int, int | None] = {}  # serial -> version of its first token, None before
         self.buffered: list[Group] = []
+        self._attempts: dict[int, int] = {}  # serial -> attempt, of the groups in flight
         self._held = False
         self._sieve, self._patience = sieve, patience
         self._on_buffered, self._on_drop = on_buffered, on_drop
@@ -41,6 +43,13 @@ class Buffer:
         self._wave_left = 0
         self._barren: Counter[str] = Counter()  # reasons of the groups dropped since the last good one
         self._changed = asyncio.Condition()
+
+    def restore(self, *, version: int, wave: int, buffered: list[Group]) -> None:
+        """Go on from where a run stood that ended too soon, before anything is started."""
+        self.version, self.wave, self.buffered = version, wave, buffered
+        self._committed = version * self.policy.groups_per_step + len(buffered)
+        # what a restart starts again belongs to a wave of which the rest may not have been started at all
+        self._wave_left = self.policy.capacity(version=version, committed=self._committed)
 
     # ---- the producer's side
 
@@ -60,9 +69,10 @@ class Buffer:
                     return room
                 await self._changed.wait()
 
-    def start(self, serial: int) -> int:
+    def start(self, serial: int, attempt: int = 1) -> int:
         """A group is admitted, under the version that is returned."""
-        self.in_flight[serial] = None
+        self.wave += not self.in_flight
+        self.in_flight[serial], self._attempts[serial] = None, attempt
         self._committed += 1
         self._wave_left -= 1
         return self.version
@@ -72,11 +82,17 @@ class Buffer:
         if serial in self.in_flight and self.in_flight[serial] is None:
             self.in_flight[serial] = version
 
-    async def put(self, group: Group) -> None:
-        """A group is generated and scored."""
+    async def put(self, group: Group) -> bool:
+        """A group is generated and scored; whether it waits for the learner now.
+
+        What comes of an attempt that is over, because a restart made another, changes nothing.
+        """
         async with self._changed:
-            del self.in_flight[group.serial]
+            if self._attempts.get(group.serial) != group.attempt:
+                return False
+            del self.in_flight[group.serial], self._attempts[group.serial]
             kept, dropped = self._sieve.sift(group)
+            waits = False
             if dropped:
                 self._on_drop(dropped, group, False)
             if kept is None:
@@ -89,12 +105,14 @@ class Buffer:
                 self._barren.clear()
                 self.buffered.append(kept)
                 self._on_buffered(kept)
+                waits = True
             self._changed.notify_all()
+            return waits
 
     async def lose(self, serial: int, reason: str) -> None:
         """A group left before it was complete, and why; whoever calls has booked its trajectories."""
         async with self._changed:
-            del self.in_flight[serial]
+            del self.in_flight[serial], self._attempts[serial]
             self._committed -= 1
             if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # those say nothing about the task
                 self._barren[reason] += 1

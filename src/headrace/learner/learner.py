@@ -74,13 +74,26 @@ class Learner:
         self.section = section
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        self._optimizer = Optimizer(policy.model.parameters(), section)
+        self._optimizer = Optimizer(policy.model.named_parameters(), section)
         self._reference = _frozen_copy(policy) if section.kl_coef else None
         self._packer = Packer(section.micro_batch_tokens)
         self._pending: list[tuple[Group, list[FloatArray | None]]] = []
         self._sums = _Sums()
         if section.checkpoint_activations:
             policy.checkpoint_activations()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: trained weights in full precision and the optimizer's moments."""
+        return self._optimizer.tensors()
+
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """The weights of the reference, if there is one; they never change."""
+        return {} if self._reference is None else dict(self._reference.model.named_parameters())
+
+    def loaded(self, step: int) -> None:
+        """The tensors were written to, and are those after so many steps."""
+        self._optimizer.loaded()
+        self.step_index = step
 
     @property
     def uses_reference(self) -> bool:

@@ -22,8 +22,9 @@ class Optimizer:
     A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so the sum is kept in float32.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], section: LearnerSection) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: LearnerSection) -> None:
+        trained = {name: p for name, p in named if p.requires_grad}
+        self._names, self.parameters = list(trained), list(trained.values())
         self.masters: list[Tensor] = [
             p if p.dtype in (torch.float32, torch.float64) else _master(p) for p in self.parameters
         ]
@@ -32,6 +33,26 @@ class Optimizer:
         betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a restart needs, by name; whoever writes to them calls `loaded` next."""
+        found: dict[str, Tensor] = {}
+        for name, master in zip(self._names, self.masters, strict=True):
+            state = self.adamw.state[master]
+            if "exp_avg" not in state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if self._on_gpu else "cpu")
+            kinds = ("master", master), ("mean", state["exp_avg"]), ("square", state["exp_avg_sq"])
+            found |= {f"{kind}.{name}": tensor for kind, tensor in kinds}
+            found[f"count.{name}"] = state["step"]
+        return found
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """The masters were written to: the weights follow."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
 
     def make_room(self) -> None:
         """Call it before each backward pass: the gradients of earlier ones are added up in the masters' precision."""
@@ -78,10 +99,7 @@ class Optimizer:
         if clip and norm > clip:
             torch._foreach_mul_(gradients, clip / norm)
         self.adamw.step()
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
+        self.loaded()
         return norm
 
 

@@ -23,7 +23,7 @@ def warm_start(
     on_step: Callable[[int, float], None],
 ) -> None:
     """Raise the likelihood of the worked solutions; `on_step(steps done, loss)` hears of progress."""
-    optimizer = Optimizer(policy.model.parameters(), LearnerSection(lr=section.lr, beta2=0.98))
+    optimizer = Optimizer(policy.model.named_parameters(), LearnerSection(lr=section.lr, beta2=0.98))
     for step in range(section.steps):
         sequences = [_sequence(policy, *example) for example in draw_examples(section.examples)]
         lengths = [len(tokens) for tokens, _ in sequences]

@@ -30,14 +30,15 @@ class StageSpan:
 class StageClock:
     """Seconds since the run's start, and the spans measured on it; any thread may measure."""
 
-    def __init__(self) -> None:
-        self._origin = time.monotonic()
+    def __init__(self, start_s: float = 0.0) -> None:
+        """`start_s` is where the clock of a run that goes on stood."""
+        self._origin = time.monotonic() - start_s
         self._lock = threading.Lock()
         self._finished: list[StageSpan] = []
         self._running: dict[object, StageSpan] = {}
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the run began; what lies between two processes of it does not count."""
         return time.monotonic() - self._origin
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from headrace.errors import RunError
 from headrace.ledger.schema import SCHEMA, SCHEMA_VERSION
 
 FILE_NAME = "ledger.sqlite"
+LOCK_NAME = "lock"
 _SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
@@ -49,6 +51,44 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
         try:
             _check_version(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+    return connection
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """While this lasts, no other process can train in the directory; the system ends it with the process."""
+    path = run_dir / LOCK_NAME
+    try:
+        with path.open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                lock.seek(0)
+                raise RunError(
+                    f"{run_dir} is in use: process {lock.read().strip() or '?'} is training there"
+                ) from error
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
+    except OSError as error:
+        raise RunError(f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir.") from error
+
+
+def reopen_database(run_dir: Path) -> sqlite3.Connection:
+    """Open the database of a run that ended too soon, to go on writing it."""
+    open_database(run_dir).close()  # what is missing or of another layout is refused here
+    path = run_dir / FILE_NAME
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()
             raise

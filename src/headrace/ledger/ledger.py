@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from headrace.ledger.clock import StageClock, StageSpan
-from headrace.ledger.database import FILE_NAME, close_database, create_database, explain, open_database, transaction
+from headrace.ledger.database import (
+    FILE_NAME,
+    close_database,
+    create_database,
+    explain,
+    open_database,
+    reopen_database,
+    transaction,
+)
+from headrace.ledger.journal import Attempt, Restart, encode, read_trajectories
 from headrace.ledger.row_json import plain, row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.types import Drop, Group, Row, Trajectory
+from headrace.types import Drop, DropReason, FinishReason, Group, Row, Trajectory
 
 _TRAJECTORY_COLUMNS = (
-    "id, prompt_id, serial, idx, num_tokens, num_prompt_tokens, reward, reward_parts, finish, spans, oldest_version, "
-    "submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag"
+    "id, prompt_id, serial, attempt, idx, num_tokens, num_prompt_tokens, reward, reward_parts, finish, spans, "
+    "oldest_version, submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag"
 )
 _INSERT_TRAJECTORY = (
     f"INSERT INTO trajectories ({_TRAJECTORY_COLUMNS}) VALUES ({', '.join('?' * (_TRAJECTORY_COLUMNS.count(',') + 1))})"
@@ -79,11 +88,25 @@ class Ledger:
         self._path = path
         self._clock = clock
         self._step = 1  # the step whose row comes next: what is booked now belongs to it
+        self._together = False
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
         """Make the ledger of a new run; `clock` stamps the transfers."""
         return cls(create_database(run_dir), run_dir / FILE_NAME, clock or StageClock())
+
+    @classmethod
+    def reopen(cls, run_dir: Path) -> Ledger:
+        """Go on with the ledger of a run that ended too soon; its clock goes on too."""
+        connection = reopen_database(run_dir)
+        (end_s,) = connection.execute(
+            "SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) FROM spans "
+            "UNION SELECT MAX(at_s) FROM restarts)"
+        ).fetchone()
+        ledger = cls(connection, run_dir / FILE_NAME, StageClock(start_s=end_s or 0.0))
+        (last_step,) = connection.execute("SELECT MAX(step) FROM rows").fetchone()
+        ledger._step = (last_step or 0) + 1
+        return ledger
 
     @classmethod
     def open(cls, run_dir: Path) -> Ledger:
@@ -103,12 +126,33 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Everything that is written inside is written at once, or not at all. Nothing may be awaited inside."""
+        with self._write():
+            self._together = True
+            try:
+                yield
+            finally:
+                self._together = False
+
     # What happens to tokens and trajectories, in the order of their life.
 
-    def started(self, num_trajectories: int) -> None:
-        """So many trajectories began to be generated."""
+    def started(self, num_trajectories: int, attempt: Attempt | None = None) -> None:
+        """So many trajectories of an attempt began to be generated."""
         with self._write():
             self._transfer(SOURCE, "in_flight", 0, num_trajectories)
+            if attempt is not None:
+                a = attempt
+                self._connection.execute(
+                    "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')",
+                    (a.serial, a.number, a.prompt_id, a.wave, a.version),
+                )
+
+    def closed(self, serial: int, number: int) -> None:
+        """Nothing more comes of an attempt."""
+        with self._write():
+            self._close(serial, number)
 
     def sampled(self, num_tokens: int) -> None:
         """So many tokens were sampled for trajectories in flight."""
@@ -116,12 +160,23 @@ class Ledger:
             self._transfer(SOURCE, "in_flight", num_tokens, 0)
 
     def buffered(self, group: Group) -> None:
-        """A group is complete and scored, and waits in the buffer."""
+        """A group is complete and scored, and waits in the buffer: from here on a crash does not lose it.
+
+        What comes of an attempt that a restart has replaced is refused.
+        """
         with self._write():
+            self._close(group.serial, group.attempt)
             for trajectory in group.trajectories:
-                record = _record(trajectory, group.serial, "buffered")
+                record = _record(trajectory, (group.serial, group.attempt), "buffered")
                 self._connection.execute(_INSERT_TRAJECTORY, record)
                 self._transfer("in_flight", "buffered", trajectory.num_sampled_tokens, 1, trajectory.id)
+                self._connection.execute("INSERT INTO journal VALUES (?, ?)", (trajectory.id, encode(trajectory)))
+
+    def step_begins(self, step: int, groups: Sequence[Group]) -> None:
+        """The weights are about to change: should the process die, a restart takes this step again."""
+        named = json.dumps([[int(group.serial), int(group.attempt)] for group in groups])
+        with self._write():
+            self._connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
 
     def trained(self, group: Group, *, step: int, lag_of: Callable[[Trajectory], int]) -> None:
         """A buffered group was trained on in `step`."""
@@ -142,14 +197,21 @@ class Ledger:
         *,
         source: Literal["in_flight", "buffered"],
         trajectories: Sequence[Trajectory] = (),
+        of: tuple[int, int] | None = None,
     ) -> None:
-        """Trajectories that will not be trained on; give the records of those that were finished but never buffered."""
+        """Trajectories that will not be trained on; give the records of those that were finished but never buffered.
+
+        `of` is the serial and the attempt of their group. What an earlier attempt was dropped for already is booked as
+        redone: it was generated again only because a restart had to.
+        """
         records = {trajectory.id: trajectory for trajectory in trajectories}
         with self._write():
             for drop in drops:
+                if source == "in_flight" and self._dropped_before(records.get(drop.trajectory_id), of):
+                    drop = replace(drop, reason=DropReason.REDONE)
                 account, lag = f"{DROPPED}{drop.reason}", int(drop.lag)
                 if source == "in_flight":
-                    record = _dropped_record(drop, records.get(drop.trajectory_id))
+                    record = _dropped_record(drop, records.get(drop.trajectory_id), of)
                     self._connection.execute(_INSERT_TRAJECTORY, record)
                 self._transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=lag)
                 if source == "buffered":
@@ -184,7 +246,97 @@ class Ledger:
             self._connection.execute("INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
         self._step = int(row.step) + 1
 
+    # What a restart does.
+
+    def lose(self, redo: Sequence[Attempt], reason: DropReason) -> Amount:
+        """What was in flight is gone with the process, and so are these attempts, whatever came of them by now."""
+        held = self.totals().in_flight
+        with self._write():
+            if held != Amount():
+                self._transfer("in_flight", f"{DROPPED}{reason}", held.tokens, held.trajectories)
+            self._connection.execute("UPDATE attempts SET state = ? WHERE state = 'open'", (str(reason),))
+            for attempt in redo:
+                key = (attempt.serial, attempt.number)
+                found = self._connection.execute(
+                    "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'",
+                    key,
+                ).fetchall()
+                for id, num_tokens in found:
+                    self._transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=0)
+                    self._connection.execute(
+                        "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = 0 WHERE id = ?",
+                        (str(reason), id),
+                    )
+                self._connection.execute(
+                    "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?", (str(reason), *key)
+                )
+        return held
+
+    def restarted(self, restart: Restart) -> None:
+        """A restart is complete, and the run goes on."""
+        with self._write():
+            self._connection.execute("INSERT INTO restarts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(restart))
+
+    def remember(self, key: str, value: str) -> None:
+        """A fact of the run that a restart could not measure again."""
+        with self._write():
+            self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"run:{key}", value))
+
+    def sync(self) -> None:
+        """Everything booked so far outlasts a power failure, too."""
+        self._read("PRAGMA wal_checkpoint(FULL)")
+
     # What readers ask.
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run is."""
+        return self._path.parent
+
+    @property
+    def clock(self) -> StageClock:
+        """Stamps the transfers."""
+        assert self._clock is not None
+        return self._clock
+
+    def remembered(self) -> dict[str, str]:
+        """What `remember` was told."""
+        return {k.removeprefix("run:"): v for k, v in self._read("SELECT key, value FROM meta") if k.startswith("run:")}
+
+    def attempts(self, where: str = "1", values: tuple[Any, ...] = ()) -> list[Attempt]:
+        """The attempts that a condition selects, in the order they were started."""
+        names = ("serial", "number", "prompt_id", "wave", "version")
+        found = self._read(f"SELECT {', '.join(names)} FROM attempts WHERE {where} ORDER BY wave, serial", values)
+        return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
+
+    def buffered_groups(self) -> list[tuple[int, int]]:
+        """Serial and attempt of every group that waits to be trained on."""
+        return self._read("SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered' ORDER BY serial")
+
+    def trajectories(self, serial: int, attempt: int) -> list[Trajectory]:
+        """What reached the buffer of an attempt, whole."""
+        return read_trajectories(self._connection, "t.serial = ? AND t.attempt = ?", (serial, attempt))
+
+    def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
+        """The steps that were begun after this one, each with the serials and attempts it trains on."""
+        found = self._read("SELECT step, groups FROM steps WHERE step > ? ORDER BY step", (step,))
+        return [(number, [(serial, attempt) for serial, attempt in json.loads(groups)]) for number, groups in found]
+
+    def scored_since_row(self) -> list[tuple[float, int, bool]]:
+        """Reward, tokens and whether it was cut, of what was scored since the last row and is not to be done again."""
+        found = self._read(
+            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x ON x.trajectory_id = t.id "
+            "WHERE x.debit = 'in_flight' AND x.step = ? AND t.reward IS NOT NULL AND NOT EXISTS "
+            "(SELECT 1 FROM attempts a WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
+            (self._step,),
+        )
+        return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
+
+    def restarts(self) -> list[Restart]:
+        """All restarts of the run."""
+        names = [field.name for field in fields(Restart)]
+        found = self._read(f"SELECT {', '.join(names)} FROM restarts ORDER BY number")
+        return [Restart(**dict(zip(names, values, strict=True))) for values in found]
 
     def balance(self) -> dict[str, tuple[int, int]]:
         """Tokens and trajectories per account, as booked: `generated` is below zero and all add up to zero."""
@@ -229,7 +381,7 @@ class Ledger:
         return [StageSpan(**dict(zip(names, values, strict=True))) for values in found]
 
     def _write(self) -> AbstractContextManager[None]:
-        return transaction(self._connection, self._path)
+        return nullcontext() if self._together else transaction(self._connection, self._path)
 
     def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         try:
@@ -238,6 +390,25 @@ class Ledger:
             raise  # our mistake, not the user's
         except sqlite3.DatabaseError as error:
             raise explain(error, self._path) from error
+
+    def _dropped_before(self, trajectory: Trajectory | None, of: tuple[int, int] | None) -> bool:
+        """Whether an earlier attempt at this trajectory came to an end of its own, and was dropped."""
+        if trajectory is None or of is None or of[1] == 1:
+            return False
+        query = (
+            "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? AND state = 'dropped' "
+            "AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
+        )
+        return self._connection.execute(query, (*of, int(trajectory.index))).fetchone() is not None
+
+    def _close(self, serial: int, number: int) -> None:
+        """An attempt ends; one that is over already, because a restart replaced it, is refused."""
+        found = self._connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
+        if found and (number, "open") not in found:
+            raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
+        self._connection.execute(
+            "UPDATE attempts SET state = 'closed' WHERE serial = ? AND number = ?", (int(serial), int(number))
+        )
 
     def _transfer(
         self,
@@ -260,7 +431,7 @@ class Ledger:
 
 
 def _record(
-    trajectory: Trajectory, serial: int | None, state: str, reason: str | None = None, lag: int | None = None
+    trajectory: Trajectory, of: tuple[int, int] | None, state: str, reason: str | None = None, lag: int | None = None
 ) -> tuple[Any, ...]:
     """The columns of a finished trajectory."""
     sampled, timing = trajectory.sampled, trajectory.timing
@@ -268,7 +439,7 @@ def _record(
     return (
         trajectory.id,
         trajectory.prompt_id,
-        serial,
+        *(of or (None, None)),
         int(trajectory.index),
         trajectory.num_sampled_tokens,
         num_prompt_tokens,
@@ -287,11 +458,11 @@ def _record(
     )
 
 
-def _dropped_record(drop: Drop, trajectory: Trajectory | None) -> tuple[Any, ...]:
+def _dropped_record(drop: Drop, trajectory: Trajectory | None, of: tuple[int, int] | None) -> tuple[Any, ...]:
     """The columns of a trajectory that never reached the buffer; of an aborted one only what the drop says is known."""
     reason, lag = str(drop.reason), int(drop.lag)
     if trajectory is not None:
-        return _record(trajectory, None, "dropped", reason, lag)
+        return _record(trajectory, of, "dropped", reason, lag)
     reward = None if drop.reward is None else float(drop.reward)
-    known = (drop.trajectory_id, drop.prompt_id, None, None, int(drop.num_tokens), None, reward)
+    known = (drop.trajectory_id, drop.prompt_id, *(of or (None, None)), None, int(drop.num_tokens), None, reward)
     return (*known, "{}", None, "[]", None, None, None, None, None, "dropped", reason, lag)

@@ -4,7 +4,7 @@ Every amount moves from one account to another, so all accounts always add up to
 generated = trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
 """
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 SOURCE = "generated"
 DROPPED = "dropped:"
 
@@ -32,7 +32,9 @@ CREATE TABLE transfers (
     CHECK ((debit = 'generated' AND credit = 'in_flight')
         OR (debit = 'in_flight' AND (credit = 'buffered' OR credit GLOB 'dropped:?*'))
         OR (debit = 'buffered' AND (credit = 'trained' OR credit GLOB 'dropped:?*'))),
-    CHECK (debit = 'generated' OR (trajectory_id IS NOT NULL AND trajectories = 1))
+    -- only what a crash took away leaves without a name: nobody knows any more which trajectory had how many tokens
+    CHECK (debit = 'generated' OR (trajectory_id IS NOT NULL AND trajectories = 1)
+        OR (debit = 'in_flight' AND credit IN ('dropped:redone', 'dropped:crashed')))
 );
 -- A trajectory leaves each account once: so it is trained on once, or dropped once, and never both.
 CREATE UNIQUE INDEX transfers_leave_once ON transfers (trajectory_id, debit) WHERE trajectory_id IS NOT NULL;
@@ -41,6 +43,7 @@ CREATE TABLE trajectories (
     id TEXT PRIMARY KEY,
     prompt_id TEXT NOT NULL,
     serial INTEGER,
+    attempt INTEGER,
     idx INTEGER,
     num_tokens INTEGER NOT NULL CHECK (typeof(num_tokens) = 'integer' AND num_tokens >= 0),
     num_prompt_tokens INTEGER,
@@ -61,6 +64,36 @@ CREATE TABLE trajectories (
     CHECK ((state = 'trained') = (trained_step IS NOT NULL))
 );
 CREATE INDEX trajectories_by_state ON trajectories (state);
+CREATE INDEX trajectories_by_serial ON trajectories (serial);
+
+-- The tokens of what reached the buffer: what a restart trains on, and what `headrace show` prints.
+CREATE TABLE journal (trajectory_id TEXT PRIMARY KEY REFERENCES trajectories (id), data BLOB NOT NULL);
+
+CREATE TABLE attempts (
+    serial INTEGER NOT NULL,
+    number INTEGER NOT NULL CHECK (number >= 1),
+    prompt_id TEXT NOT NULL,
+    wave INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('open', 'closed', 'redone', 'crashed')),
+    PRIMARY KEY (serial, number)
+);
+CREATE UNIQUE INDEX attempts_one_open ON attempts (serial) WHERE state = 'open';
+
+-- Written before the weights change: what each step trains on, in order, as [serial, attempt].
+CREATE TABLE steps (step INTEGER PRIMARY KEY, groups TEXT NOT NULL);
+
+CREATE TABLE restarts (
+    number INTEGER PRIMARY KEY,
+    at_s REAL NOT NULL,
+    checkpoint INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    rule TEXT NOT NULL,
+    redone_steps INTEGER NOT NULL,
+    retrained_tokens INTEGER NOT NULL,
+    lost_tokens INTEGER NOT NULL,
+    lost_trajectories INTEGER NOT NULL
+);
 
 CREATE VIEW drops AS
     SELECT id AS trajectory_id, prompt_id, drop_reason AS reason, num_tokens, lag, reward

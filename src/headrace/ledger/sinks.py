@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,22 @@ from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.sink_jsonl import JsonlSink
 from headrace.roles import Sink
+from headrace.types import Row
 
 
-def open_sinks(section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any]) -> list[Sink]:
-    """Open every sink in `ledger.sinks`, or none: if one fails, those already open are closed."""
+def open_sinks(
+    section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any], past: Sequence[Row] = ()
+) -> list[Sink]:
+    """Open every sink in `ledger.sinks`, or none: if one fails, those already open are closed.
+
+    `past` are the rows of a run that goes on: a text file is written anew, the others have them already.
+    """
     opened: list[Sink] = []
     try:
         for name in section.sinks:
             opened.append(_open_sink(name, section, run_dir, config_dict))
+            for row in past if name == "jsonl" else ():
+                opened[-1].write(row)
     except BaseException:
         for sink in opened:
             sink.close()

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.buffer.buffer import Buffer
 from headrace.config import Config
-from headrace.errors import StalledError
+from headrace.errors import RunError, StalledError
 from headrace.learner.learner import Learner, StepStats
 from headrace.ledger.clock import StageClock
+from headrace.ledger.journal import Attempt
 from headrace.ledger.ledger import Ledger
+from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
 from headrace.prompts.stream import PromptStream
@@ -47,6 +49,7 @@ class Stages:
     ledger: Ledger
     clock: StageClock
     device: Device
+    checkpoints: Checkpoints
 
 
 class Loop:
@@ -59,14 +62,23 @@ class Loop:
         self.interrupted = False
         self.solved = False  # whether `loop.target_reward` was reached
         self.on_row: Callable[[Row], None] = lambda row: None
-        self._rows = RowMaker(stages.ledger, stages.clock, stages.actor.engine)
+        self.on_note: Callable[[str], None] = lambda text: None
+        self.again: list[Attempt] = []  # to be started before anything else: a restart's
+        self.rows = RowMaker(stages.ledger, stages.clock, stages.actor.engine)
         self._sampling = sampling_of(config)
         self._running: dict[int, Prompt] = {}  # serial -> prompt of the groups under way
         self._taken: list[Group] = []  # groups of the step under way
         self._scoring: set[asyncio.Task[object]] = set()
         self._learning: asyncio.Task[None] | None = None
         self._ending = False
+        self._complete = False  # all steps are done: what is left over will never be trained on
+        self._writing: asyncio.Task[None] | None = None
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
+
+    @property
+    def over(self) -> bool:
+        """Whether every step is done: what was not trained on will not be."""
+        return self.solved or self.version >= self.config.loop.steps
 
     @property
     def _stopping(self) -> bool:
@@ -75,13 +87,17 @@ class Loop:
     @property
     def first_reward_failure(self) -> str:
         """Why the first answer that could not be scored could not."""
-        return self._rows.first_reward_failure
+        return self.rows.first_reward_failure
 
     async def run(self) -> None:
-        """Train until the steps are done, `interrupt` is called, or a stage fails; then account for what is left."""
-        if not self.config.loop.steps:
+        """Train until the steps are done, `interrupt` is called, or a stage fails; then account for what is left.
+
+        A run whose steps are not done can be resumed, whatever ended it.
+        """
+        if self.over:
+            self._drop_buffered()
             return
-        self._rows.begin()
+        self.rows.begin()
         self._learning = asyncio.create_task(self.learn())
         engine = asyncio.create_task(self.stages.actor.run())
         producing = asyncio.create_task(self.produce())
@@ -90,6 +106,7 @@ class Loop:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await self._end(engine, producing)
+            await self._written()
         failures = [t.exception() for t in tasks if not t.cancelled()]
         for failure in failures:
             if isinstance(failure, StalledError) and self.first_reward_failure:
@@ -106,22 +123,31 @@ class Loop:
     # ---- producing
 
     async def produce(self) -> None:
-        """Start groups whenever the buffer has room."""
+        """Start groups whenever the buffer has room; first what a restart has to start again."""
         async with asyncio.TaskGroup() as groups:
+            again, self.again = self.again, []
+            for attempt in again:
+                groups.create_task(self._start(attempt.serial, self.stages.prompts.at(attempt.serial), attempt.number))
             while True:
                 for _ in range(await self.stages.buffer.admit()):
-                    serial, prompt = self.stages.prompts.next()
-                    version = self.stages.buffer.start(serial)
-                    self._running[serial] = prompt
-                    self.stages.ledger.started(self.config.rollout.samples)
-                    # queued here, not in the task: the engine sees the whole wave before its first step
-                    futures = self.stages.actor.start(serial, prompt, [self._sampling] * self.config.rollout.samples)
-                    groups.create_task(self.produce_one(serial, prompt, version, futures))
+                    groups.create_task(self._start(*self.stages.prompts.next(), 1))
 
-    async def produce_one(
-        self, serial: int, prompt: Prompt, version: int, futures: list[asyncio.Future[Trajectory]]
-    ) -> None:
+    def _start(self, serial: int, prompt: Prompt, attempt: int) -> Coroutine[None, None, None]:
+        """Queue a group's generation; what is returned carries it on to the buffer.
+
+        Queued here, not in the task: the engine sees a whole wave before its first step.
+        """
+        stages, samples = self.stages, self.config.rollout.samples
+        version = stages.buffer.start(serial, attempt)
+        self._running[serial] = prompt
+        started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=stages.buffer.wave, version=version)
+        stages.ledger.started(samples, started)
+        futures = stages.actor.start(serial, prompt, [self._sampling] * samples, attempt=attempt)
+        return self.produce_one(started, prompt, futures)
+
+    async def produce_one(self, started: Attempt, prompt: Prompt, futures: list[asyncio.Future[Trajectory]]) -> None:
         """Carry one prompt to the buffer: each answer is scored as soon as it is complete."""
+        serial, of = started.serial, (started.serial, started.number)
         outcomes = await asyncio.gather(*(self._finish_one(prompt, future) for future in futures))
         del self._running[serial]
         failed = [(trajectory, reason) for trajectory, reason in outcomes if reason is not None]
@@ -130,11 +156,17 @@ class Loop:
             reason = DropReason.RUN_ENDED if self._ending else DropReason.INCOMPLETE
             failed += [(trajectory, reason) for trajectory in scored]
             scored = ()
-        self.drop(failed, from_buffer=False)
+        self.drop(failed, from_buffer=False, of=of)
         if scored:
-            await self.stages.buffer.put(Group(serial=serial, prompt=prompt, version=version, trajectories=scored))
+            group = Group(
+                serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=started.number
+            )
+            waits = await self.stages.buffer.put(group)
         else:
+            waits = False
             await self.stages.buffer.lose(serial, failed[0][1])
+        if not waits and (self._complete or not self._ending):  # else a restart makes another attempt
+            self.stages.ledger.closed(*of)
 
     async def _finish_one(
         self, prompt: Prompt, future: asyncio.Future[Trajectory]
@@ -156,40 +188,80 @@ class Loop:
             finally:
                 self._scoring.discard(scoring)
         if score.failure is not None:
-            self._rows.reward_failed(score.detail)
+            self.rows.reward_failed(score.detail)
             return trajectory, score.failure
         timing = replace(trajectory.timing, scored_s=self.stages.clock.now())
         trajectory = replace(trajectory, reward=score.reward, reward_parts=score.parts, timing=timing)
-        self._rows.scored(trajectory)
+        self.rows.scored(trajectory)
         return trajectory, None
 
     # ---- learning
 
     async def learn(self) -> None:
         """Train on fresh groups, publish, and only then let new groups start."""
-        for step in range(1, self.config.loop.steps + 1):
+        for step in range(self.version + 1, self.config.loop.steps + 1):
             await self._accumulate()
+            self.stages.ledger.step_begins(step, self._taken)
             stats = await self._update()
             taken, self._taken = self._taken, []
-            self._book(taken, step, stats)
-            end_s = self.stages.clock.now()
-            # before new groups may start, so that what a row counts does not depend on how long an evaluation takes
-            score = await self._score(step)
-            moved = self.stages.publisher.moved_bytes
-            row = self._rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
-            self.solved = self._reached(row)
-            last = self.solved or step == self.config.loop.steps
+            row = await self.conclude(step, taken, stats)
+            last = self.over
             if last:
                 await self.stages.buffer.hold(True)  # what would start now could never be trained on
             for serial in await self.stages.buffer.settle(self.version):
-                self.stages.actor.abort(serial, self._running[serial], self.config.rollout.samples)
+                self.stages.actor.abort(serial)
             self.on_row(row)
+            if last or step % self.config.recovery.every_steps == 0:
+                await self.checkpoint()
+            self._complete = last
             if last or self._stopping:
                 return
 
-    def _reached(self, row: Row) -> bool:
-        """Whether the mean reward of the latest steps is at `loop.target_reward`."""
-        self._rewards.append(row.reward_mean)
+    async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:
+        """Book a step that was taken, and make its row: both or neither."""
+        end_s = self.stages.clock.now()
+        # before new groups may start, so that what a row counts does not depend on how long an evaluation takes
+        score = await self._score(step) if may_evaluate else None
+        moved = self.stages.publisher.moved_bytes
+        with self.stages.ledger.together():
+            self._book(taken, step, stats)
+            row = self.rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
+        self.solved = self.reached(row.reward_mean)
+        return row
+
+    async def redo(self, groups: list[Group]) -> StepStats:
+        """Take a step again that a process took before it died: the same groups in the same order."""
+        for group in groups:
+            await self._add(group)
+        for items in self.stages.learner.rest():
+            await self._timed("train", self.stages.learner.accumulate, items)
+        return await self._update()
+
+    async def checkpoint(self) -> None:
+        """Write the present version to disk, beside the training; what is still being written is not waited for."""
+        if self._writing is not None and not self._writing.done():
+            return
+        stages, version = self.stages, self.version
+        facts = {"prompts": stages.prompts.state()}
+        with stages.clock.span("checkpoint", version=version):
+            copies = await stages.device.run(snapshot, stages.learner.tensors())
+            stages.ledger.sync()  # a checkpoint must never be ahead of the books
+
+        async def write() -> None:
+            try:
+                await asyncio.to_thread(stages.checkpoints.write, version, copies, facts)
+            except RunError as error:
+                self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")
+
+        self._writing = asyncio.create_task(write())
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    def reached(self, reward_mean: float) -> bool:
+        """Whether the mean reward of the latest steps, this one included, is at `loop.target_reward`."""
+        self._rewards.append(reward_mean)
         latest = self._rewards
         return len(latest) == latest.maxlen and sum(latest) / len(latest) >= self.config.loop.target_reward
 
@@ -199,17 +271,21 @@ class Loop:
         while len(self._taken) < self.config.loop.groups_per_step:
             group = await stages.buffer.next()
             self._taken.append(group)
-            references = None
-            if stages.learner.uses_reference:
-                references = await self._timed("reference", stages.learner.reference_logprobs, group)
-            for items in stages.learner.add(group, references):
-                await self._timed("train", stages.learner.accumulate, items)
+            await self._add(group)
         for items in stages.learner.rest():
             await self._timed("train", stages.learner.accumulate, items)
         if self.config.rollout.on_update == "drain":
             await stages.buffer.hold(True)
             await stages.actor.drain()
             await stages.buffer.hold(False)
+
+    async def _add(self, group: Group) -> None:
+        """A group's part of the gradient, as far as its micro-batches are full."""
+        learner, references = self.stages.learner, None
+        if learner.uses_reference:
+            references = await self._timed("reference", learner.reference_logprobs, group)
+        for items in learner.add(group, references):
+            await self._timed("train", learner.accumulate, items)
 
     async def _update(self) -> StepStats:
         """The optimizer step. An interrupt waits for it: once the weights change, the books have to say so."""
@@ -271,8 +347,12 @@ class Loop:
         *,
         from_buffer: bool,
         version: int | None = None,
+        of: tuple[int, int] | None = None,
     ) -> None:
-        """Book trajectories that will not be trained on; their lag is measured from `version`, or from the present."""
+        """Book trajectories that will not be trained on; their lag is measured from `version`, or from the present.
+
+        `of` names the group and the attempt of those that never reached the buffer.
+        """
         now = self.version if version is None else version
         drops = [
             Drop(
@@ -289,17 +369,21 @@ class Loop:
         if drops and from_buffer:
             self.stages.ledger.dropped(drops, source="buffered")
         elif drops:
-            self.stages.ledger.dropped(drops, source="in_flight", trajectories=records)
+            self.stages.ledger.dropped(drops, source="in_flight", trajectories=records, of=of)
 
     async def _end(self, engine: asyncio.Task[None], producing: asyncio.Task[None]) -> None:
-        """Whatever is still under way is dropped, with the reason that the run ended."""
+        """What is under way is dropped, with the reason that the run ended.
+
+        What is buffered is dropped only when all steps are done; else it waits for a restart, which makes another
+        attempt at what was under way.
+        """
         self._ending = True
         assert self._learning is not None
         self._learning.cancel()
         await asyncio.wait([self._learning])
         await self.stages.buffer.hold(True)
-        for serial, prompt in self._running.items():
-            self.stages.actor.abort(serial, prompt, self.config.rollout.samples)
+        for serial in self._running:
+            self.stages.actor.abort(serial)
         while self._running and not engine.done() and not producing.done():
             for scoring in self._scoring:
                 scoring.cancel()
@@ -307,9 +391,16 @@ class Loop:
         for task in (producing, engine):
             task.cancel()
         await asyncio.wait([producing, engine])
+        if self._complete:
+            self._drop_buffered()
+        elif self.interrupted and (engine.cancelled() or engine.exception() is None):
+            await self.checkpoint()
+        self.rows.flush()
+
+    def _drop_buffered(self) -> None:
         for group in (*self._taken, *self.stages.buffer.buffered):
             self.drop([(t, DropReason.RUN_ENDED) for t in group.trajectories], from_buffer=True)
-        self._rows.flush()
+        self._taken, self.stages.buffer.buffered = [], []
 
 
 def _cause(failure: BaseException) -> BaseException:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
-from headrace.ledger.ledger import Books, Ledger
+from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.rollout.engine import Engine
 from headrace.types import Group, Row, Trajectory
 
@@ -26,6 +28,21 @@ class RowMaker:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
         self._start_s = self._clock.now()
         self._count_laid_aside()
+
+    def restore(self, scored: list[tuple[float, int, bool]]) -> None:
+        """Go on from the last row of a run that ended too soon; `scored` is what was since then."""
+        rows = self._ledger.rows()
+        dropped: Counter[str] = Counter()
+        for row in rows:
+            dropped.update(row.dropped_tokens)
+        self._books = Books(
+            generated=Amount(tokens=sum(row.generated_tokens for row in rows)),
+            trained=Amount(tokens=sum(row.trained_tokens for row in rows)),
+            buffered=Amount(),
+            in_flight=Amount(),
+            dropped={reason: Amount(tokens=tokens) for reason, tokens in dropped.items()},
+        )
+        self._scored = scored
 
     def scored(self, trajectory: Trajectory) -> None:
         """A trajectory got its reward."""

@@ -14,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
+from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.loop import Loop, Stages
 from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for, training_bytes
@@ -32,7 +33,7 @@ START = "start"  # where the demo model is made
 class LocalPlace:
     """Builds the stages from settings and puts them where they run."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, *, resumed: bool = False) -> None:
         self.config, self.run_dir = config, run_dir
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
@@ -48,8 +49,8 @@ class LocalPlace:
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
         )
-        self.clock = StageClock()
-        self.ledger: Ledger | None = None
+        self.ledger = Ledger.reopen(run_dir) if resumed else None
+        self.clock = self.ledger.clock if self.ledger else StageClock()
         self.engine = self._engine()
         self.actor = RolloutActor(
             self.engine,
@@ -61,13 +62,18 @@ class LocalPlace:
         )
 
     def loop(self) -> Loop:
-        """The loop of a new run, with its ledger."""
+        """The loop of the run; a new one gets its ledger."""
         config = self.config
-        self.ledger = Ledger.create(self.run_dir, clock=self.clock)
+        with memory_for("the optimizer and the reference policy", LEARNER):
+            learner = self.device.call(self._learner)
+        checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
+        if self.ledger is None:
+            checkpoints.write(0, self.device.call(snapshot, learner.tensors()), {"prompts": self.prompts.state()})
+            self.ledger = Ledger.create(self.run_dir, clock=self.clock)
         lag = LagPolicy(max_lag=config.loop.max_lag, groups_per_step=config.loop.groups_per_step)
 
         def on_drop(dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
-            loop.drop(dropped, from_buffer=was_buffered)
+            loop.drop(dropped, from_buffer=was_buffered, of=(group.serial, group.attempt))
 
         buffer = Buffer(
             lag,
@@ -77,8 +83,6 @@ class LocalPlace:
             on_drop=on_drop,
         )
         self.actor.on_begun = buffer.begin
-        with memory_for("the optimizer and the reference policy", LEARNER):
-            learner = self.device.call(self._learner)
         stages = Stages(
             prompts=self.prompts,
             actor=self.actor,
@@ -89,6 +93,7 @@ class LocalPlace:
             ledger=self.ledger,
             clock=self.clock,
             device=self.device,
+            checkpoints=checkpoints,
         )
         loop = Loop(config, stages)
         return loop
@@ -104,7 +109,8 @@ class LocalPlace:
         section = self.config.model
         if section.path == "demo":
             start = self.run_dir / START
-            build_demo(start, self.config.run.seed)
+            if not (start / "config.json").exists():
+                build_demo(start, self.config.run.seed)
             section = section.model_copy(update={"path": str(start)})
         return load_policy(section)
 

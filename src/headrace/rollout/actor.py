@@ -55,11 +55,12 @@ class RolloutActor:
         self._booked = 0
 
     def start(
-        self, serial: int, prompt: Prompt, samplings: Sequence[Sampling], *, counted: bool = True
+        self, serial: int, prompt: Prompt, samplings: Sequence[Sampling], *, counted: bool = True, attempt: int = 1
     ) -> list[asyncio.Future[Trajectory]]:
         """Queue one generation per entry of `samplings`; each future gives its trajectory.
 
-        What is not `counted` (evaluation) draws other noise and stays out of the books.
+        What is not `counted` (evaluation) draws other noise and stays out of the books. A further attempt at a group
+        draws the noise of the first.
         """
         needed = len(prompt.token_ids) + max(s.max_new_tokens for s in samplings)
         if needed > self.engine.policy.max_context:
@@ -72,7 +73,8 @@ class RolloutActor:
         now_s = self._clock()
         requests, futures = [], []
         for index, sampling in enumerate(samplings):
-            id = trajectory_id(serial, prompt, index) if counted else f"eval:{trajectory_id(serial, prompt, index)}"
+            id = trajectory_id(serial, prompt, index, attempt)
+            id = id if counted else f"eval:{id}"
             future: asyncio.Future[Trajectory] = loop.create_future()
             self._pending[id] = _Pending(serial, prompt, index, now_s, counted, future)
             seed = request_seed(self._seed, int(counted), serial, index)
@@ -82,9 +84,9 @@ class RolloutActor:
         self._work.set()
         return futures
 
-    def abort(self, serial: int, prompt: Prompt, num_samples: int) -> None:
+    def abort(self, serial: int) -> None:
         """End what is left of a group; its futures give what was sampled so far."""
-        self.engine.abort({trajectory_id(serial, prompt, i) for i in range(num_samples)})
+        self.engine.abort({id for id, pending in self._pending.items() if pending.counted and pending.serial == serial})
         self._work.set()
 
     async def drain(self) -> None:
@@ -156,6 +158,6 @@ class RolloutActor:
         return text
 
 
-def trajectory_id(serial: int, prompt: Prompt, index: int) -> str:
-    """Unique in a run: the serial tells apart the epochs in which a prompt comes again."""
-    return f"{serial}:{prompt.id}/{index}"
+def trajectory_id(serial: int, prompt: Prompt, index: int, attempt: int = 1) -> str:
+    """Unique in a run: the serial tells apart the epochs in which a prompt comes again, the attempt its tries."""
+    return f"{serial}{f'.{attempt}' if attempt > 1 else ''}:{prompt.id}/{index}"

@@ -1,0 +1,143 @@
+"""Checkpoints on disk: complete or not there at all.
+
+A checkpoint is a directory with tensors as safetensors, written by `torch.distributed.checkpoint` so that any number of
+ranks can read it, and a manifest with the checksum of every file. It is written under another name, brought to the
+disk, and renamed; what a crash leaves half-written is never taken for one. What else a restart needs (groups, steps,
+the cursor) is in the ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from headrace.errors import RunError
+
+DIRECTORY, MANIFEST, TENSORS = "checkpoints", "manifest.json", "tensors"
+LAYOUT = 1
+
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it has a line for every tensor
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, its files checked.
+
+    Example:
+        Checkpoint(path=Path("runs/a/checkpoints/step-000020"), version=20, facts={"prompts": {...}})
+    """
+
+    path: Path
+    version: int
+    facts: Mapping[str, Any]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors, in place."""
+        try:
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.path / TENSORS)), no_dist=True)
+        except Exception as error:  # of many types, by what does not fit
+            raise RunError(f"the checkpoint {self.path} does not fit this model and optimizer: {error}") from error
+
+
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, which stay as they are while training goes on."""
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
+
+
+class Checkpoints:
+    """Those of one run; the newest `keep` stay."""
+
+    def __init__(self, run_dir: Path, keep: int, directory: str = DIRECTORY) -> None:
+        self._directory, self._keep = run_dir / directory, keep
+
+    def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+        """Write one, and delete the oldest. What cannot be written leaves those before it as they are."""
+        final = self._directory / f"step-{version:06}"
+        partial = self._directory / f".writing-{final.name}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            writer = HuggingFaceStorageWriter(str(partial / TENSORS), save_distributed=True)
+            save(dict(tensors), storage_writer=writer, no_dist=True)
+            files = {str(file.relative_to(partial)): _checksum(file) for file in _files(partial)}
+            manifest = {"layout": LAYOUT, "version": version, "facts": facts, "files": files}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            for path in (*_files(partial), partial / TENSORS, partial):
+                _bring_to_disk(path)
+            shutil.rmtree(final, ignore_errors=True)  # a restart may come to a version a second time
+            partial.rename(final)
+            _bring_to_disk(self._directory)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RunError(f"the checkpoint of step {version} could not be written: {_reason(error)}") from error
+        for old in self._complete()[self._keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
+        """The newest one whose files are what they were; `on_damage` hears of those that are not."""
+        for path in self._complete():
+            try:
+                return _checked(path)
+            except (RunError, OSError, ValueError, KeyError) as error:
+                on_damage(f"the checkpoint {path} is damaged ({error}); the one before it is used")
+        return None
+
+    def _complete(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self._directory.glob("step-*"), reverse=True) if self._directory.is_dir() else []
+
+
+def _checked(path: Path) -> Checkpoint:
+    manifest = json.loads((path / MANIFEST).read_text())
+    if manifest["layout"] != LAYOUT:
+        raise RunError(f"it has layout {manifest['layout']}, and this version of headrace reads layout {LAYOUT}")
+    for name, expected in manifest["files"].items():
+        file = (path / name).resolve()
+        if not file.is_relative_to(path.resolve()):
+            raise RunError(f"its manifest names a file outside: {name}")
+        if _checksum(file) != expected:
+            raise RunError(f"{name} is not what was written")
+    return Checkpoint(path, manifest["version"], manifest["facts"])
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _bring_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause: the libraries between wrap a full disk several times."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
