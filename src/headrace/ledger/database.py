@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from headrace import __version__
 from headrace.errors import RunError
@@ -62,22 +63,8 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
 @contextlib.contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
     """While this lasts, no other process can train in the directory; the system ends it with the process."""
-    path = run_dir / LOCK_NAME
-    try:
-        with path.open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                lock.seek(0)
-                raise RunError(
-                    f"{run_dir} is in use: process {lock.read().strip() or '?'} is training there"
-                ) from error
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
-            yield
-    except OSError as error:
-        raise RunError(f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir.") from error
+    with _locked(run_dir):
+        yield
 
 
 def reopen_database(run_dir: Path) -> sqlite3.Connection:
@@ -140,6 +127,28 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
     return RunError(f"The ledger {path} cannot be used: {error}.")
+
+
+def _locked(run_dir: Path) -> IO[str]:
+    """The lock's file, locked and with this process's id in it."""
+    try:
+        lock = (run_dir / LOCK_NAME).open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        except BlockingIOError as error:
+            with lock:
+                lock.seek(0)
+                owner = lock.read().strip() or "?"
+            raise RunError(f"{run_dir} is in use: process {owner} is training there") from error
+        except OSError:
+            lock.close()
+            raise
+    except OSError as error:
+        raise RunError(f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir.") from error
+    return lock
 
 
 def _claim(path: Path) -> None:
