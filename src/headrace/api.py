@@ -28,19 +28,17 @@ from headrace.errors import RunError
 from headrace.learner.supervised import warm_start
 from headrace.ledger.database import FILE_NAME, claimed, remove_database
 from headrace.ledger.journal import Restart
+from headrace.ledger.runs import CHECKPOINTS, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
 from headrace.ledger.sinks import open_sinks
-from headrace.loop.checkpoint import DIRECTORY as CHECKPOINTS
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
-from headrace.place.local import START, LocalPlace
+from headrace.place.local import LocalPlace
 from headrace.place.memory import STEPS, memory_for
 from headrace.roles import Sink
 from headrace.types import Row
-
-SETTINGS, SUMMARY, WEIGHTS = "config.toml", "summary.json", "model"
 
 
 class Watcher(Protocol):
@@ -87,7 +85,7 @@ def resume(run_dir: Path | str, watcher: Watcher | None = None) -> dict[str, Any
     """Go on with a run that was interrupted or died; returns what `summary.json` holds then."""
     run_dir = Path(run_dir)
     config = run_config(run_dir)
-    if _says_finished(run_dir):
+    if says_finished(run_dir):
         raise RunError(f"{run_dir} has finished: there is nothing to resume")
     with claimed(run_dir), memory_for("training", STEPS):
         # what died before its first checkpoint has nothing to go on from
@@ -142,28 +140,12 @@ def _remove_run(run_dir: Path) -> None:
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
-def run_config(run_dir: Path) -> Config:
-    """The resolved settings of a run."""
-    path = run_dir / SETTINGS
-    if not path.exists():
-        raise RunError(f"{run_dir} is not a run directory: it has no {SETTINGS}")
-    return load_config(path, [])
-
-
 def weights_dir(run_dir: Path) -> Path:
     """Where a run left its weights."""
     path = run_dir / WEIGHTS
     if not path.exists():
         raise RunError(f"{run_dir} has no weights: there is no {WEIGHTS} directory in it; did the run finish?")
     return path
-
-
-def _says_finished(run_dir: Path) -> bool:
-    """Whether the run's summary says so."""
-    path = run_dir / SUMMARY
-    with suppress(ValueError):
-        return path.is_file() and json.loads(path.read_text()).get("finished") is True
-    return False
 
 
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:

@@ -17,7 +17,10 @@ from headrace.config_file import DEMO, explain, load_config, to_toml
 from headrace.errors import HeadraceError
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
+from headrace.ledger.runs import read_runs
+from headrace.ledger.show import read_details, read_trajectory, token_texts
 from headrace.terminal import Terminal
+from headrace.terminal_runs import RunsTerminal
 
 app = typer.Typer(
     help="Headrace trains language models by reinforcement learning.",
@@ -25,6 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+LAST_ROWS = 8  # of a run that is shown
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 
@@ -95,6 +100,28 @@ def audit(run: RunDir) -> None:
             terminal.console.print(f"- {problem}")
         terminal.console.print("the books do not balance" if problems else "the books balance")
         raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
+) -> None:
+    """List the runs in a directory: how each stands, how far it came, and what it learnt."""
+    with _messages(), RunsTerminal() as terminal:
+        terminal.runs(read_runs(directory))
+
+
+@app.command()
+def show(
+    run: RunDir,
+    trajectory: Annotated[str | None, typer.Option(metavar="ID", help="one answer, token by token")] = None,
+) -> None:
+    """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
+    with _messages(), RunsTerminal() as terminal:
+        if trajectory is None:
+            terminal.run(read_details(run, num_rows=LAST_ROWS))
+        else:
+            terminal.trajectory(read_trajectory(run, trajectory), token_texts(run))
 
 
 @app.command()

@@ -18,10 +18,10 @@ from typing import Any
 from headrace.ledger.database import FILE_NAME, explain, open_database
 from headrace.ledger.ledger import Books, Ledger
 from headrace.ledger.row_json import row_from_json
+from headrace.ledger.runs import SUMMARY
 from headrace.ledger.schema import DROPPED, SCHEMA
 from headrace.types import Row
 
-SUMMARY_NAME = "summary.json"
 _SHOWN = 5  # examples per kind of problem
 
 _ENTRIES = """
@@ -155,14 +155,14 @@ def _schema_problems(connection: sqlite3.Connection) -> Iterator[str]:
 
 def _says_finished(run_dir: Path) -> tuple[bool, list[str]]:
     """Whether the run's summary has `finished: true`; a run without a summary has not finished."""
-    path = run_dir / SUMMARY_NAME
+    path = run_dir / SUMMARY
     if not path.is_file():
         return False, []
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         return summary.get("finished") is True, []
     except (ValueError, AttributeError) as error:
-        return False, [f"{SUMMARY_NAME} cannot be read: {error}"]
+        return False, [f"{SUMMARY} cannot be read: {error}"]
 
 
 def _sentences(sentence: str, findings: Iterable[tuple[Any, ...]]) -> Iterator[str]:

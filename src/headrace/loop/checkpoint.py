@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from headrace.errors import RunError
+from headrace.ledger.runs import CHECKPOINTS
 
-DIRECTORY, MANIFEST, TENSORS = "checkpoints", "manifest.json", "tensors"
+MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it has a line for every tensor
@@ -65,7 +66,7 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Checkpoints:
     """Those of one run; the newest `keep` stay."""
 
-    def __init__(self, run_dir: Path, keep: int, directory: str = DIRECTORY) -> None:
+    def __init__(self, run_dir: Path, keep: int, directory: str = CHECKPOINTS) -> None:
         self._directory, self._keep = run_dir / directory, keep
 
     def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:

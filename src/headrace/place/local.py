@@ -14,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.runs import START
 from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.loop import Loop, Stages
 from headrace.place.device import DeviceThread
@@ -26,8 +27,6 @@ from headrace.reward.scorer import Scorer
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
 from headrace.types import Group, Trajectory
-
-START = "start"  # where the demo model is made
 
 
 class LocalPlace:
