@@ -20,6 +20,7 @@ from headrace.ledger.token_texts import TokenTexts
 from headrace.terminal import Terminal
 from headrace.types import DropReason, FinishReason, Row, Trajectory
 
+MOST_PROBLEMS = 3  # told at length below the list of runs
 TOKEN_COLUMNS = 40  # characters for a token with its number, log-prob and version
 LONGEST_WORD = 14  # of a token's text, with its quotes
 
@@ -49,21 +50,23 @@ class RunsTerminal(Terminal):
 
     def runs(self, found: Sequence[RunFacts]) -> None:
         """A line for each, and below what can be done about those that did not finish."""
-        name = Column("run", overflow="fold")
-        numbers = [Column(title, justify="right") for title in ("steps", "held-out", "restarts", "trained tokens")]
-        table = Table(name, Column("state", no_wrap=True), *numbers, Column("written", no_wrap=True), box=None)
+        name, state = Column("run", overflow="fold"), Column("state", no_wrap=True)
+        numbers = [Column(title, justify="right") for title in ("steps", "held-out", "restarts", "trained")]
+        table = Table(name, state, *numbers, Column("written", no_wrap=True), box=None, pad_edge=False)
         for facts in found:
-            cells = [f"{facts.steps}/{facts.wanted_steps}", self._scores(facts)]
-            cells += [str(facts.num_restarts or "-"), f"{facts.trained_tokens:,}"]
+            cells = [f"{facts.steps}/{facts.wanted_steps}", self._scores(facts).replace(" ", "")]
+            cells += [str(facts.num_restarts or "-"), _short(facts.trained_tokens)]
             if facts.state is RunState.UNREADABLE:
                 cells = [""] * len(cells)
-            run = facts.path.name or str(facts.path)
-            table.add_row(Text(run), facts.state, *cells, _ago(facts.written))
+            table.add_row(Text(facts.path.name or str(facts.path)), facts.state, *cells, _ago(facts.written))
         self._print(table)
-        for facts in found:
-            if facts.state is RunState.UNREADABLE or (facts.state is RunState.STOPPED and not facts.can_be_resumed):
-                self._print()
-                self._paragraph(f"{facts.path.name}: {self._standing(facts)}")
+        lost = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE) and not f.can_be_resumed]
+        for facts in lost[:MOST_PROBLEMS]:
+            self._print()
+            self._paragraph(f"{facts.path.name}: {self._standing(facts)}")
+        if len(lost) > MOST_PROBLEMS:
+            self._print()
+            self._paragraph(f"... and {len(lost) - MOST_PROBLEMS} more; `headrace show` says what is wrong with each")
         self._next([("resume", facts.path, "") for facts in found if facts.can_be_resumed])
 
     def run(self, details: RunDetails) -> None:
@@ -244,6 +247,14 @@ def _why(reason: str) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _short(number: int) -> str:
+    """In a few characters."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= 10 * size:
+            return f"{number / size:,.0f} {unit}"
+    return f"{number:,}"
 
 
 def _printable(text: str) -> str:

@@ -22,7 +22,7 @@ def test_a_second_claim_is_refused_and_names_the_first(tmp_path: Path):
 
 
 def test_an_error_while_training_is_not_taken_for_one_of_the_lock(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="problems.jsonl"), claimed(tmp_path):
+    with pytest.raises(FileNotFoundError, match="problems"), claimed(tmp_path):
         (tmp_path / "problems.jsonl").read_text()
 
 
