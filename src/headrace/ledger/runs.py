@@ -21,7 +21,9 @@ from headrace.config_file import load_config
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME, LOCK_NAME, explain, open_database
 
-SETTINGS, SUMMARY, WEIGHTS, START, CHECKPOINTS = "config.toml", "summary.json", "model", "start", "checkpoints"
+# What lies in a run directory besides the ledger: files, and directories.
+SETTINGS, SUMMARY = "config.toml", "summary.json"
+WEIGHTS, START, CHECKPOINTS, REFERENCE = "model", "start", "checkpoints", "reference"
 
 
 class RunState(StrEnum):
