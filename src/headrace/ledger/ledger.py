@@ -210,6 +210,8 @@ class Ledger:
         """
         records = {trajectory.id: trajectory for trajectory in trajectories}
         with self._write():
+            if of is not None and source == "in_flight":
+                self._check_open(*of)
             for drop in drops:
                 if source == "in_flight" and self._dropped_before(records.get(drop.trajectory_id), of):
                     drop = replace(drop, reason=DropReason.REDONE)
@@ -261,11 +263,9 @@ class Ledger:
             self._connection.execute("UPDATE attempts SET state = ? WHERE state = 'open'", (str(reason),))
             for attempt in redo:
                 key = (attempt.serial, attempt.number)
-                found = self._connection.execute(
-                    "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'",
-                    key,
-                ).fetchall()
-                for id, num_tokens in found:
+                where = "serial = ? AND attempt = ? AND state = 'buffered'"
+                buffered = f"SELECT id, num_tokens FROM trajectories WHERE {where}"
+                for id, num_tokens in self._connection.execute(buffered, key).fetchall():
                     self._transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=0)
                     self._connection.execute(
                         "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = 0 WHERE id = ?",
@@ -431,14 +431,16 @@ class Ledger:
         values = (a.serial, a.number, a.prompt_id, a.wave, a.version)
         self._connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", values)
 
-    def _close(self, serial: int, number: int) -> None:
-        """An attempt ends; one that is over already, because a restart replaced it, is refused."""
+    def _check_open(self, serial: int, number: int) -> None:
+        """Refuse what comes of an attempt that is over already, because a restart replaced it."""
         found = self._connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
-        self._connection.execute(
-            "UPDATE attempts SET state = 'closed' WHERE serial = ? AND number = ?", (int(serial), int(number))
-        )
+
+    def _close(self, serial: int, number: int) -> None:
+        self._check_open(serial, number)
+        query = "UPDATE attempts SET state = 'closed' WHERE serial = ? AND number = ?"
+        self._connection.execute(query, (int(serial), int(number)))
 
     def _transfer(
         self,
