@@ -198,9 +198,11 @@ class Recovery(RuleBasedStateMachine):
 
     def agrees_with_the_process(self, found: dict[str, list[Any]], newest: dict[int, tuple[int, str]]) -> None:
         process = self.process
-        again = {again.attempt.serial for again in process.loop.again}
-        assert {serial for serial, (_, state) in newest.items() if state == "open"} == set(process.buffer.in_flight)
-        assert {serial for serial, (_, state) in newest.items() if state == "redone"} == again
+        by_state: dict[str, set[int]] = {"open": set(process.buffer.in_flight), "redone": set()}
+        for again in process.loop.again:  # the attempt of what is gone on with is in the books already
+            by_state["redone" if again.so_far is None else "open"].add(again.attempt.serial)
+        for state, serials in by_state.items():
+            assert serials == {serial for serial, (_, found_state) in newest.items() if found_state == state}
         waiting = sorted(group.serial for group in (*process.buffer.buffered, *process.taken))
         assert waiting == sorted({serial for serial, _, state, *_ in found["groups"] if state == "buffered"})
         held = len(found["rows"]) * self.world.groups_per_step + len(waiting) + len(process.buffer.in_flight)

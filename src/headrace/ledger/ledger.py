@@ -263,17 +263,14 @@ class Ledger:
             self._connection.execute("UPDATE attempts SET state = ? WHERE state = 'open'", (str(reason),))
             for attempt in redo:
                 key = (attempt.serial, attempt.number)
-                where = "serial = ? AND attempt = ? AND state = 'buffered'"
-                buffered = f"SELECT id, num_tokens FROM trajectories WHERE {where}"
-                for id, num_tokens in self._connection.execute(buffered, key).fetchall():
+                sql = "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
+                for id, num_tokens in self._read(sql, key):
                     self._transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=0)
                     self._connection.execute(
                         "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = 0 WHERE id = ?",
                         (str(reason), id),
                     )
-                self._connection.execute(
-                    "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?", (str(reason), *key)
-                )
+                self._mark(*key, reason)
         return held
 
     def carry_on(self, attempts: Sequence[Attempt], kept_tokens: int) -> Amount:
@@ -283,9 +280,9 @@ class Ledger:
             if lost:
                 self._transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", lost, 0)
             for a in attempts:
-                self._connection.execute(
-                    "UPDATE attempts SET state = 'redone' WHERE serial = ? AND number = ?", (a.serial, a.number)
-                )
+                self._mark(a.serial, a.number, DropReason.REDONE)
+                gone = self._read("SELECT id FROM trajectories WHERE serial = ? AND attempt = ?", (a.serial, a.number))
+                self._transfer(SOURCE, "in_flight", 0, len(gone))  # dropped by now: generated again with the others
                 self._open(replace(a, number=a.number + 1))
         return Amount(tokens=lost)
 
@@ -295,7 +292,7 @@ class Ledger:
             write_partials(self._connection, partials)
 
     def partials(self, serial: int) -> dict[int, Trajectory]:
-        """By index, what was kept of a group under way."""
+        """By index, what was kept of a group under way, without answers that were dropped since."""
         return read_partials(self._connection, serial)
 
     def restarted(self, restart: Restart) -> None:
@@ -439,8 +436,11 @@ class Ledger:
 
     def _close(self, serial: int, number: int) -> None:
         self._check_open(serial, number)
-        query = "UPDATE attempts SET state = 'closed' WHERE serial = ? AND number = ?"
-        self._connection.execute(query, (int(serial), int(number)))
+        self._mark(serial, number, "closed")
+
+    def _mark(self, serial: int, number: int, state: str) -> None:
+        query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"
+        self._connection.execute(query, (str(state), int(serial), int(number)))
 
     def _transfer(
         self,
