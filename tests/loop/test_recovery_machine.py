@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from played_runs import GOOD, KINDS, SAMPLES, TRAINED, Process, World, delivered
@@ -251,7 +251,11 @@ class Recovery(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-Recovery.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+# Explaining a failure traces every line, which takes minutes here.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+Recovery.TestCase.settings = settings(
+    max_examples=20, stateful_step_count=40, deadline=None, derandomize=True, phases=PHASES
+)
 TestRecovery = Recovery.TestCase
 
 
