@@ -35,6 +35,7 @@ from headrace.loop.loop import Loop, sampling_of
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
+from headrace.loop.watchdog import STACKS, Watchdog
 from headrace.place.local import START, LocalPlace
 from headrace.place.memory import STEPS, memory_for
 from headrace.roles import Sink
@@ -136,7 +137,7 @@ def prepare_run_dir(config: Config) -> Path:
 def _remove_run(run_dir: Path) -> None:
     """Delete what an earlier run left, and nothing else: a new run that fails must not pass off old weights."""
     remove_database(run_dir)
-    for name in (SUMMARY, SETTINGS, "rows.jsonl"):
+    for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
     for name in (WEIGHTS, START, CHECKPOINTS, "tensorboard", "wandb"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
@@ -169,8 +170,11 @@ def _says_finished(run_dir: Path) -> bool:
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
     place = LocalPlace(config, run_dir, resumed=resumed)
     sinks: list[Sink] = []
+    limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
+    watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir)
     try:
         await place.scorer.start()
+        watchdog.start()
         past = place.ledger.rows() if place.ledger is not None else []
         sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
         watcher.header(config, run_dir, _facts(place))
@@ -194,8 +198,9 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         summary = _Summary(place, loop, run_dir, before)
         try:
             await _interruptible(loop)
-        finally:  # whatever ended the steps, what they led to is kept
-            place.policy.save(run_dir / WEIGHTS)
+        finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
+            if not watchdog.hung:
+                place.policy.save(run_dir / WEIGHTS)
             summary.write(finished=False, after=None)
         if loop.interrupted:
             return summary.content
@@ -206,9 +211,11 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         watcher.phase("evaluation after")
         return summary.write(finished=True, after=await _score(place))
     finally:
+        watchdog.stop()
         for sink in sinks:
             sink.close()
-        await place.close()
+        await place.close(hung=bool(watchdog.hung))
+        watchdog.check()
 
 
 async def _before(place: LocalPlace, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -279,10 +286,12 @@ async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
     def on_step(done: int, loss: float) -> None:
         if stopped.is_set():
             raise RunError("interrupted")
+        place.clock.moved("warm start")
         events.call_soon_threadsafe(watcher.progress, done, section.steps, f"loss {loss:.3f}")
 
     try:
-        await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
+        with place.clock.span("warm start"):
+            await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
     finally:
         stopped.set()  # a cancelled wait does not stop the device thread
 

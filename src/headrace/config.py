@@ -189,6 +189,9 @@ class RecoverySection(Section):
     in_flight: Literal["requeue", "drop"] = setting(
         "requeue", "answers that were under way when the run died: start their prompts again, or leave them out"
     )
+    hang_s: NonNegativeFloat = setting(
+        600.0, "stop the run when nothing has moved for so long (and reward.timeout_s besides); 0 is off"
+    )
 
 
 class LedgerSection(Section):

@@ -25,6 +25,7 @@ from headrace.ledger.ledger import Ledger
 from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
+from headrace.loop.watchdog import beside
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
@@ -70,7 +71,7 @@ class Loop:
         self._taken: list[Group] = []  # groups of the step under way
         self._scoring: set[asyncio.Task[object]] = set()
         self._learning: asyncio.Task[None] | None = None
-        self._ending = False
+        self._ending = self._abandoned = False
         self._complete = False  # all steps are done: what is left over will never be trained on
         self._writing: asyncio.Task[None] | None = None
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
@@ -82,7 +83,7 @@ class Loop:
 
     @property
     def _stopping(self) -> bool:
-        return self.interrupted or self._ending
+        return (self.interrupted or self._ending) and not self._abandoned
 
     @property
     def first_reward_failure(self) -> str:
@@ -104,9 +105,14 @@ class Loop:
         tasks = (engine, self._learning, producing)  # a failure of the first fails the others too
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
             await self._end(engine, producing)
             await self._written()
+        except asyncio.CancelledError:  # from outside: at once, as by a kill. A restart finds out what was under way
+            self._abandoned = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
         failures = [t.exception() for t in tasks if not t.cancelled()]
         for failure in failures:
             if isinstance(failure, StalledError) and self.first_reward_failure:
@@ -249,7 +255,8 @@ class Loop:
 
         async def write() -> None:
             try:
-                await asyncio.to_thread(stages.checkpoints.write, version, copies, facts)
+                with stages.clock.span("checkpoint", version=version):
+                    await beside(stages.checkpoints.write, version, copies, facts)
             except RunError as error:
                 self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")
 

@@ -69,6 +69,7 @@ class Engine:
         self.policy = policy
         self.version = 0
         self.sampled_tokens = 0  # counted ones, ever
+        self.computed_tokens = 0  # of prompts and answers, counted or not: as long as it grows, something moves
         self.prefill_tokens = prefill_tokens
         self.preemptions = 0  # times a sequence had to make room, ever
         self.parks = 0  # times one was laid aside at `max_wall_s`, ever
@@ -202,6 +203,7 @@ class Engine:
             family.routes.append(part)
         self._start(complete, last_hidden)
         self._prefilling = [f for f in self._prefilling if f.place >= 0]
+        self.computed_tokens += budget - left
         return budget - left
 
     def _start(self, complete: list[tuple[_Family, int]], last_hidden: torch.Tensor) -> None:
@@ -287,6 +289,7 @@ class Engine:
         ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
         fresh = self._rows.sampled[first:] - had
         self.sampled_tokens += int(fresh[self._rows.counted[first:]].sum())
+        self.computed_tokens += int(fresh.sum())
         if ended and self._drafter is not None:
             self._drafter.learn(self._rows)
         for row, finish in sorted(ended.items(), reverse=True):

@@ -1,0 +1,103 @@
+"""Ends a run in which nothing moves any more, with a message instead of silence.
+
+A kernel, a lock or a file system that never answers holds up its stage, and all others wait for that one. The watchdog
+looks at what has been done. When that has not changed for long, it says which stage is at work, writes down where every
+thread stands, and cancels the run. What hangs is left where it is: the books are as after a kill, and a restart goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.errors import HungError
+from headrace.ledger.clock import StageClock
+
+STACKS = "stacks.txt"
+ROUNDS = 20  # looks within the time that counts as hung
+MOST_S = 5.0  # between two looks
+
+Result = TypeVar("Result")
+
+
+class Watchdog:
+    """Watches the task that starts it. `progress` says what has been done: equal answers mean that nothing was."""
+
+    def __init__(self, limit_s: float, progress: Callable[[], object], clock: StageClock, run_dir: Path) -> None:
+        self.hung = ""  # what is wrong, once nothing moves
+        self._limit_s, self._progress, self._clock, self._run_dir = limit_s, progress, clock, run_dir
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Watch from here on; a limit of 0 watches nothing."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._limit_s:
+            self._watching = asyncio.create_task(self._watch(task))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def check(self) -> None:
+        """Raise HungError if it was this watchdog that ended the run."""
+        if self.hung:
+            raise HungError(self.hung) from None
+
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        """Count quiet looks, not seconds: while the machine sleeps or this thread is busy, nothing could have moved."""
+        pause_s = min(self._limit_s / ROUNDS, MOST_S)
+        quiet_s, before = 0.0, self._progress()
+        while quiet_s < self._limit_s:
+            await asyncio.sleep(pause_s)
+            now = self._progress()
+            quiet_s, before = (quiet_s + pause_s if now == before else 0.0), now
+        self.hung = (
+            f"nothing has moved for {self._limit_s:g} s (recovery.hang_s): {self._at_work()}. Where all threads stand "
+            f"is in {self._run_dir / STACKS}. Nothing is lost: `headrace resume {self._run_dir}` goes on with the run"
+        )
+        with suppress(OSError):
+            write_stacks(self._run_dir / STACKS)
+        task.cancel()
+
+    def _at_work(self) -> str:
+        spans = sorted(self._clock.running(), key=lambda span: span.start_s)
+        first = {span.stage: span for span in reversed(spans)}  # of each stage the one that began first
+        if not first:
+            return "no stage is at work, all wait for each other"
+        return ", ".join(f"{stage} has been at work for {s.end_s - s.start_s:.0f} s" for stage, s in first.items())
+
+
+def write_stacks(path: Path) -> None:
+    """Where all threads of this process stand, and what its coroutines wait for."""
+    with path.open("w") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        for task in asyncio.all_tasks():
+            file.write(f"\n{task.get_name()} waits (most recent call last):\n")
+            coroutine: Any = task.get_coro()
+            while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+                file.write(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+                coroutine = coroutine.cr_await
+
+
+def beside(work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+    """The result of `work(*args)`, run in a thread that nobody has to wait for should it hang."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=work.__name__, daemon=True).start()
+    return asyncio.wrap_future(future)
