@@ -14,13 +14,14 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from safetensors import SafetensorError
 
 from headrace.config import Config
 from headrace.config_file import dump, load_config
@@ -200,7 +201,8 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
             await _interruptible(loop)
         finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
             if not watchdog.hung:
-                place.policy.save(run_dir / WEIGHTS)
+                with _writing(run_dir / WEIGHTS):
+                    place.policy.save(run_dir / WEIGHTS)
             summary.write(finished=False, after=None)
         if loop.interrupted:
             return summary.content
@@ -246,6 +248,18 @@ def _told(restart: Restart) -> str:
     return done
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk becomes a message."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path} could not be written: {error}. Once there is room, `headrace resume {path.parent}` goes on from "
+            "the last checkpoint"
+        ) from error
+
+
 class _Summary:
     """`summary.json`, written when the steps end and again with the last evaluation."""
 
@@ -259,7 +273,8 @@ class _Summary:
         totals = summarise(self._place.ledger, self._loop, wall_s=self._place.clock.now())
         known = {"run_dir": str(self._run_dir), "finished": finished, **self._before, "score_after": after}
         self.content = known | totals
-        (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
+        with _writing(self._run_dir / SUMMARY):
+            (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
         return self.content
 
 

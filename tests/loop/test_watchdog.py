@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -65,6 +66,19 @@ def test_a_hung_stage_is_named_and_the_run_can_be_resumed(
         run = break_off(workshop, f"hung-{method}", HungError, message, *IMPATIENT)
     assert "in hang_here" in (run / STACKS).read_text()
     assert not (run / "model").exists(), "what hangs may have changed half of the weights"
+    assert_resumes_to(run, unbroken4)
+
+
+def test_control_c_does_not_wait_for_what_hangs(
+    workshop: Workshop, unbroken4: Path, monkeypatch: pytest.MonkeyPatch, never: Callable[..., Any]
+):
+    def interrupted_and_hung(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        never()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "finish", on_call(3, Learner.finish, interrupted_and_hung))
+        run = break_off(workshop, "hung-interrupted", HungError, "train has been at work", *IMPATIENT)
     assert_resumes_to(run, unbroken4)
 
 

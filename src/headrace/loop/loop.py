@@ -35,6 +35,7 @@ from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
+SKIPPED_STEPS = 4  # in a row: there will be no other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Loop:
         self._ending = self._abandoned = False
         self._complete = False  # all steps are done: what is left over will never be trained on
         self._writing: asyncio.Task[None] | None = None
+        self._skipped = 0  # steps in a row
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
 
     @property
@@ -217,11 +219,21 @@ class Loop:
             for serial in await self.stages.buffer.settle(self.version):
                 self.stages.actor.abort(serial)
             self.on_row(row)
+            self._check_skipped(row)
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             self._complete = last
             if last or self._stopping:
                 return
+
+    def _check_skipped(self, row: Row) -> None:
+        self._skipped = self._skipped + 1 if row.skipped else 0
+        if self._skipped == SKIPPED_STEPS:
+            raise StalledError(
+                f"the last {SKIPPED_STEPS} steps were skipped, because their gradients were not finite: training does "
+                "not come further. Look at the rewards (very large ones overflow), lower learner.lr, or set "
+                "model.dtype=float32"
+            )
 
     async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:
         """Book a step that was taken, and make its row: both or neither."""

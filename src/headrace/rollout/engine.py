@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace import kernels
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
@@ -284,6 +284,12 @@ class Engine:
 
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., and retire the rows that are done."""
+        if np.isnan(burst.logprobs).any():
+            raise ModelError(
+                f"version {self.version} of the policy gives the next token a probability that is not a number (NaN): "
+                "its weights, or what it computes from them, are not finite. Nothing was trained on it; resume the run "
+                "from its last checkpoint, and if it comes to this again, lower learner.lr or set model.dtype=float32"
+            )
         had = self._rows.sampled[first:].copy()
         self._rows.append(first, burst, self.version)
         ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
