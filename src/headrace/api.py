@@ -172,7 +172,7 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
     place = LocalPlace(config, run_dir, resumed=resumed)
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
-    watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir)
+    watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
     try:
         await place.scorer.start()
         watchdog.start()

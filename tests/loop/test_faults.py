@@ -223,9 +223,7 @@ def test_weights_without_room_can_be_written_later(
 ):
     with monkeypatch.context() as patched:
         patched.setattr(Policy, "save", raise_full)
-        run = break_off(
-            workshop, "full-weights", RunError, r"weights/model could not be written: .*No space left.* resume"
-        )
+        run = break_off(workshop, "full-weights", RunError, r"model could not be written: .*No space left.* resume")
     assert_resumes_to(run, unbroken4)
 
 

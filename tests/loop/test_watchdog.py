@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_runs import SETTINGS, assert_resumes_to, break_off, on_call
-from tiny_runs import Workshop
+from broken_runs import SETTINGS, Notes, assert_resumes_to, break_off, on_call
+from tiny_runs import Workshop, same_bits, weights
 
+from headrace import api
 from headrace.buffer.buffer import Buffer
 from headrace.errors import HungError
 from headrace.learner.learner import Learner
@@ -96,20 +97,36 @@ def test_stages_that_wait_for_each_other_are_a_hang_too(
     assert_resumes_to(run, unbroken4)
 
 
+def test_a_filter_that_does_not_return_is_told(workshop: Workshop, unbroken4: Path):
+    path = workshop.directory / "slow_filter.py"
+    path.write_text(
+        "import time\nslept = []\n"
+        "def slow(group):\n    if not slept:\n        slept.append(1)\n        time.sleep(2.5)\n    return True\n"
+    )
+    notes = Notes()
+    config = workshop.config("slow-filter", *SETTINGS, *IMPATIENT, f'buffer.filters=["{path}:slow"]')
+    assert api.train(config, notes)["finished"], "it came back in the end, and nothing hangs any more"
+    (told,) = notes.texts
+    assert "something has held up the whole run for 1.5 s (recovery.hang_s)" in told
+    assert "in slow\n" in (workshop.directory / "slow-filter" / STACKS).read_text()
+    assert same_bits(weights(workshop.directory / "slow-filter"), weights(unbroken4))
+
+
 async def test_as_long_as_something_moves_slowly_nothing_hangs(tmp_path: Path):
     moves = 0
-    watchdog = Watchdog(0.2, lambda: moves, StageClock(), tmp_path)
+    watchdog = Watchdog(0.2, lambda: moves, StageClock(), tmp_path, pytest.fail)
     watchdog.start()
     for moves in range(6):  # noqa: B007 - the watchdog looks at it
         await asyncio.sleep(0.1)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.sleep(5)
+    watchdog.stop()
     with pytest.raises(HungError, match=r"nothing has moved for 0.2 s"):
         watchdog.check()
 
 
 async def test_a_limit_of_zero_watches_nothing(tmp_path: Path):
-    watchdog = Watchdog(0.0, lambda: 0, StageClock(), tmp_path)
+    watchdog = Watchdog(0.0, lambda: 0, StageClock(), tmp_path, pytest.fail)
     watchdog.start()
     await asyncio.sleep(0.05)
     watchdog.stop()
