@@ -31,6 +31,7 @@ from headrace.ledger.database import FILE_NAME, claimed, remove_database
 from headrace.ledger.journal import Restart
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.checkpoint import DIRECTORY as CHECKPOINTS
+from headrace.loop.checkpoint import REFERENCE
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of
 from headrace.loop.resume import resume as resume_loop
@@ -140,7 +141,7 @@ def _remove_run(run_dir: Path) -> None:
     remove_database(run_dir)
     for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
-    for name in (WEIGHTS, START, CHECKPOINTS, "tensorboard", "wandb"):
+    for name in (WEIGHTS, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
@@ -239,13 +240,12 @@ def _told(restart: Restart) -> str:
     done = f"resumed at step {restart.version}, from the checkpoint of step {restart.checkpoint}"
     if restart.redone_steps:
         done += f" and {restart.redone_steps} steps taken again"
+    fate = {"requeue": "their prompts start again", "drop": "their prompts are left out"}.get(restart.rule, "")
     if restart.lost_trajectories:
-        fate = "their prompts are started again" if restart.rule == "requeue" else "their prompts are left out"
-        done += (
-            f"; {restart.lost_trajectories} answers with {restart.lost_tokens} tokens were under way and are lost, "
-            f"{fate} (recovery.in_flight = {restart.rule})"
-        )
-    return done
+        done += f"; {restart.lost_trajectories} answers under way are lost with {restart.lost_tokens} tokens, {fate}"
+    elif restart.rule == "resume":
+        done += f"; answers under way go on, without {restart.lost_tokens} tokens sampled since the checkpoint"
+    return f"{done} (recovery.in_flight = {restart.rule})"
 
 
 @contextmanager

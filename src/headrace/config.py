@@ -186,8 +186,10 @@ class RecoverySection(Section):
 
     every_steps: PositiveInt = setting(20, "write a checkpoint after every so many steps")
     keep: PositiveInt = setting(2, "checkpoints that stay on disk")
-    in_flight: Literal["requeue", "drop"] = setting(
-        "requeue", "answers that were under way when the run died: start their prompts again, or leave them out"
+    in_flight: Literal["requeue", "resume", "drop"] = setting(
+        "requeue",
+        "answers under way when the run died: start their prompts again, go on from the last checkpoint's tokens, or "
+        "leave them out",
     )
     hang_s: NonNegativeFloat = setting(
         600.0, "stop the run when nothing has moved for so long (and reward.timeout_s besides); 0 is off"

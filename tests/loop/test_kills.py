@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 from headrace import api
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.types import Row
 
 KILLER = Path(__file__).parent.parent / "kill_runs.py"
 STEPS = 8
@@ -81,7 +83,7 @@ def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(workshop: 
         assert (run / "model" / "model.safetensors").read_bytes() == unbroken_model.read_bytes()
 
 
-@pytest.mark.parametrize("rule", ["requeue", "drop"])
+@pytest.mark.parametrize("rule", ["requeue", "resume", "drop"])
 def test_a_killed_asynchronous_run_accounts_for_every_prompt(workshop: Workshop, rule: str):
     names = [f"late-{rule}{i}" for i in range(2)]
     kill_and_resume(workshop, names, "loop.max_lag=2", f"recovery.in_flight={rule}")
@@ -89,22 +91,53 @@ def test_a_killed_asynchronous_run_accounts_for_every_prompt(workshop: Workshop,
         run = workshop.directory / name
         with Ledger.open(run) as ledger:
             assert {restart.rule for restart in ledger.restarts()} <= {rule}
-        if rule == "requeue":
+        if rule != "drop":
             assert_nothing_lost_or_done_twice(run)
         else:
             assert audit(run) == []
             assert "redone" not in books(run).dropped
 
 
-def test_an_interrupted_run_goes_on_to_the_same_end(workshop: Workshop, unbroken: Path):
-    config = workshop.config("paused", *SETTINGS)
-
+def interrupt_after(step: int) -> api.Watcher:
     class Impatient(api.Nobody):
-        def row(self, row: object) -> None:
-            if row.step == 4:  # type: ignore[attr-defined]
-                os.kill(os.getpid(), 2)
+        def row(self, row: Row) -> None:
+            if row.step == step:
+                os.kill(os.getpid(), signal.SIGINT)
 
-    summary = api.train(config, Impatient())
+    return Impatient()
+
+
+def test_answers_under_way_go_on_from_their_tokens(workshop: Workshop):
+    """What they had sampled stays theirs, under the versions that sampled it."""
+    long = ("loop.max_lag=1", "rollout.max_new_tokens=150", "rollout.stop=[]", "recovery.in_flight=resume")
+    config = workshop.config("mid-answer", *SETTINGS, *long, "loop.steps=2", "rollout.max_running=5", reward="dense")
+    run = workshop.directory / "mid-answer"
+    assert not api.train(config, interrupt_after(1))["finished"]
+    partials = select(run, "SELECT serial, idx, spans FROM partials WHERE finish = 'abort' AND spans <> '[]'")
+    assert partials, "some answers were under way"
+    assert api.resume(run)["finished"]
+    assert audit(run) == []
+    for serial, index, spans in partials:
+        found = select(run, f"SELECT spans FROM trajectories WHERE serial = {serial} AND idx = {index} AND attempt = 2")
+        for (later,) in found:
+            assert json.loads(later)[0][:2] == json.loads(spans)[0][:2], "it begins with the span it had"
+    lost = books(run).dropped.get("redone", Amount())
+    assert lost.tokens == 0, "an interrupt loses nothing"
+
+
+def test_a_resumed_run_keeps_its_reference(workshop: Workshop):
+    settings = (*SETTINGS, "learner.kl_coef=0.1", "loop.steps=5")
+    api.train(workshop.config("held", *settings, reward="dense"))
+    config = workshop.config("paused-held", *settings, reward="dense")
+    api.train(config, interrupt_after(4))
+    run = workshop.directory / "paused-held"
+    assert api.resume(run)["finished"]
+    assert same_bits(weights(run), weights(workshop.directory / "held"))
+    assert rows_of(run)[-1].kl_reference == rows_of(workshop.directory / "held")[-1].kl_reference > 0
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(workshop: Workshop, unbroken: Path):
+    summary = api.train(workshop.config("paused", *SETTINGS), interrupt_after(4))
     run = workshop.directory / "paused"
     assert summary["finished"] is False
     assert api.resume(run)["finished"] is True

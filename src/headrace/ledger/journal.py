@@ -79,6 +79,28 @@ def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterab
     return [_trajectory(*found) for found in connection.execute(f"{query} ORDER BY t.serial, t.idx", tuple(values))]
 
 
+def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
+    """In place of those before."""
+    connection.execute("DELETE FROM partials")
+    for serial, by_index in partials.items():
+        for index, t in by_index.items():
+            times = (t.timing.submitted_s, t.timing.started_s, t.timing.finished_s)
+            values = (serial, index, t.id, t.prompt_id, str(t.finish), spans_json(t), *times, encode(t))
+            connection.execute("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+
+def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:
+    """By index, what a group's answers had sampled at the last checkpoint."""
+    columns = "id, prompt_id, idx, NULL, '{}', finish, spans, submitted_s, started_s, finished_s, NULL, data"
+    found = connection.execute(f"SELECT {columns} FROM partials WHERE serial = ? ORDER BY idx", (serial,))
+    return {values[2]: _trajectory(*values) for values in found}
+
+
+def spans_json(trajectory: Trajectory) -> str:
+    """Version, start and end of each span."""
+    return json.dumps([[int(span.version), int(span.start), int(span.end)] for span in trajectory.spans])
+
+
 def _trajectory(
     id: str,
     prompt_id: str,

@@ -26,7 +26,15 @@ from headrace.ledger.database import (
     reopen_database,
     transaction,
 )
-from headrace.ledger.journal import Attempt, Restart, encode, read_trajectories
+from headrace.ledger.journal import (
+    Attempt,
+    Restart,
+    encode,
+    read_partials,
+    read_trajectories,
+    spans_json,
+    write_partials,
+)
 from headrace.ledger.row_json import plain, row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.types import Drop, DropReason, FinishReason, Group, Row, Trajectory
@@ -143,11 +151,7 @@ class Ledger:
         with self._write():
             self._transfer(SOURCE, "in_flight", 0, num_trajectories)
             if attempt is not None:
-                a = attempt
-                self._connection.execute(
-                    "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')",
-                    (a.serial, a.number, a.prompt_id, a.wave, a.version),
-                )
+                self._open(attempt)
 
     def closed(self, serial: int, number: int) -> None:
         """Nothing more comes of an attempt."""
@@ -271,6 +275,28 @@ class Ledger:
                     "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?", (str(reason), *key)
                 )
         return held
+
+    def carry_on(self, attempts: Sequence[Attempt], kept_tokens: int) -> Amount:
+        """These are gone on with under another number, from so many tokens in all; what they sampled since is lost."""
+        lost = self.totals().in_flight.tokens - kept_tokens
+        with self._write():
+            if lost:
+                self._transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", lost, 0)
+            for a in attempts:
+                self._connection.execute(
+                    "UPDATE attempts SET state = 'redone' WHERE serial = ? AND number = ?", (a.serial, a.number)
+                )
+                self._open(replace(a, number=a.number + 1))
+        return Amount(tokens=lost)
+
+    def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
+        """By serial and index: what a restart can go on from."""
+        with self._write():
+            write_partials(self._connection, partials)
+
+    def partials(self, serial: int) -> dict[int, Trajectory]:
+        """By index, what was kept of a group under way."""
+        return read_partials(self._connection, serial)
 
     def restarted(self, restart: Restart) -> None:
         """A restart is complete, and the run goes on."""
@@ -401,6 +427,10 @@ class Ledger:
         )
         return self._connection.execute(query, (*of, int(trajectory.index))).fetchone() is not None
 
+    def _open(self, a: Attempt) -> None:
+        values = (a.serial, a.number, a.prompt_id, a.wave, a.version)
+        self._connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", values)
+
     def _close(self, serial: int, number: int) -> None:
         """An attempt ends; one that is over already, because a restart replaced it, is refused."""
         found = self._connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
@@ -446,7 +476,7 @@ def _record(
         None if trajectory.reward is None else float(trajectory.reward),
         json.dumps(plain(trajectory.reward_parts), allow_nan=False),
         str(trajectory.finish),
-        json.dumps([[int(span.version), int(span.start), int(span.end)] for span in trajectory.spans]),
+        spans_json(trajectory),
         int(trajectory.oldest_version) if trajectory.spans else None,
         timing.submitted_s,
         timing.started_s,

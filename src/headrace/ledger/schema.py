@@ -80,6 +80,21 @@ CREATE TABLE attempts (
 );
 CREATE UNIQUE INDEX attempts_one_open ON attempts (serial) WHERE state = 'open';
 
+-- What answers that were under way had sampled when the last checkpoint was written, for recovery.in_flight = resume.
+CREATE TABLE partials (
+    serial INTEGER NOT NULL,
+    idx INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    prompt_id TEXT NOT NULL,
+    finish TEXT NOT NULL,
+    spans TEXT NOT NULL,
+    submitted_s REAL NOT NULL,
+    started_s REAL NOT NULL,
+    finished_s REAL NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (serial, idx)
+);
+
 -- Written before the weights change: what each step trains on, in order, as [serial, attempt].
 CREATE TABLE steps (step INTEGER PRIMARY KEY, groups TEXT NOT NULL);
 

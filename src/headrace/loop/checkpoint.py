@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from headrace.errors import RunError
 
-DIRECTORY, MANIFEST, TENSORS = "checkpoints", "manifest.json", "tensors"
+DIRECTORY, REFERENCE = "checkpoints", "reference"
+MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it has a line for every tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from headrace.learner.learner import Learner, StepStats
 from headrace.ledger.clock import StageClock
 from headrace.ledger.journal import Attempt
 from headrace.ledger.ledger import Ledger
+from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
@@ -54,6 +55,18 @@ class Stages:
     checkpoints: Checkpoints
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A group that a restart starts again: from nothing, or from what its answers had sampled, by index.
+
+    Example:
+        Again(Attempt(serial=40, number=2, ...), so_far={0: Trajectory(...), 3: Trajectory(...)})
+    """
+
+    attempt: Attempt
+    so_far: Mapping[int, Trajectory] | None = None  # None: the books do not know of the attempt yet
+
+
 class Loop:
     """One run of `config.loop.steps` optimizer steps."""
 
@@ -65,10 +78,11 @@ class Loop:
         self.solved = False  # whether `loop.target_reward` was reached
         self.on_row: Callable[[Row], None] = lambda row: None
         self.on_note: Callable[[str], None] = lambda text: None
-        self.again: list[Attempt] = []  # to be started before anything else: a restart's
+        self.again: list[Again] = []  # to be started before anything else: a restart's
         self.rows = RowMaker(stages.ledger, stages.clock, stages.actor.engine)
         self._sampling = sampling_of(config)
-        self._running: dict[int, Prompt] = {}  # serial -> prompt of the groups under way
+        self._running: dict[int, list[asyncio.Future[Trajectory]]] = {}  # serial -> answers of the groups under way
+        self._canary = Canary(stages.actor.engine, stages.learner.policy, stages.prompts.held_out[0].token_ids)
         self._taken: list[Group] = []  # groups of the step under way
         self._scoring: set[asyncio.Task[object]] = set()
         self._learning: asyncio.Task[None] | None = None
@@ -100,6 +114,7 @@ class Loop:
         if self.over:
             self._drop_buffered()
             return
+        await self.stages.device.run(self._canary.check, self.version)
         self.rows.begin()
         self._learning = asyncio.create_task(self.learn())
         engine = asyncio.create_task(self.stages.actor.run())
@@ -134,23 +149,30 @@ class Loop:
         """Start groups whenever the buffer has room; first what a restart has to start again."""
         async with asyncio.TaskGroup() as groups:
             again, self.again = self.again, []
-            for attempt in again:
-                groups.create_task(self._start(attempt.serial, self.stages.prompts.at(attempt.serial), attempt.number))
+            for a in again:
+                prompt = self.stages.prompts.at(a.attempt.serial)
+                groups.create_task(self._start(a.attempt.serial, prompt, a.attempt.number, a.so_far))
             while True:
                 for _ in range(await self.stages.buffer.admit()):
                     groups.create_task(self._start(*self.stages.prompts.next(), 1))
 
-    def _start(self, serial: int, prompt: Prompt, attempt: int) -> Coroutine[None, None, None]:
+    def _start(
+        self, serial: int, prompt: Prompt, attempt: int, so_far: Mapping[int, Trajectory] | None = None
+    ) -> Coroutine[None, None, None]:
         """Queue a group's generation; what is returned carries it on to the buffer.
 
         Queued here, not in the task: the engine sees a whole wave before its first step.
         """
-        stages, samples = self.stages, self.config.rollout.samples
+        stages, samplings = self.stages, [self._sampling] * self.config.rollout.samples
         version = stages.buffer.start(serial, attempt)
-        self._running[serial] = prompt
         started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=stages.buffer.wave, version=version)
-        stages.ledger.started(samples, started)
-        futures = stages.actor.start(serial, prompt, [self._sampling] * samples, attempt=attempt)
+        if so_far is None:
+            stages.ledger.started(len(samplings), started)
+        futures = stages.actor.start(serial, prompt, samplings, attempt=attempt, so_far=so_far)
+        begun = [t.oldest_version for t in (so_far or {}).values() if t.spans]
+        if begun:
+            stages.buffer.begin(serial, min(begun))
+        self._running[serial] = futures
         return self.produce_one(started, prompt, futures)
 
     async def produce_one(self, started: Attempt, prompt: Prompt, futures: list[asyncio.Future[Trajectory]]) -> None:
@@ -263,6 +285,8 @@ class Loop:
         facts = {"prompts": stages.prompts.state()}
         with stages.clock.span("checkpoint", version=version):
             copies = await stages.device.run(snapshot, stages.learner.tensors())
+            if self.config.recovery.in_flight == "resume":
+                stages.ledger.keep_partials(await self._under_way())
             stages.ledger.sync()  # a checkpoint must never be ahead of the books
 
         async def write() -> None:
@@ -273,6 +297,17 @@ class Loop:
                 self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")
 
         self._writing = asyncio.create_task(write())
+
+    async def _under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """By serial and index, what the answers of unfinished groups have come to."""
+        found: dict[int, dict[int, Trajectory]] = await self.stages.device.run(self.stages.actor.under_way)
+        finished = {
+            serial: {
+                i: f.result() for i, f in enumerate(futures) if f.done() and not f.cancelled() and not f.exception()
+            }
+            for serial, futures in self._running.items()
+        }
+        return {serial: found.get(serial, {}) | done for serial, done in finished.items()}
 
     async def _written(self) -> None:
         if self._writing is not None:
@@ -323,6 +358,7 @@ class Loop:
             stats = self.stages.learner.finish()
         with self.stages.clock.span("publish", version=self.version + 1):
             self.stages.publisher.commit(self.version + 1)
+            self._canary.check(self.version + 1)
         self.version += 1
         return stats
 
@@ -391,7 +427,7 @@ class Loop:
             self.stages.ledger.dropped(drops, source="in_flight", trajectories=records, of=of)
 
     async def _end(self, engine: asyncio.Task[None], producing: asyncio.Task[None]) -> None:
-        """What is under way is dropped, with the reason that the run ended.
+        """What is under way is dropped, with the reason that the run ended, or kept where a restart goes on with it.
 
         What is buffered is dropped only when all steps are done; else it waits for a restart, which makes another
         attempt at what was under way.
@@ -401,20 +437,24 @@ class Loop:
         self._learning.cancel()
         await asyncio.wait([self._learning])
         await self.stages.buffer.hold(True)
+        if self.interrupted and not self._complete and not engine.done():
+            await self.checkpoint()
+        if self._complete or self.config.recovery.in_flight != "resume":
+            await self._abort_all(engine, producing)
+        for task in (producing, engine):
+            task.cancel()
+        await asyncio.wait([producing, engine])
+        if self._complete:
+            self._drop_buffered()
+        self.rows.flush()
+
+    async def _abort_all(self, engine: asyncio.Task[None], producing: asyncio.Task[None]) -> None:
         for serial in self._running:
             self.stages.actor.abort(serial)
         while self._running and not engine.done() and not producing.done():
             for scoring in self._scoring:
                 scoring.cancel()
             await asyncio.sleep(0.01)
-        for task in (producing, engine):
-            task.cancel()
-        await asyncio.wait([producing, engine])
-        if self._complete:
-            self._drop_buffered()
-        elif self.interrupted and (engine.cancelled() or engine.exception() is None):
-            await self.checkpoint()
-        self.rows.flush()
 
     def _drop_buffered(self) -> None:
         for group in (*self._taken, *self.stages.buffer.buffered):

@@ -2,8 +2,8 @@
 
 The newest complete checkpoint gives the weights of some version. The steps after it are taken again, with the groups
 that the ledger kept, in the order they were trained on: that leads to the weights the dead process had, to the last
-bit. Groups that waited in the buffer wait there again. What was under way is started again or left out, by
-`recovery.in_flight`; its tokens are booked as redone, or crashed.
+bit. Groups that waited in the buffer wait there again. What was under way is started again, gone on with, or left out,
+by `recovery.in_flight`; the tokens that are lost with it are booked as redone, or crashed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.errors import RunError
-from headrace.ledger.journal import Attempt, Restart
-from headrace.loop.loop import Loop
+from headrace.ledger.journal import Restart
+from headrace.ledger.ledger import Amount
+from headrace.loop.checkpoint import REFERENCE, Checkpoints
+from headrace.loop.loop import Again, Loop
 from headrace.types import DropReason, Group
 
 
@@ -30,8 +32,10 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     await stages.device.run(stages.learner.loaded, checkpoint.version)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
     loop.version = checkpoint.version
+    if stages.learner.uses_reference:
+        await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)
-    again, lost_tokens, lost_trajectories = _take_up(loop)
+    loop.again, lost = _take_up(loop)
     restart = Restart(
         number=len(ledger.restarts()) + 1,
         at_s=stages.clock.now(),
@@ -40,12 +44,20 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
         rule=loop.config.recovery.in_flight,
         redone_steps=len(redone),
         retrained_tokens=sum(group.num_sampled_tokens for groups in redone for group in groups),
-        lost_tokens=lost_tokens,
-        lost_trajectories=lost_trajectories,
+        lost_tokens=lost.tokens,
+        lost_trajectories=lost.trajectories,
     )
     ledger.restarted(restart)
-    loop.again = again
     return restart
+
+
+async def _load_reference(loop: Loop, on_note: Callable[[str], None]) -> None:
+    """The weights before the first step, from which training is not to stray."""
+    stages = loop.stages
+    kept = Checkpoints(stages.ledger.run_dir, 1, REFERENCE).newest(on_note)
+    if kept is None:
+        raise RunError(f"{stages.ledger.run_dir / REFERENCE} cannot be read: without it learner.kl_coef has no meaning")
+    await stages.device.run(kept.load, stages.learner.reference_tensors())
 
 
 async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[Group]]:
@@ -70,15 +82,24 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     return redone
 
 
-def _take_up(loop: Loop) -> tuple[list[Attempt], int, int]:
+def _take_up(loop: Loop) -> tuple[list[Again], Amount]:
     """Buffer what waited, lose what was under way; what is to be started again, and what was lost."""
-    ledger, drop = loop.stages.ledger, loop.config.recovery.in_flight == "drop" or loop.over
-    redo = ledger.attempts("state = 'open'")
-    if loop.config.loop.max_lag == 0 and not drop and not loop.stages.actor.engine.policy.exact:
+    ledger, rule = loop.stages.ledger, "drop" if loop.over else loop.config.recovery.in_flight
+    under_way, again = ledger.attempts("state = 'open'"), []
+    if loop.config.loop.max_lag == 0 and rule != "drop" and not loop.stages.actor.engine.policy.exact:
         # company changes bits: strictly on-policy, a wave is generated again as a whole, or not at all
-        waves = {attempt.wave for attempt in redo}
-        redo = [attempt for wave in sorted(waves) for attempt in ledger.attempts("wave = ?", (wave,))]
-    lost = ledger.lose([] if drop else redo, DropReason.CRASHED if drop else DropReason.REDONE)
+        waves = sorted({attempt.wave for attempt in under_way})
+        under_way = [attempt for wave in waves for attempt in ledger.attempts("wave = ?", (wave,))]
+        rule = "requeue"
+    if rule == "resume":
+        so_far = {attempt.serial: ledger.partials(attempt.serial) for attempt in under_way}
+        kept_tokens = sum(t.num_sampled_tokens for answers in so_far.values() for t in answers.values())
+        lost = ledger.carry_on(under_way, kept_tokens)
+        again = [Again(replace(a, number=a.number + 1), so_far[a.serial]) for a in under_way]
+    elif rule == "requeue":
+        lost = ledger.lose(under_way, DropReason.REDONE)
+    else:
+        lost = ledger.lose([], DropReason.CRASHED)
     loop.rows.restore(ledger.scored_since_row())  # without what will be scored again
     buffered = [_group(loop, serial, attempt) for serial, attempt in ledger.buffered_groups()]
     last_wave = max((attempt.wave for attempt in ledger.attempts()), default=0)
@@ -86,8 +107,10 @@ def _take_up(loop: Loop) -> tuple[list[Attempt], int, int]:
     # also those that an earlier restart did not come to start
     newest = {attempt.serial: attempt for attempt in sorted(ledger.attempts(), key=lambda a: a.number)}
     redone = {(attempt.serial, attempt.number) for attempt in ledger.attempts("state = 'redone'")}
-    again = [a for _, a in sorted(newest.items()) if (a.serial, a.number) in redone]
-    return [replace(attempt, number=attempt.number + 1) for attempt in again], lost.tokens, lost.trajectories
+    again += [
+        Again(replace(a, number=a.number + 1)) for _, a in sorted(newest.items()) if (a.serial, a.number) in redone
+    ]
+    return again, lost
 
 
 def _group(loop: Loop, serial: int, attempt: int) -> Group:

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
-from headrace.loop.checkpoint import Checkpoints, snapshot
+from headrace.loop.checkpoint import REFERENCE, Checkpoints, snapshot
 from headrace.loop.loop import Loop, Stages
 from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for, training_bytes
@@ -69,6 +69,9 @@ class LocalPlace:
         checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
         if self.ledger is None:
             checkpoints.write(0, self.device.call(snapshot, learner.tensors()), {"prompts": self.prompts.state()})
+            if learner.uses_reference:
+                kept = self.device.call(snapshot, learner.reference_tensors())
+                Checkpoints(self.run_dir, 1, REFERENCE).write(0, kept, {})
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
         lag = LagPolicy(max_lag=config.loop.max_lag, groups_per_step=config.loop.groups_per_step)
 

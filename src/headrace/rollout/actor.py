@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from headrace.roles import Device
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import Sampling, request_seed
-from headrace.types import Prompt, Timing, Trajectory
+from headrace.types import FinishReason, Prompt, Timing, Trajectory
 
 
 @dataclass(slots=True)
@@ -55,20 +55,21 @@ class RolloutActor:
         self._booked = 0
 
     def start(
-        self, serial: int, prompt: Prompt, samplings: Sequence[Sampling], *, counted: bool = True, attempt: int = 1
+        self,
+        serial: int,
+        prompt: Prompt,
+        samplings: Sequence[Sampling],
+        *,
+        counted: bool = True,
+        attempt: int = 1,
+        so_far: Mapping[int, Trajectory] | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         """Queue one generation per entry of `samplings`; each future gives its trajectory.
 
         What is not `counted` (evaluation) draws other noise and stays out of the books. A further attempt at a group
-        draws the noise of the first.
+        draws the noise of the first; `so_far` has, by index, what an earlier one came to, and that is gone on with.
         """
-        needed = len(prompt.token_ids) + max(s.max_new_tokens for s in samplings)
-        if needed > self.engine.policy.max_context:
-            raise DataError(
-                f"prompt '{prompt.id}' has {len(prompt.token_ids)} tokens and may get "
-                f"{needed - len(prompt.token_ids)} new ones (rollout.max_new_tokens): more than the model's context of "
-                f"{self.engine.policy.max_context}; lower rollout.max_new_tokens or prompts.max_tokens"
-            )
+        self._check_length(prompt, samplings)
         loop = asyncio.get_running_loop()
         now_s = self._clock()
         requests, futures = [], []
@@ -76,13 +77,39 @@ class RolloutActor:
             id = trajectory_id(serial, prompt, index, attempt)
             id = id if counted else f"eval:{id}"
             future: asyncio.Future[Trajectory] = loop.create_future()
+            futures.append(future)
+            known = so_far.get(index) if so_far else None
+            if known is not None and known.finish is not FinishReason.ABORT:
+                future.set_result(replace(known, id=id))
+                continue
             self._pending[id] = _Pending(serial, prompt, index, now_s, counted, future)
             seed = request_seed(self._seed, int(counted), serial, index)
-            requests.append(Request(id=id, sampling=sampling, seed=seed, counted=counted))
-            futures.append(future)
-        self.engine.submit(prompt.token_ids, requests)
+            request = Request(id=id, sampling=sampling, seed=seed, counted=counted)
+            if known is not None and known.num_sampled_tokens:
+                self.engine.go_on(prompt.token_ids, request, _generation(known))
+            else:
+                requests.append(request)
+        if requests:
+            self.engine.submit(prompt.token_ids, requests)
         self._work.set()
         return futures
+
+    def under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """By serial and index, what unfinished requests have sampled so far. Call it in the device thread."""
+        found: dict[int, dict[int, Trajectory]] = {}
+        for id, generation in self.engine.under_way().items():
+            if id in self._pending and (pending := self._pending[id]).counted:
+                found.setdefault(pending.serial, {})[pending.index] = self._trajectory(pending, generation)
+        return found
+
+    def _check_length(self, prompt: Prompt, samplings: Sequence[Sampling]) -> None:
+        needed = len(prompt.token_ids) + max(s.max_new_tokens for s in samplings)
+        if needed > self.engine.policy.max_context:
+            raise DataError(
+                f"prompt '{prompt.id}' has {len(prompt.token_ids)} tokens and may get "
+                f"{needed - len(prompt.token_ids)} new ones (rollout.max_new_tokens): more than the model's context of "
+                f"{self.engine.policy.max_context}; lower rollout.max_new_tokens or prompts.max_tokens"
+            )
 
     def abort(self, serial: int) -> None:
         """End what is left of a group; its futures give what was sampled so far."""
@@ -131,9 +158,13 @@ class RolloutActor:
 
     def _deliver(self, generation: Generation) -> None:
         pending = self._pending.pop(generation.id)
+        if not pending.future.done():
+            pending.future.set_result(self._trajectory(pending, generation))
+
+    def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
         prompt_ids = pending.prompt.token_ids
         padding = np.zeros(len(prompt_ids), np.float32)
-        trajectory = Trajectory(
+        return Trajectory(
             id=generation.id,
             prompt_id=pending.prompt.id,
             index=pending.index,
@@ -148,14 +179,26 @@ class RolloutActor:
             ),
             replay=generation.replay,
         )
-        if not pending.future.done():
-            pending.future.set_result(trajectory)
 
     def _text(self, generation: Generation) -> str:
         """The answer as text. It is for rewards and readers; nothing is ever tokenised from it."""
         text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
+
+
+def _generation(trajectory: Trajectory) -> Generation:
+    """The part that was sampled."""
+    return Generation(
+        id=trajectory.id,
+        token_ids=trajectory.token_ids[trajectory.sampled],
+        logprobs=trajectory.logprobs[trajectory.sampled],
+        spans=trajectory.spans,
+        finish=trajectory.finish,
+        started_s=trajectory.timing.started_s,
+        finished_s=trajectory.timing.finished_s,
+        replay=trajectory.replay,
+    )
 
 
 def trajectory_id(serial: int, prompt: Prompt, index: int, attempt: int = 1) -> str:

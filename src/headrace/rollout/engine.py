@@ -103,6 +103,16 @@ class Engine:
             family = _Family(prompt, list(requests[start : start + at_once]), longest)
             self._inbox.append(partial(self._queue, family))
 
+    def go_on(self, prompt: IntArray, request: Request, so_far: Generation) -> None:
+        """Queue a request that has sampled something before, in another process perhaps."""
+
+        def queue() -> None:
+            parked = self._rows.parked(prompt, request, so_far)
+            sequence = np.concatenate([prompt, so_far.token_ids])
+            self._queue(_Family(sequence, [request], parked.longest, parked=parked))
+
+        self._inbox.append(queue)
+
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step; they come back with the tokens they have and finish ABORT."""
         self._inbox.append(lambda: self._abort(ids))
@@ -154,6 +164,27 @@ class Engine:
             rows = range(len(self._rows))
             sequences, known = [self._rows.sequence(r)[:-1] for r in rows], [self._rows.routes(r) for r in rows]
             self._store.recompute(sequences, known, self.prefill_tokens)
+
+    @torch.inference_mode()
+    def likeliest(self, prompt: IntArray) -> tuple[int, float] | None:
+        """The likeliest token after a prompt and its log-prob, by the way of a request; None while there is no room."""
+        place = self._store.open(len(prompt), 1)
+        if place is None:
+            return None
+        try:
+            last_hidden, _ = self._store.prefill([Chunk(place, 0, len(prompt))], [prompt], [None])
+        finally:
+            self._store.close(place)
+        logprobs = torch.log_softmax(self.policy.logits(last_hidden)[0].float(), -1)
+        token = int(logprobs.argmax())
+        return token, float(logprobs[token])
+
+    def under_way(self) -> dict[str, Generation]:
+        """What every request that holds a row, or was laid aside, has sampled so far; its finish is ABORT."""
+        now_s = self._clock()
+        rows = [self._rows.generation(row, FinishReason.ABORT, now_s) for row in range(len(self._rows))]
+        aside = [f.parked.generation(FinishReason.ABORT, now_s) for f in self._waiting if f.parked is not None]
+        return {generation.id: generation for generation in (*rows, *aside)}
 
     # ---- inside
 

@@ -286,6 +286,23 @@ class Rows:
         decoded_s = now_s - float(self._states["began_s"][row])
         return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
 
+    def parked(self, prompt: IntArray, request: Request, so_far: Generation) -> Parked:
+        """A row that another process had, from what it had sampled."""
+        count, replay = len(so_far.token_ids), so_far.replay or Replay()
+        sampled = np.zeros(count, self._table.dtype)
+        sampled["token"], sampled["logprob"] = so_far.token_ids, so_far.logprobs
+        for span in so_far.spans:
+            sampled["version"][span.start - len(prompt) : span.end - len(prompt)] = span.version
+        routes = np.zeros((len(prompt) + count, *self._table["routes"].shape[2:]), self._table["routes"].dtype)
+        if replay.routes is not None:
+            routes = replay.routes
+        supports: list[IntArray] = []
+        if replay.support_ids is not None and replay.support_offsets is not None:
+            supports = np.split(replay.support_ids, replay.support_offsets[1:-1])
+        sequence = _Sequence(request, prompt, so_far.started_s, routes[: len(prompt)], self._started, supports)
+        self._started += 1
+        return Parked(sequence, sampled, routes[:-1], 0.0)
+
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
         """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too.
 
