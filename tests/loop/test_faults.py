@@ -22,7 +22,7 @@ from headrace.errors import HeadraceError, ModelError, RunError, StalledError
 from headrace.learner.learner import Learner
 from headrace.ledger import database
 from headrace.ledger.audit import audit, books
-from headrace.ledger.ledger import Ledger
+from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop import checkpoint
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import SKIPPED_STEPS
@@ -51,6 +51,20 @@ def test_a_stage_that_raises_stops_the_run_with_its_error(
         patched.setattr(where, method, on_call(call, getattr(where, method), fall_over))
         run = break_off(workshop, f"raises-{method}", RuntimeError, "the kernel fell over")
     assert_resumes_to(run, unbroken4)
+
+
+@pytest.mark.parametrize("rule", ["requeue", "resume"])
+def test_an_asynchronous_run_outlasts_a_failed_stage_too(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, rule: str
+):
+    settings = ("loop.max_lag=2", f"recovery.in_flight={rule}")
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "_decode", on_call(40, Engine._decode, fall_over))
+        run = break_off(workshop, f"raises-{rule}", RuntimeError, "the kernel fell over", *settings)
+    assert api.resume(run)["finished"] is True
+    assert audit(run) == []
+    assert books(run).in_flight == books(run).buffered == Amount()
+    assert [row.step for row in rows_of(run)] == list(range(1, STEPS + 1))
 
 
 def test_an_own_filter_that_raises_is_named(workshop: Workshop, unbroken4: Path):
@@ -277,7 +291,6 @@ class Other:
 
 
 LOCKER = """
-import sqlite3
 books = sqlite3.connect(sys.argv[1], isolation_level=None)
 books.execute("BEGIN IMMEDIATE")
 print("ready", flush=True)

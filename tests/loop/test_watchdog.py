@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from broken_runs import SETTINGS, Notes, assert_resumes_to, break_off, on_call
-from tiny_runs import Workshop, same_bits, weights
+from tiny_runs import Workshop, play, same_bits, weights
 
 from headrace import api
 from headrace.buffer.buffer import Buffer
@@ -23,6 +23,7 @@ from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.watchdog import STACKS, Watchdog, beside
+from headrace.place.local import LocalPlace
 from headrace.rollout.engine import Engine
 
 IMPATIENT = ("recovery.hang_s=0.5", "reward.timeout_s=1")
@@ -62,7 +63,7 @@ def test_a_hung_stage_is_named_and_the_run_can_be_resumed(
     with monkeypatch.context() as patched:
         patched.setattr(where, method, on_call(call, getattr(where, method), never))
         message = (
-            rf"nothing has moved for 1.5 s \(recovery.hang_s\): {stage} has been at work for \d s.*headrace resume"
+            rf"nothing has moved for 1.5 s \(recovery.hang_s .*\): {stage} has been at work for \d s.*headrace resume"
         )
         run = break_off(workshop, f"hung-{method}", HungError, message, *IMPATIENT)
     assert "in hang_here" in (run / STACKS).read_text()
@@ -125,6 +126,18 @@ async def test_as_long_as_something_moves_slowly_nothing_hangs(tmp_path: Path):
         watchdog.check()
 
 
+async def test_all_work_is_progress(workshop: Workshop):
+    places: list[LocalPlace] = []
+    await play(workshop.config("progress"), lambda place, loop: places.append(place))
+    computed_tokens, verdicts, moves = places[0].progress()  # type: ignore[misc]
+    assert computed_tokens > places[0].engine.sampled_tokens > 0, "prompts are work, too"
+    assert verdicts >= 3 * 16
+    assert moves["train"] >= moves["publish"] == 3
+    assert moves["checkpoint"] == 2, "copied, and written"
+    assert moves["reward"] >= 3 * 16
+    assert "rollout" not in moves, "of the engine only tokens count"
+
+
 async def test_a_limit_of_zero_watches_nothing(tmp_path: Path):
     watchdog = Watchdog(0.0, lambda: 0, StageClock(), tmp_path, pytest.fail)
     watchdog.start()
@@ -171,5 +184,7 @@ def test_the_process_ends_although_a_thread_hangs(workshop: Workshop):
         timeout=60,
     )
     assert done.stdout.split() == ["2", "1"], done.stderr
-    assert "error: nothing has moved for 1.5 s (recovery.hang_s): train has been at work" in done.stderr
+    assert (
+        "error: nothing has moved for 1.5 s (recovery.hang_s + reward.timeout_s): train has been at work" in done.stderr
+    )
     assert "HungError: nothing has moved" in done.stderr

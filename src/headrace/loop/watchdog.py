@@ -78,8 +78,9 @@ class Watchdog:
             now = self._progress()
             quiet_s, before = (quiet_s + self._pause_s if now == before else 0.0), now
         self.hung = (
-            f"nothing has moved for {self._limit_s:g} s (recovery.hang_s): {self._at_work()}. Where all threads stand "
-            f"is in {self._run_dir / STACKS}. Nothing is lost: `headrace resume {self._run_dir}` goes on with the run"
+            f"nothing has moved for {self._limit_s:g} s (recovery.hang_s + reward.timeout_s): {self._at_work()}. Where "
+            f"all threads stand is in {self._run_dir / STACKS}. Nothing is lost: `headrace resume {self._run_dir}` "
+            "goes on with the run"
         )
         with suppress(OSError):
             write_stacks(self._run_dir / STACKS, asyncio.get_running_loop())

@@ -315,16 +315,17 @@ class Engine:
 
     def _record(self, burst: Burst, first: int) -> None:
         """Book the drawn tokens to rows `first`.., and retire the rows that are done."""
-        if np.isnan(burst.logprobs).any():
+        had = self._rows.sampled[first:].copy()
+        self._rows.append(first, burst, self.version)
+        ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
+        fresh = self._rows.sampled[first:] - had
+        # what a burst has beyond a row's end is no concern
+        if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < fresh]).any():
             raise ModelError(
                 f"version {self.version} of the policy gives the next token a probability that is not a number (NaN): "
                 "its weights, or what it computes from them, are not finite. Nothing was trained on it; resume the run "
                 "from its last checkpoint, and if it comes to this again, lower learner.lr or set model.dtype=float32"
             )
-        had = self._rows.sampled[first:].copy()
-        self._rows.append(first, burst, self.version)
-        ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
-        fresh = self._rows.sampled[first:] - had
         self.sampled_tokens += int(fresh[self._rows.counted[first:]].sum())
         self.computed_tokens += int(fresh.sum())
         if ended and self._drafter is not None:
