@@ -90,9 +90,10 @@ def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mappin
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:
-    """By index, what a group's answers had sampled at the last checkpoint."""
+    """By index, what a group's answers had sampled at the last checkpoint; not of those that left the books since."""
     columns = "id, prompt_id, idx, NULL, '{}', finish, spans, submitted_s, started_s, finished_s, NULL, data"
-    found = connection.execute(f"SELECT {columns} FROM partials WHERE serial = ? ORDER BY idx", (serial,))
+    where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
+    found = connection.execute(f"SELECT {columns} FROM partials WHERE {where} ORDER BY idx", (serial,))
     return {values[2]: _trajectory(*values) for values in found}
 
 

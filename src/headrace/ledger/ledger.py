@@ -210,6 +210,8 @@ class Ledger:
         """
         records = {trajectory.id: trajectory for trajectory in trajectories}
         with self._write():
+            if of is not None and source == "in_flight":
+                self._check_open(*of)
             for drop in drops:
                 if source == "in_flight" and self._dropped_before(records.get(drop.trajectory_id), of):
                     drop = replace(drop, reason=DropReason.REDONE)
@@ -261,19 +263,14 @@ class Ledger:
             self._connection.execute("UPDATE attempts SET state = ? WHERE state = 'open'", (str(reason),))
             for attempt in redo:
                 key = (attempt.serial, attempt.number)
-                found = self._connection.execute(
-                    "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'",
-                    key,
-                ).fetchall()
-                for id, num_tokens in found:
+                sql = "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
+                for id, num_tokens in self._read(sql, key):
                     self._transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=0)
                     self._connection.execute(
                         "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = 0 WHERE id = ?",
                         (str(reason), id),
                     )
-                self._connection.execute(
-                    "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?", (str(reason), *key)
-                )
+                self._mark(*key, reason)
         return held
 
     def carry_on(self, attempts: Sequence[Attempt], kept_tokens: int) -> Amount:
@@ -283,9 +280,9 @@ class Ledger:
             if lost:
                 self._transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", lost, 0)
             for a in attempts:
-                self._connection.execute(
-                    "UPDATE attempts SET state = 'redone' WHERE serial = ? AND number = ?", (a.serial, a.number)
-                )
+                self._mark(a.serial, a.number, DropReason.REDONE)
+                gone = self._read("SELECT id FROM trajectories WHERE serial = ? AND attempt = ?", (a.serial, a.number))
+                self._transfer(SOURCE, "in_flight", 0, len(gone))  # dropped by now: generated again with the others
                 self._open(replace(a, number=a.number + 1))
         return Amount(tokens=lost)
 
@@ -295,7 +292,7 @@ class Ledger:
             write_partials(self._connection, partials)
 
     def partials(self, serial: int) -> dict[int, Trajectory]:
-        """By index, what was kept of a group under way."""
+        """By index, what was kept of a group under way, without answers that were dropped since."""
         return read_partials(self._connection, serial)
 
     def restarted(self, restart: Restart) -> None:
@@ -431,14 +428,19 @@ class Ledger:
         values = (a.serial, a.number, a.prompt_id, a.wave, a.version)
         self._connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", values)
 
-    def _close(self, serial: int, number: int) -> None:
-        """An attempt ends; one that is over already, because a restart replaced it, is refused."""
+    def _check_open(self, serial: int, number: int) -> None:
+        """Refuse what comes of an attempt that is over already, because a restart replaced it."""
         found = self._connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
-        self._connection.execute(
-            "UPDATE attempts SET state = 'closed' WHERE serial = ? AND number = ?", (int(serial), int(number))
-        )
+
+    def _close(self, serial: int, number: int) -> None:
+        self._check_open(serial, number)
+        self._mark(serial, number, "closed")
+
+    def _mark(self, serial: int, number: int, state: str) -> None:
+        query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"
+        self._connection.execute(query, (str(state), int(serial), int(number)))
 
     def _transfer(
         self,

@@ -116,9 +116,9 @@ class Loop:
             return
         await self.stages.device.run(self._canary.check, self.version)
         self.rows.begin()
+        producing = asyncio.create_task(self.produce())  # first: the learner waits for what a restart starts again
         self._learning = asyncio.create_task(self.learn())
         engine = asyncio.create_task(self.stages.actor.run())
-        producing = asyncio.create_task(self.produce())
         tasks = (engine, self._learning, producing)  # a failure of the first fails the others too
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +182,8 @@ class Loop:
         del self._running[serial]
         failed = [(trajectory, reason) for trajectory, reason in outcomes if reason is not None]
         scored = tuple(trajectory for trajectory, reason in outcomes if reason is None)
-        if len(scored) < min(2, len(futures)):
+        cut_short = any(reason is DropReason.RUN_ENDED for _, reason in failed)  # a restart makes the group whole
+        if cut_short or len(scored) < min(2, len(futures)):
             reason = DropReason.RUN_ENDED if self._ending else DropReason.INCOMPLETE
             failed += [(trajectory, reason) for trajectory in scored]
             scored = ()
