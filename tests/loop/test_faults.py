@@ -291,6 +291,7 @@ class Other:
 
 
 LOCKER = """
+import sqlite3
 books = sqlite3.connect(sys.argv[1], isolation_level=None)
 books.execute("BEGIN IMMEDIATE")
 print("ready", flush=True)
