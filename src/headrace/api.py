@@ -14,13 +14,14 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from safetensors import SafetensorError
 
 from headrace.config import Config
 from headrace.config_file import dump, load_config
@@ -35,6 +36,7 @@ from headrace.loop.loop import Loop, sampling_of
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
+from headrace.loop.watchdog import STACKS, Watchdog
 from headrace.place.local import LocalPlace
 from headrace.place.memory import STEPS, memory_for
 from headrace.roles import Sink
@@ -134,7 +136,7 @@ def prepare_run_dir(config: Config) -> Path:
 def _remove_run(run_dir: Path) -> None:
     """Delete what an earlier run left, and nothing else: a new run that fails must not pass off old weights."""
     remove_database(run_dir)
-    for name in (SUMMARY, SETTINGS, "rows.jsonl"):
+    for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
     for name in (WEIGHTS, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
@@ -151,8 +153,11 @@ def weights_dir(run_dir: Path) -> Path:
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
     place = LocalPlace(config, run_dir, resumed=resumed)
     sinks: list[Sink] = []
+    limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
+    watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
     try:
         await place.scorer.start()
+        watchdog.start()
         past = place.ledger.rows() if place.ledger is not None else []
         sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
         watcher.header(config, run_dir, _facts(place))
@@ -176,8 +181,10 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         summary = _Summary(place, loop, run_dir, before)
         try:
             await _interruptible(loop)
-        finally:  # whatever ended the steps, what they led to is kept
-            place.policy.save(run_dir / WEIGHTS)
+        finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
+            if not watchdog.hung:
+                with _writing(run_dir / WEIGHTS):
+                    place.policy.save(run_dir / WEIGHTS)
             summary.write(finished=False, after=None)
         if loop.interrupted:
             return summary.content
@@ -188,9 +195,11 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         watcher.phase("evaluation after")
         return summary.write(finished=True, after=await _score(place))
     finally:
+        watchdog.stop()
         for sink in sinks:
             sink.close()
-        await place.close()
+        await place.close(hung=bool(watchdog.hung))
+        watchdog.check()
 
 
 async def _before(place: LocalPlace, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -220,6 +229,18 @@ def _told(restart: Restart) -> str:
     return f"{done} (recovery.in_flight = {restart.rule})"
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk becomes a message."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path} could not be written: {error}. Once there is room, `headrace resume {path.parent}` goes on from "
+            "the last checkpoint"
+        ) from error
+
+
 class _Summary:
     """`summary.json`, written when the steps end and again with the last evaluation."""
 
@@ -233,7 +254,8 @@ class _Summary:
         totals = summarise(self._place.ledger, self._loop, wall_s=self._place.clock.now())
         known = {"run_dir": str(self._run_dir), "finished": finished, **self._before, "score_after": after}
         self.content = known | totals
-        (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
+        with _writing(self._run_dir / SUMMARY):
+            (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
         return self.content
 
 
@@ -260,10 +282,12 @@ async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
     def on_step(done: int, loss: float) -> None:
         if stopped.is_set():
             raise RunError("interrupted")
+        place.clock.moved("warm start")
         events.call_soon_threadsafe(watcher.progress, done, section.steps, f"loss {loss:.3f}")
 
     try:
-        await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
+        with place.clock.span("warm start"):
+            await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
     finally:
         stopped.set()  # a cancelled wait does not stop the device thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from rich.table import Column, Table
 import headrace  # its functions load torch when first called; checking settings and books does without
 from headrace.config import Config
 from headrace.config_file import DEMO, explain, load_config, to_toml
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, HungError
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
 from headrace.ledger.runs import read_runs
@@ -39,6 +40,9 @@ def _messages() -> Iterator[None]:
     """Errors meant for the user are shown as a message, without a traceback."""
     try:
         yield
+    except HungError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # the libraries' own clearing up could wait for what hangs
     except HeadraceError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

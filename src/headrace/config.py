@@ -191,6 +191,9 @@ class RecoverySection(Section):
         "answers under way when the run died: start their prompts again, go on from the last checkpoint's tokens, or "
         "leave them out",
     )
+    hang_s: NonNegativeFloat = setting(
+        600.0, "stop the run when nothing has moved for so long (and reward.timeout_s besides); 0 is off"
+    )
 
 
 class LedgerSection(Section):

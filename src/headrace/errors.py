@@ -29,6 +29,10 @@ class StalledError(HeadraceError):
     """The loop cannot make progress: nothing it generates is trainable."""
 
 
+class HungError(HeadraceError):
+    """Nothing moves any more. What hangs may hang for ever, in a thread that cannot be ended."""
+
+
 class MissingExtraError(HeadraceError):
     """An optional library is not installed."""
 

@@ -75,6 +75,15 @@ def test_spans_measured_elsewhere_are_drained_too():
     assert clock.drain() == [span]
 
 
+def test_a_move_is_a_span_that_ended_or_one_that_came_further():
+    clock = StageClock()
+    with clock.span("train"):
+        assert clock.moves() == {}
+        clock.moved("train")
+        assert clock.moves() == {"train": 1}
+    assert clock.moves() == {"train": 2}
+
+
 def test_no_span_is_lost_between_threads():
     clock, drained, stop = StageClock(), [], threading.Event()
 

@@ -33,10 +33,11 @@ def drop_reasons(run: Path) -> Counter[str]:
     return Counter({reason: amount.trajectories for reason, amount in books(run).dropped.items()})
 
 
-def assert_all_accounted_for(run: Path) -> None:
+def assert_all_accounted_for(run: Path, *, interrupted: bool = False) -> None:
+    """Of an interrupted run, what is buffered waits for a restart."""
     assert audit(run) == []
     assert books(run).in_flight == Amount()
-    assert books(run).buffered == Amount()
+    assert interrupted or books(run).buffered == Amount()
 
 
 # Nothing to train on
@@ -272,7 +273,7 @@ async def test_an_interrupt_in_the_middle_of_the_update_books_what_was_trained(w
     assert select(run, "SELECT trained_step, COUNT(*) FROM trajectories WHERE state = 'trained'") == [(1, 16)]
     assert [row.step for row in rows_of(run)] == [1]
     assert rows_of(run)[0].trained_tokens == books(run).trained.tokens
-    assert_all_accounted_for(run)
+    assert_all_accounted_for(run, interrupted=True)
 
 
 async def test_an_interrupt_in_the_middle_of_an_evaluation_keeps_the_row_of_the_step(workshop: Workshop):
@@ -289,7 +290,7 @@ async def test_an_interrupt_in_the_middle_of_an_evaluation_keeps_the_row_of_the_
     run = workshop.directory / "examined"
     assert loop.version == 1
     assert [(row.step, row.score) for row in rows_of(run)] == [(1, None)]
-    assert_all_accounted_for(run)
+    assert_all_accounted_for(run, interrupted=True)
 
 
 async def test_no_steps_at_all(workshop: Workshop):

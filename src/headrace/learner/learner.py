@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
+from headrace.errors import ModelError
 from headrace.learner.advantages import advantages, needs_whole_step
 from headrace.learner.aggregation import normaliser, weights
 from headrace.learner.batch import Batch, Item, Packer, balanced, pack
@@ -242,6 +243,11 @@ class Learner:
         # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
         scale = scale if math.isfinite(sums.fetched[0]) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
+        if not math.isfinite(norm) and (name := self._optimizer.not_finite()) is not None:
+            raise ModelError(
+                f"step {self.step_index + 1}: the weights '{name}' are not finite numbers, and neither is any gradient "
+                "from now on. Resume the run from its last checkpoint; if it comes to this again, lower learner.lr"
+            )
         self.step_index += 1
         count, (loss, logprobs, clipped, divergence, *mismatch) = sums.num_tokens, sums.fetched.tolist()
         return StepStats(

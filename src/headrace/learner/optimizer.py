@@ -75,6 +75,13 @@ class Optimizer:
         self.zero_grad()
         return norm
 
+    def not_finite(self) -> str | None:
+        """The name of a weight that holds something else than finite numbers."""
+        for name, master in zip(self._names, self.masters, strict=True):
+            if not bool(torch.isfinite(master).all()):
+                return name
+        return None
+
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self._several = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class StageClock:
         self._lock = threading.Lock()
         self._finished: list[StageSpan] = []
         self._running: dict[object, StageSpan] = {}
+        self._moves: Counter[str] = Counter()
 
     def now(self) -> float:
         """Seconds since the run began; what lies between two processes of it does not count."""
@@ -57,11 +59,22 @@ class StageClock:
             end_s = self.now()
             with self._lock:
                 self._finished.append(_ended(self._running.pop(key), end_s))
+                self._moves[stage] += 1
 
     def add(self, span: StageSpan) -> None:
         """Book a span that was measured elsewhere, on this clock."""
         with self._lock:
             self._finished.append(span)
+
+    def moved(self, stage: str) -> None:
+        """A stage that is busy for long has come further."""
+        with self._lock:
+            self._moves[stage] += 1
+
+    def moves(self) -> dict[str, int]:
+        """How often each stage came further or to an end; equal answers mean that nothing happened in between."""
+        with self._lock:
+            return dict(self._moves)
 
     def drain(self) -> list[StageSpan]:
         """The spans finished since the last drain, for the ledger."""

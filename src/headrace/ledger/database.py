@@ -17,6 +17,7 @@ from headrace.ledger.schema import SCHEMA, SCHEMA_VERSION
 
 FILE_NAME = "ledger.sqlite"
 LOCK_NAME = "lock"
+LOCK_WAIT_S = 5.0  # another program that looks into the file may hold it for a moment
 _SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
@@ -25,7 +26,7 @@ def create_database(run_dir: Path) -> sqlite3.Connection:
     path = run_dir / FILE_NAME
     _claim(path)
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
+        connection = sqlite3.connect(path, isolation_level=None, timeout=LOCK_WAIT_S)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -72,7 +73,7 @@ def reopen_database(run_dir: Path) -> sqlite3.Connection:
     open_database(run_dir).close()  # what is missing or of another layout is refused here
     path = run_dir / FILE_NAME
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
+        connection = sqlite3.connect(path, isolation_level=None, timeout=LOCK_WAIT_S)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -124,6 +125,11 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
         return RunError(f"Cannot write {path} ({error}). Is the disk full? Free some space, or choose another run.dir.")
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return RunError(f"Cannot open {path} ({error}). Check the permissions of the file and its directory.")
+    if code == sqlite3.SQLITE_BUSY:
+        return RunError(
+            f"{path} is locked: another program has been writing to it, or kept a transaction open, for more than "
+            f"{LOCK_WAIT_S:g} s. End that program; `headrace resume {path.parent}` goes on with the run."
+        )
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
     return RunError(f"The ledger {path} cannot be used: {error}.")

@@ -76,6 +76,8 @@ class Checkpoints:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
+            if broken := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]:
+                raise ValueError(f"{broken[0]} holds what is not a finite number")
             writer = HuggingFaceStorageWriter(str(partial / TENSORS), save_distributed=True)
             save(dict(tensors), storage_writer=writer, no_dist=True)
             files = {str(file.relative_to(partial)): _checksum(file) for file in _files(partial)}
@@ -99,7 +101,7 @@ class Checkpoints:
             try:
                 return _checked(path)
             except (RunError, OSError, ValueError, KeyError) as error:
-                on_damage(f"the checkpoint {path} is damaged ({error}); the one before it is used")
+                on_damage(f"the checkpoint {path} is damaged and not used: {error}")
         return None
 
     def _complete(self) -> list[Path]:

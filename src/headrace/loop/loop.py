@@ -26,6 +26,7 @@ from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
+from headrace.loop.watchdog import beside
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
@@ -35,6 +36,7 @@ from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
+SKIPPED_STEPS = 4  # in a row: there will be no other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +86,10 @@ class Loop:
         self._taken: list[Group] = []  # groups of the step under way
         self._scoring: set[asyncio.Task[object]] = set()
         self._learning: asyncio.Task[None] | None = None
-        self._ending = False
+        self._ending = self._abandoned = False
         self._complete = False  # all steps are done: what is left over will never be trained on
         self._writing: asyncio.Task[None] | None = None
+        self._skipped = 0  # steps in a row
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
 
     @property
@@ -96,7 +99,7 @@ class Loop:
 
     @property
     def _stopping(self) -> bool:
-        return self.interrupted or self._ending
+        return (self.interrupted or self._ending) and not self._abandoned
 
     @property
     def first_reward_failure(self) -> str:
@@ -119,9 +122,14 @@ class Loop:
         tasks = (engine, self._learning, producing)  # a failure of the first fails the others too
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
             await self._end(engine, producing)
             await self._written()
+        except asyncio.CancelledError:  # from outside: at once, as by a kill. A restart finds out what was under way
+            self._abandoned = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
         failures = [t.exception() for t in tasks if not t.cancelled()]
         for failure in failures:
             if isinstance(failure, StalledError) and self.first_reward_failure:
@@ -234,11 +242,21 @@ class Loop:
             for serial in await self.stages.buffer.settle(self.version):
                 self.stages.actor.abort(serial)
             self.on_row(row)
+            self._check_skipped(row)
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             self._complete = last
             if last or self._stopping:
                 return
+
+    def _check_skipped(self, row: Row) -> None:
+        self._skipped = self._skipped + 1 if row.skipped else 0
+        if self._skipped == SKIPPED_STEPS:
+            raise StalledError(
+                f"the last {SKIPPED_STEPS} steps were skipped, because their gradients were not finite: training does "
+                "not come further. Look at the rewards (very large ones overflow), lower learner.lr, or set "
+                "model.dtype=float32"
+            )
 
     async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:
         """Book a step that was taken, and make its row: both or neither."""
@@ -274,7 +292,8 @@ class Loop:
 
         async def write() -> None:
             try:
-                await asyncio.to_thread(stages.checkpoints.write, version, copies, facts)
+                with stages.clock.span("checkpoint", version=version):
+                    await beside(stages.checkpoints.write, version, copies, facts)
             except RunError as error:
                 self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")
 

@@ -10,27 +10,49 @@ as soon as there are more of them than cores, OpenMP puts them to sleep after ev
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
 class DeviceThread:
-    """First come, first served."""
+    """First come, first served. Not an executor of the library's: the interpreter would not end before its threads."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
+        self._thread.start()
 
     async def run(self, work: Callable[..., Result], *args: Any) -> Result:
         """The result of `work(*args)`, run in the device thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        return await asyncio.wrap_future(self._submit(work, args))
 
     def call(self, work: Callable[..., Result], *args: Any) -> Result:
         """The same, for whoever can wait: while the run is being built, before there is an event loop to keep going."""
-        return self._executor.submit(work, *args).result()
+        return self._submit(work, args).result()
 
-    def close(self) -> None:
-        """Wait for the work under way."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for the work under way, unless it hangs."""
+        self._queue.put(None)
+        if wait:
+            self._thread.join()
+
+    def _submit(self, work: Callable[..., Result], args: tuple[Any, ...]) -> Future[Result]:
+        future: Future[Result] = Future()
+        self._queue.put((future, work, args))
+        return future
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work, args = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del item, future, work, args  # while waiting for more, hold on to nothing

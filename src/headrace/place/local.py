@@ -100,10 +100,18 @@ class LocalPlace:
         loop = Loop(config, stages)
         return loop
 
-    async def close(self) -> None:
-        """End the reward processes and the device thread, close the books."""
+    def progress(self) -> object:
+        """What the stages have done so far; equal answers mean that nothing was done in between.
+
+        Of the engine its tokens count, not its steps: it could step for ever without coming further.
+        """
+        moves = {stage: n for stage, n in self.clock.moves().items() if stage not in ("rollout", "evaluate")}
+        return self.engine.computed_tokens, self.scorer.moves, moves
+
+    async def close(self, *, hung: bool = False) -> None:
+        """End the reward processes and the device thread, close the books. What hangs is not waited for."""
         await self.scorer.close()
-        self.device.close()
+        self.device.close(wait=not hung)
         if self.ledger is not None:
             self.ledger.close()
 

@@ -43,6 +43,11 @@ class Scorer:
         """Worker processes that ended or had to be ended."""
         return self._pool.num_workers_replaced
 
+    @property
+    def moves(self) -> int:
+        """Verdicts and further tries so far: as long as it grows, something moves."""
+        return self.num_scored + self.num_failed + self.num_retried
+
     async def start(self) -> None:
         """Start the workers; a function that cannot be imported is an error here."""
         await self._pool.start()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace import kernels
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
@@ -69,6 +69,7 @@ class Engine:
         self.policy = policy
         self.version = 0
         self.sampled_tokens = 0  # counted ones, ever
+        self.computed_tokens = 0  # of prompts and answers, counted or not: as long as it grows, something moves
         self.prefill_tokens = prefill_tokens
         self.preemptions = 0  # times a sequence had to make room, ever
         self.parks = 0  # times one was laid aside at `max_wall_s`, ever
@@ -233,6 +234,7 @@ class Engine:
             family.routes.append(part)
         self._start(complete, last_hidden)
         self._prefilling = [f for f in self._prefilling if f.place >= 0]
+        self.computed_tokens += budget - left
         return budget - left
 
     def _start(self, complete: list[tuple[_Family, int]], last_hidden: torch.Tensor) -> None:
@@ -317,7 +319,15 @@ class Engine:
         self._rows.append(first, burst, self.version)
         ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
         fresh = self._rows.sampled[first:] - had
+        # what a burst has beyond a row's end is no concern
+        if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < fresh]).any():
+            raise ModelError(
+                f"version {self.version} of the policy gives the next token a probability that is not a number (NaN): "
+                "its weights, or what it computes from them, are not finite. Nothing was trained on it; resume the run "
+                "from its last checkpoint, and if it comes to this again, lower learner.lr or set model.dtype=float32"
+            )
         self.sampled_tokens += int(fresh[self._rows.counted[first:]].sum())
+        self.computed_tokens += int(fresh.sum())
         if ended and self._drafter is not None:
             self._drafter.learn(self._rows)
         for row, finish in sorted(ended.items(), reverse=True):

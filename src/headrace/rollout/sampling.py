@@ -87,6 +87,7 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     # float64, because a float32 sum over 150,000 tokens would move rare tokens' probabilities
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None]).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)  # among NaNs nothing is found; the log-prob will tell
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if any(s.temperature == 0.0 for s in kinds):
         greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
