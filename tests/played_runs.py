@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -378,10 +379,9 @@ class Process:
         self._mortal = MortalConnection(self.ledger._connection)
         self.ledger._connection = self._mortal  # type: ignore[assignment]
         self.actor, self.scorer, self.prompts = Actor(world, self.ledger, world.exact), Scorer(world), Prompts()
-        self.device, self.disk, self._events = DeviceThread(), Turns(), Hours()
+        self.device, self.cores, self.disk, self._events = DeviceThread(), Turns(), Turns(), Hours()
         self.device.close()
-        self.device._executor = self.cores = Turns()
-        self._events.set_default_executor(self.disk)
+        self.device._submit = lambda work, args: self.cores.submit(work, *args)  # type: ignore[method-assign]
         checkpoints = CheckpointsOnDisk(world, self._mortal.check)
         if not resumed:
             checkpoints.write(0, {"weights": torch.zeros(1)}, {"prompts": self.prompts.state()})
@@ -444,8 +444,12 @@ class Process:
             for _ in range(turns):
                 await asyncio.sleep(0)
 
+        def beside(work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+            return asyncio.wrap_future(self.disk.submit(work, *args))
+
         try:
-            self._events.run_until_complete(act())
+            with patch("headrace.loop.loop.beside", beside):
+                self._events.run_until_complete(act())
         except Died:
             assert self._mortal.dead
 
