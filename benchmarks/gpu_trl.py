@@ -37,7 +37,15 @@ class StepWatch(TrainerCallback):
 
 
 def run(
-    model: str, prompts: list[str], *, steps: int, samples: int, at_once: int, max_new_tokens: int, device: torch.device
+    model: str,
+    prompts: list[str],
+    *,
+    steps: int,
+    samples: int,
+    at_once: int,
+    max_new_tokens: int,
+    lr: float,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Train `steps` steps on as many prompts each as there are, `at_once` sequences at a time; one record per step."""
     watch = StepWatch()
@@ -65,7 +73,7 @@ def run(
                 max_steps=steps,
                 bf16=device.type == "cuda",
                 use_cpu=device.type == "cpu",
-                **SAME_STEP,
+                **(SAME_STEP | {"learning_rate": lr}),
                 seed=0,
             ),
             train_dataset=Dataset.from_dict({"prompt": prompts}),

@@ -42,6 +42,8 @@ import headrace  # noqa: F401  (before torch's first use, as the command does it
 from headrace.config import Config
 
 REWARD = Path(__file__).with_name("gpu_reward.py")
+# every step does all its work, but the weights stay: one real update and the model would no longer end its answers
+LR = 1e-12
 HELD_OUT = 4  # prompts that the loop sets aside and nobody uses
 
 
@@ -165,7 +167,7 @@ def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argpar
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
             "buffer": {"drop_no_signal": False},
-            "learner": {"lr": 1e-6, "micro_batch_tokens": arguments.micro_batch_tokens},
+            "learner": {"lr": LR, "micro_batch_tokens": arguments.micro_batch_tokens},
             "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": 0},
         }
     )
@@ -183,6 +185,7 @@ def run_trl(job: Job, models: Path, arguments: argparse.Namespace) -> dict[str, 
         samples=job.samples,
         at_once=job.trl_at_once,
         max_new_tokens=job.max_new_tokens,
+        lr=LR,
         device=device,
     )
     counted = records[job.trl_warm_up :]
