@@ -23,6 +23,7 @@ from pathlib import Path
 from headrace.errors import RunError
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Ledger
+from headrace.loop.loop import STALL
 
 SHORT = [
     "model.path=demo",
@@ -79,7 +80,7 @@ def cost(directory: Path, kill_after: int) -> None:
     with Ledger.open(run) as ledger:
         (restart,) = ledger.restarts()
         steps_s = sum(row.wall_s for row in ledger.rows())
-        spans = [span for span in ledger.spans_between(0.0, 1e9) if span.stage == "checkpoint"]
+        spans = [span for span in ledger.spans_between(0.0, 1e9) if span.stage == "checkpoint" and span.detail == STALL]
     stalled_s = sum(span.end_s - span.start_s for span in spans)
     print(f"killed after step {held}; resumed from the checkpoint of step {restart.checkpoint}")
     print(f"resume: {resumed_s:.1f} s from the command until {restart.redone_steps} steps were taken again")

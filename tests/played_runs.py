@@ -484,8 +484,12 @@ class Process:
         """Leave nothing of it but what is on disk; whether it had come to its end by itself."""
         ended = self._run.done() and not self._mortal.dead
         if ended:
-            self.ledger.close()
+            try:
+                self.ledger.close()
+            except Died:  # at the last moment
+                ended = False
         self._mortal.dead = True
+        self._events.set_exception_handler(lambda *_: None)  # what was under way fails, and nobody is left to hear it
         while tasks := asyncio.all_tasks(self._events):  # some begin another wait while they end
             for task in tasks:
                 task.cancel()

@@ -175,7 +175,7 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         loop.on_row, loop.on_note = on_row, watcher.note
         if resumed:
             watcher.phase("resuming")
-            watcher.note(_told(await resume_loop(loop, watcher.note)))
+            watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
         before = await _before(place, loop, watcher)
         watcher.phase("training")
         summary = _Summary(place, loop, run_dir, before)
@@ -216,12 +216,13 @@ async def _before(place: LocalPlace, loop: Loop, watcher: Watcher) -> dict[str, 
     return found
 
 
-def _told(restart: Restart) -> str:
+def _told(restart: Restart, over: bool) -> str:
     """A restart in a sentence."""
     done = f"resumed at step {restart.version}, from the checkpoint of step {restart.checkpoint}"
     if restart.redone_steps:
         done += f" and {restart.redone_steps} steps taken again"
     fate = {"requeue": "their prompts start again", "drop": "their prompts are left out"}.get(restart.rule, "")
+    fate = "and all steps are done without them" if over else fate
     if restart.lost_trajectories:
         done += f"; {restart.lost_trajectories} answers under way are lost with {restart.lost_tokens} tokens, {fate}"
     elif restart.rule == "resume":

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -23,25 +23,22 @@ _SIDE_FILES = ("-wal", "-shm", "-journal")
 
 def create_database(run_dir: Path) -> sqlite3.Connection:
     """Make the run's database; refuses a directory that already has one."""
+
+    def prepare(connection: sqlite3.Connection) -> None:
+        _log_ahead(connection)
+        connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        meta = [("schema", SCHEMA_VERSION), ("headrace", __version__), ("created", created)]
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
+        connection.execute("COMMIT")
+
     path = run_dir / FILE_NAME
     _claim(path)
     try:
-        connection = sqlite3.connect(path, isolation_level=None, timeout=LOCK_WAIT_S)
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
-            created = datetime.now(UTC).isoformat(timespec="seconds")
-            meta = [("schema", SCHEMA_VERSION), ("headrace", __version__), ("created", created)]
-            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.Error as error:
+        return _connect(path, prepare)
+    except RunError:
         remove_database(run_dir)
-        raise explain(error, path) from error
-    return connection
+        raise
 
 
 def open_database(run_dir: Path) -> sqlite3.Connection:
@@ -49,40 +46,13 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
-    try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
-        try:
-            _check_version(connection, path)
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.Error as error:
-        raise explain(error, path) from error
-    return connection
-
-
-@contextlib.contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """While this lasts, no other process can train in the directory; the system ends it with the process."""
-    with _locked(run_dir):
-        yield
+    return _connect(path, lambda connection: _check_version(connection, path), read_only=True)
 
 
 def reopen_database(run_dir: Path) -> sqlite3.Connection:
     """Open the database of a run that ended too soon, to go on writing it."""
     open_database(run_dir).close()  # what is missing or of another layout is refused here
-    path = run_dir / FILE_NAME
-    try:
-        connection = sqlite3.connect(path, isolation_level=None, timeout=LOCK_WAIT_S)
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.Error as error:
-        raise explain(error, path) from error
-    return connection
+    return _connect(run_dir / FILE_NAME, _log_ahead)
 
 
 def remove_database(run_dir: Path) -> None:
@@ -135,8 +105,11 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
     return RunError(f"The ledger {path} cannot be used: {error}.")
 
 
-def _locked(run_dir: Path) -> IO[str]:
-    """The lock's file, locked and with this process's id in it."""
+def claimed(run_dir: Path) -> IO[str]:
+    """The lock's file, with this process's id in it. While it is open no other process can train in the directory.
+
+    The system closes it with the process.
+    """
     try:
         lock = (run_dir / LOCK_NAME).open("a+")
         try:
@@ -155,6 +128,28 @@ def _locked(run_dir: Path) -> IO[str]:
     except OSError as error:
         raise RunError(f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir.") from error
     return lock
+
+
+def _connect(
+    path: Path, prepare: Callable[[sqlite3.Connection], None], *, read_only: bool = False
+) -> sqlite3.Connection:
+    """A connection that could be prepared."""
+    where = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+    try:
+        connection = sqlite3.connect(where, uri=True, isolation_level=None, timeout=LOCK_WAIT_S)
+        try:
+            prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+    return connection
+
+
+def _log_ahead(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
 
 
 def _claim(path: Path) -> None:

@@ -14,9 +14,8 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
-
 from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.columns import INSERT, dropped_record, record
 from headrace.ledger.database import (
     FILE_NAME,
     close_database,
@@ -32,20 +31,11 @@ from headrace.ledger.journal import (
     encode,
     read_partials,
     read_trajectories,
-    spans_json,
     write_partials,
 )
-from headrace.ledger.row_json import plain, row_from_json, row_to_json
+from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.types import Drop, DropReason, FinishReason, Group, Row, Trajectory
-
-_TRAJECTORY_COLUMNS = (
-    "id, prompt_id, serial, attempt, idx, num_tokens, num_prompt_tokens, reward, reward_parts, finish, spans, "
-    "oldest_version, submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag"
-)
-_INSERT_TRAJECTORY = (
-    f"INSERT INTO trajectories ({_TRAJECTORY_COLUMNS}) VALUES ({', '.join('?' * (_TRAJECTORY_COLUMNS.count(',') + 1))})"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +161,8 @@ class Ledger:
         with self._write():
             self._close(group.serial, group.attempt)
             for trajectory in group.trajectories:
-                record = _record(trajectory, (group.serial, group.attempt), "buffered")
-                self._connection.execute(_INSERT_TRAJECTORY, record)
+                columns = record(trajectory, (group.serial, group.attempt), "buffered")
+                self._connection.execute(INSERT, columns)
                 self._transfer("in_flight", "buffered", trajectory.num_sampled_tokens, 1, trajectory.id)
                 self._connection.execute("INSERT INTO journal VALUES (?, ?)", (trajectory.id, encode(trajectory)))
 
@@ -217,8 +207,8 @@ class Ledger:
                     drop = replace(drop, reason=DropReason.REDONE)
                 account, lag = f"{DROPPED}{drop.reason}", int(drop.lag)
                 if source == "in_flight":
-                    record = _dropped_record(drop, records.get(drop.trajectory_id), of)
-                    self._connection.execute(_INSERT_TRAJECTORY, record)
+                    columns = dropped_record(drop, records.get(drop.trajectory_id), of)
+                    self._connection.execute(INSERT, columns)
                 self._transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=lag)
                 if source == "buffered":
                     self._connection.execute(
@@ -326,10 +316,14 @@ class Ledger:
         """What `remember` was told."""
         return {k.removeprefix("run:"): v for k, v in self._read("SELECT key, value FROM meta") if k.startswith("run:")}
 
-    def attempts(self, where: str = "1", values: tuple[Any, ...] = ()) -> list[Attempt]:
-        """The attempts that a condition selects, in the order they were started."""
+    def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
+        """All attempts, or those in this state or of this wave, in the order they were started."""
         names = ("serial", "number", "prompt_id", "wave", "version")
-        found = self._read(f"SELECT {', '.join(names)} FROM attempts WHERE {where} ORDER BY wave, serial", values)
+        found = self._read(
+            f"SELECT {', '.join(names)} FROM attempts WHERE state = COALESCE(?, state) AND wave = COALESCE(?, wave) "
+            "ORDER BY wave, serial",
+            (state, wave),
+        )
         return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
@@ -460,41 +454,3 @@ class Ledger:
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (at_s, step, debit, credit, int(num_tokens), int(num_trajectories), trajectory_id, lag),
         )
-
-
-def _record(
-    trajectory: Trajectory, of: tuple[int, int] | None, state: str, reason: str | None = None, lag: int | None = None
-) -> tuple[Any, ...]:
-    """The columns of a finished trajectory."""
-    sampled, timing = trajectory.sampled, trajectory.timing
-    num_prompt_tokens = int(np.argmax(sampled)) if sampled.any() else len(sampled)
-    return (
-        trajectory.id,
-        trajectory.prompt_id,
-        *(of or (None, None)),
-        int(trajectory.index),
-        trajectory.num_sampled_tokens,
-        num_prompt_tokens,
-        None if trajectory.reward is None else float(trajectory.reward),
-        json.dumps(plain(trajectory.reward_parts), allow_nan=False),
-        str(trajectory.finish),
-        spans_json(trajectory),
-        int(trajectory.oldest_version) if trajectory.spans else None,
-        timing.submitted_s,
-        timing.started_s,
-        timing.finished_s,
-        timing.scored_s,
-        state,
-        reason,
-        lag,
-    )
-
-
-def _dropped_record(drop: Drop, trajectory: Trajectory | None, of: tuple[int, int] | None) -> tuple[Any, ...]:
-    """The columns of a trajectory that never reached the buffer; of an aborted one only what the drop says is known."""
-    reason, lag = str(drop.reason), int(drop.lag)
-    if trajectory is not None:
-        return _record(trajectory, of, "dropped", reason, lag)
-    reward = None if drop.reward is None else float(drop.reward)
-    known = (drop.trajectory_id, drop.prompt_id, *(of or (None, None)), None, int(drop.num_tokens), None, reward)
-    return (*known, "{}", None, "[]", None, None, None, None, None, "dropped", reason, lag)

@@ -35,6 +35,7 @@ from headrace.rollout.actor import RolloutActor
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
+STALL = "training waits"  # the part of a checkpoint's time that is not beside the training
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
 SKIPPED_STEPS = 4  # in a row: there will be no other
 
@@ -243,6 +244,8 @@ class Loop:
                 self.stages.actor.abort(serial)
             self.on_row(row)
             self._check_skipped(row)
+            if last:
+                await self._written()  # this one is not to be left out
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             self._complete = last
@@ -284,7 +287,7 @@ class Loop:
             return
         stages, version = self.stages, self.version
         facts = {"prompts": stages.prompts.state()}
-        with stages.clock.span("checkpoint", version=version):
+        with stages.clock.span("checkpoint", version=version, detail=STALL):
             copies = await stages.device.run(snapshot, stages.learner.tensors())
             if self.config.recovery.in_flight == "resume":
                 stages.ledger.keep_partials(await self._under_way())
@@ -439,6 +442,7 @@ class Loop:
         await asyncio.wait([self._learning])
         await self.stages.buffer.hold(True)
         if self.interrupted and not self._complete and not engine.done():
+            await self._written()  # this one is not to be left out
             await self.checkpoint()
         if self._complete or self.config.recovery.in_flight != "resume":
             await self._abort_all(engine, producing)

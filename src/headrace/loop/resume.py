@@ -36,13 +36,14 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     if stages.learner.uses_reference:
         await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)
-    loop.again, lost = _take_up(loop)
+    rule = _rule(loop)
+    loop.again, lost = _take_up(loop, rule)
     restart = Restart(
         number=len(ledger.restarts()) + 1,
         at_s=stages.clock.now(),
         checkpoint=checkpoint.version,
         version=loop.version,
-        rule=loop.config.recovery.in_flight,
+        rule=rule,
         redone_steps=len(redone),
         retrained_tokens=sum(group.num_sampled_tokens for groups in redone for group in groups),
         lost_tokens=lost.tokens,
@@ -83,15 +84,24 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     return redone
 
 
-def _take_up(loop: Loop) -> tuple[list[Again], Amount]:
+def _redoes_waves(loop: Loop) -> bool:
+    """Company changes bits: strictly on-policy, a wave is generated again as a whole, or not at all."""
+    return loop.config.loop.max_lag == 0 and not loop.stages.actor.engine.policy.exact
+
+
+def _rule(loop: Loop) -> str:
+    """What becomes of answers under way: `recovery.in_flight`, where that can be had."""
+    rule = loop.config.recovery.in_flight
+    return "requeue" if rule == "resume" and _redoes_waves(loop) else rule
+
+
+def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     """Buffer what waited, lose what was under way; what is to be started again, and what was lost."""
-    ledger, rule = loop.stages.ledger, "drop" if loop.over else loop.config.recovery.in_flight
-    under_way, again = ledger.attempts("state = 'open'"), []
-    if loop.config.loop.max_lag == 0 and rule != "drop" and not loop.stages.actor.engine.policy.exact:
-        # company changes bits: strictly on-policy, a wave is generated again as a whole, or not at all
+    ledger, rule = loop.stages.ledger, "drop" if loop.over else rule
+    under_way, again = ledger.attempts(state="open"), []
+    if rule == "requeue" and _redoes_waves(loop):
         waves = sorted({attempt.wave for attempt in under_way})
-        under_way = [attempt for wave in waves for attempt in ledger.attempts("wave = ?", (wave,))]
-        rule = "requeue"
+        under_way = [attempt for wave in waves for attempt in ledger.attempts(wave=wave)]
     if rule == "resume":
         so_far = {attempt.serial: ledger.partials(attempt.serial) for attempt in under_way}
         kept_tokens = sum(t.num_sampled_tokens for answers in so_far.values() for t in answers.values())
@@ -107,7 +117,7 @@ def _take_up(loop: Loop) -> tuple[list[Again], Amount]:
     loop.stages.buffer.restore(version=loop.version, wave=last_wave, buffered=buffered)
     # also those that an earlier restart did not come to start
     newest = {attempt.serial: attempt for attempt in sorted(ledger.attempts(), key=lambda a: a.number)}
-    redone = {(attempt.serial, attempt.number) for attempt in ledger.attempts("state = 'redone'")}
+    redone = {(attempt.serial, attempt.number) for attempt in ledger.attempts(state="redone")}
     again += [
         Again(replace(a, number=a.number + 1)) for _, a in sorted(newest.items()) if (a.serial, a.number) in redone
     ]
