@@ -69,6 +69,8 @@ def test_drafts_change_nothing(make_policy: Callable[..., Policy]):
 
 def test_the_default_mode_differs(make_policy: Callable[..., Policy]):
     """So the tests above can fail."""
+    torch.backends.cuda.preferred_blas_library("cublas")  # an exact policy before it chose otherwise, for the process
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     policy = on_cuda(make_policy, "Qwen3", False)
     found = busy_run(policy, num_groups=8, max_new_tokens=300, spread_steps=8, max_running=12, prefill_tokens=200)
     difference = gaps(policy, found, len(found))
