@@ -62,6 +62,7 @@ class World:
     kinds: tuple[str, ...]
     rule: str  # for what is in flight when a process dies
     skipped: set[int]  # steps whose gradient is not finite
+    min_share: float = 1.0
     steps: int = 4
     every_steps: int = 2  # a checkpoint
     checkpoints: dict[int, tuple[int, Any]] = field(default_factory=dict)  # version -> weights, facts
@@ -86,7 +87,7 @@ class World:
         """The run's settings."""
         return Config(
             rollout=RolloutSection(samples=SAMPLES),
-            buffer=BufferSection(drop_overlong=True, patience=100),
+            buffer=BufferSection(drop_overlong=True, patience=100, min_share=self.min_share),
             loop=LoopSection(steps=self.steps, max_lag=self.max_lag, groups_per_step=self.groups_per_step),
             recovery=RecoverySection(every_steps=self.every_steps, in_flight=self.rule),
         )
@@ -387,7 +388,7 @@ class Process:
             checkpoints.write(0, {"weights": torch.zeros(1)}, {"prompts": self.prompts.state()})
         config = world.config()
         self.buffer = Buffer(
-            LagPolicy(max_lag=world.max_lag, groups_per_step=world.groups_per_step),
+            LagPolicy(max_lag=world.max_lag, groups_per_step=world.groups_per_step, min_share=world.min_share),
             Sieve(config.buffer),
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,

@@ -33,11 +33,13 @@ def _choose_waiting() -> None:
 _choose_waiting()
 
 __version__ = "0.1.0"
-__all__ = ["evaluate_run", "export", "load_config", "resume", "train"]
+__all__ = ["UnavailableError", "evaluate_run", "export", "load_config", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """The public functions, loaded when asked for: reward processes and the lighter commands do without torch."""
+    if name == "UnavailableError":
+        return importlib.import_module("headrace.errors").UnavailableError
     if name in __all__:
         return getattr(importlib.import_module("headrace.api"), name)
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")

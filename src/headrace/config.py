@@ -110,7 +110,7 @@ class RewardSection(Section):
     pattern: str = setting("", "regular expression; its last match (or first group of it) is the answer to compare")
     workers: PositiveInt = setting(1, "processes that score")
     timeout_s: PositiveFloat = setting(10.0, "a slower verdict is a drop, not a zero")
-    retries: NonNegativeInt = setting(1, "further tries after a crash or a timeout")
+    retries: NonNegativeInt = setting(1, "further tries after a crash, a timeout or a lost connection")
     cache: bool = setting(True, "score the same answer to the same prompt once")
     overlong_tokens: NonNegativeInt = setting(
         0, "soft penalty for the last so many tokens before max_new_tokens; 0 is off"
@@ -124,6 +124,9 @@ class BufferSection(Section):
     drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
     drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens or max_wall_s")
     filters: tuple[str, ...] = setting((), "own filters, 'module:function' or 'file.py:function': group -> keep it?")
+    min_share: Annotated[float, Field(gt=0, le=1)] = setting(
+        1.0, "a step trains when so much of its groups is left and none runs; below, new ones replace the dropped"
+    )
     patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
 
 
@@ -186,6 +189,9 @@ class RecoverySection(Section):
 
     every_steps: PositiveInt = setting(20, "write a checkpoint after every so many steps")
     keep: PositiveInt = setting(2, "checkpoints that stay on disk")
+    journal_steps: NonNegativeInt = setting(
+        1000, "steps whose answers stay in the ledger token by token, besides those a restart needs; 0 keeps all"
+    )
     in_flight: Literal["requeue", "resume", "drop"] = setting(
         "requeue",
         "answers under way when the run died: start their prompts again, go on from the last checkpoint's tokens, or "

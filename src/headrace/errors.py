@@ -21,6 +21,14 @@ class RewardError(HeadraceError):
     """A reward function that cannot be found or called."""
 
 
+class UnavailableError(HeadraceError):
+    """For reward functions to raise: what they need is not to be had just now, and another try may succeed.
+
+    Example:
+        raise headrace.UnavailableError("the judge's queue is full")
+    """
+
+
 class RunError(HeadraceError):
     """A run directory that is missing, in use or damaged."""
 

@@ -30,6 +30,7 @@ DROP_WORDS = {
     DropReason.OVERLONG: "it was cut before its end, and buffer.drop_overlong leaves such answers out",
     DropReason.REWARD_TIMEOUT: "the reward function gave no verdict within reward.timeout_s",
     DropReason.REWARD_ERROR: "the reward function raised an error, or returned something that is no reward",
+    DropReason.REWARD_UNAVAILABLE: "what the reward function needs could not be reached, reward.retries times",
     DropReason.INCOMPLETE: "fewer than two answers of its group were left, and one alone cannot be compared",
     DropReason.SKIPPED_STEP: "the gradient of its step was not finite, so the weights stayed as they were",
     DropReason.RUN_ENDED: "the run was over before it could be trained on",
@@ -112,7 +113,9 @@ class RunsTerminal(Terminal):
         self._pairs(facts)
         if found.whole is None:
             self._section("tokens")
-            self._paragraph("No tokens are kept of a trajectory that never reached the buffer.")
+            pruned = "buffered" in found.times_s
+            why = "this old (recovery.journal_steps)" if pruned else "that never reached the buffer"
+            self._paragraph(f"No tokens are kept of a trajectory {why}.")
             return
         ids, sampled = found.whole.token_ids.tolist(), found.whole.sampled.tolist()
         prompt_ids = ids[: sampled.index(True)] if True in sampled else ids

@@ -45,6 +45,7 @@ class DropReason(StrEnum):
     OVERLONG = "overlong"
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_ERROR = "reward_error"
+    REWARD_UNAVAILABLE = "reward_unavailable"  # what the function needs (a judge, a sandbox) was not to be had
     INCOMPLETE = "incomplete"
     SKIPPED_STEP = "skipped_step"
     RUN_ENDED = "run_ended"
@@ -144,7 +145,7 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens the policy was paid to sample: the unit of every account."""
-        return int(self.sampled.sum())
+        return int(np.count_nonzero(self.sampled))
 
     @property
     def oldest_version(self) -> int:

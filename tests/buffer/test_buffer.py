@@ -41,10 +41,12 @@ class Books:
         return Counter(reason for _, reason, _ in self.drops)
 
 
-def make(max_lag: int, size: int = 2, *, patience: int = 10**6, overlong: bool = False) -> tuple[Buffer, Books]:
+def make(
+    max_lag: int, size: int = 2, *, patience: int = 10**6, overlong: bool = False, min_share: float = 1.0
+) -> tuple[Buffer, Books]:
     books = Books()
     buffer = Buffer(
-        LagPolicy(max_lag=max_lag, groups_per_step=size),
+        LagPolicy(max_lag=max_lag, groups_per_step=size, min_share=min_share),
         Sieve(BufferSection(drop_overlong=overlong)),
         patience=patience,
         on_buffered=books.on_buffered,
@@ -176,13 +178,49 @@ async def test_stall_names_what_the_whole_group_was_dropped_for():
 
 
 async def test_one_good_group_ends_a_barren_stretch():
-    buffer, _ = make(max_lag=0, size=1, patience=3)
+    buffer, _ = make(max_lag=0, size=3, patience=1)
     for serial in range(8):
         buffer.start(serial)
         await buffer.put(group(serial, rewards=[1, 1] if serial % 3 else [0, 1]))
     assert (await buffer.next()).serial == 0
     assert [(await buffer.next()).serial for _ in range(2)] == [3, 6]
     assert await soon(buffer.next()) is None
+
+
+async def wave_of_four(min_share: float) -> Buffer:
+    """Two of the step's four groups are left when nothing runs any more."""
+    buffer, _ = make(max_lag=0, size=4, min_share=min_share)
+    for serial in range(await buffer.admit()):
+        buffer.start(serial)
+    await buffer.put(group(0))
+    await buffer.put(group(1, rewards=[1, 1]))
+    await buffer.lose(2, DropReason.REWARD_ERROR)
+    assert (await buffer.next()).serial == 0
+    waiting = asyncio.create_task(buffer.next())
+    assert await soon(buffer.admit()) is None
+    assert not waiting.done()  # 3 may still come
+    await buffer.put(group(3))
+    assert (await waiting).serial == 3
+    return buffer
+
+
+async def test_a_step_with_enough_of_its_groups_does_without_the_rest():
+    buffer = await wave_of_four(min_share=0.5)
+    assert await soon(buffer.admit()) is None
+    assert await asyncio.wait_for(buffer.next(), 1.0) is None
+    await buffer.settle(1)
+    assert await soon(buffer.admit()) == 4, "the next step has all its places"
+
+
+async def test_a_step_with_too_few_of_its_groups_waits_for_others():
+    buffer = await wave_of_four(min_share=0.6)
+    waiting = asyncio.create_task(buffer.next())
+    assert await soon(buffer.admit()) == 2
+    buffer.start(4), buffer.start(5)
+    await buffer.lose(4, DropReason.REWARD_ERROR)
+    await buffer.put(group(5))
+    assert (await waiting).serial == 5
+    assert await asyncio.wait_for(buffer.next(), 1.0) is None, "three of four are enough"
 
 
 async def test_stale_groups_are_no_stall():

@@ -309,7 +309,7 @@ def test_opening_what_is_not_there_or_not_a_ledger(tmp_path, played_run):
         Ledger.open(other)
     with raw(played_run) as connection:
         connection.execute("UPDATE meta SET value = '0' WHERE key = 'schema'")
-    with pytest.raises(RunError, match=r"ledger layout 0.*layout 2"):
+    with pytest.raises(RunError, match=r"ledger layout 0.*layout 3"):
         Ledger.open(played_run)
 
 

@@ -94,12 +94,14 @@ def test_wandb_gets_project_config_and_rows(tmp_path, make_row, monkeypatch):
     fake.init = lambda **options: calls.append(("init", options)) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb", raising=False)
-    (sink,) = open_sinks(LedgerSection(sinks=("wandb",), wandb_project="mine"), tmp_path, {"a": 1})
-    sink.write(make_row(4))
-    sink.close()
+    for _ in range(2):  # as a run and its restart do
+        (sink,) = open_sinks(LedgerSection(sinks=("wandb",), wandb_project="mine"), tmp_path, {"a": 1})
+        sink.write(make_row(4))
+        sink.close()
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb")
-    options = {"project": "mine", "name": tmp_path.name, "dir": str(tmp_path), "config": {"a": 1}}
-    assert calls == [("init", options), ("log", 4, scalars(make_row(4))), ("finish",)]
+    id = calls[0][1]["id"]
+    where = {"project": "mine", "name": tmp_path.name, "dir": str(tmp_path), "id": id, "resume": "allow"}
+    assert calls == [("init", where | {"config": {"a": 1}}), ("log", 4, scalars(make_row(4))), ("finish",)] * 2
 
 
 @pytest.mark.parametrize("library", ["wandb", "tensorboard"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from broken_runs import SETTINGS, STEPS, Notes, assert_resumes_to, break_off, on_call
-from tiny_runs import Workshop, rows_of, same_bits, weights, write_prompts
+from tiny_runs import Workshop, rows_of, same_bits, select, weights, write_prompts
 
 from headrace import api
 from headrace.errors import HeadraceError, ModelError, RunError, StalledError
@@ -76,6 +76,22 @@ def test_an_own_filter_that_raises_is_named(workshop: Workshop, unbroken4: Path)
     assert_resumes_to(run, unbroken4)
 
 
+def test_answers_that_nobody_needs_are_forgotten(workshop: Workshop, unbroken4: Path, monkeypatch: pytest.MonkeyPatch):
+    def assert_only_needed_ones_are_kept(num_steps: int) -> None:
+        oldest = min(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+        joined = "journal JOIN trajectories ON id = trajectory_id WHERE state = 'trained'"
+        kept = {step for (step,) in select(run, f"SELECT trained_step FROM {joined}")}
+        assert kept == set(range(oldest + 1, num_steps + 1))
+
+    settings = ("recovery.every_steps=1", "recovery.journal_steps=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "finish", on_call(4, Learner.finish, fall_over))
+        run = break_off(workshop, "forgetful", RuntimeError, "fell over", *settings)
+    assert_only_needed_ones_are_kept(3)
+    assert_resumes_to(run, unbroken4)
+    assert_only_needed_ones_are_kept(4)
+
+
 # Rewards
 
 
@@ -103,6 +119,11 @@ def shot(completion):
 def wordy(completion):
     return "very good" if completion.text[:1].isupper() else len(completion.text) / 7
 
+def noted(completion):
+    with HERE.with_name("noted").open("a") as file:
+        file.write(f"{completion.prompt!r} {completion.text!r} {completion.num_tokens}\\n")
+    return right(completion)
+
 def miscounting(completions):
     return [len(c.text) / 7 for c in completions] + [1.0] * ("1" in completions[0].prompt and once("miscounted"))
 """
@@ -123,6 +144,18 @@ def test_answers_of_a_killed_reward_worker_are_scored_again(workshop: Workshop, 
     assert audit(run) == []
     assert books(run) == books(unbroken4)
     assert same_bits(weights(run), weights(unbroken4))
+
+
+def test_a_verdict_outlasts_the_process_that_asked_for_it(
+    workshop: Workshop, unbroken4: Path, rewards: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A restart generates the wave again, and asks for none of its verdicts a second time."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "_decode", on_call(40, Engine._decode, fall_over))
+        run = break_off(workshop, "noted", RuntimeError, "fell over", f"reward.function={rewards}:noted")
+    assert_resumes_to(run, unbroken4)
+    asked = rewards.with_name("noted").read_text().splitlines()
+    assert len(asked) == len(set(asked))
 
 
 @pytest.mark.parametrize(

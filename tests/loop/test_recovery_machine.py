@@ -37,6 +37,7 @@ class Recovery(RuleBasedStateMachine):
     @initialize(
         max_lag=st.sampled_from([0, 0, 1, 3]),
         groups_per_step=st.integers(1, 3),
+        min_share=st.sampled_from([1.0, 1.0, 0.5]),
         exact=st.booleans(),
         kinds=st.lists(st.sampled_from(KINDS), max_size=5),
         rule=st.sampled_from(["requeue", "requeue", "resume", "drop"]),
@@ -215,7 +216,7 @@ class Recovery(RuleBasedStateMachine):
         for _ in found["steps"]:
             groups: list[int] = []
             scores: list[float] = []
-            while len(groups) < self.world.groups_per_step:  # a wave, as large as what the step still needs
+            while len(groups) < self.world.groups_per_step * self.world.min_share:  # a wave, as large as its need
                 wave = range(serial, serial + self.world.groups_per_step - len(groups))
                 serial = wave.stop
                 groups += [s for s in wave if self.world.kind(s) in TRAINED]

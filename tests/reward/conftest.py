@@ -16,6 +16,7 @@ from headrace.reward.scorer import Scorer
 REWARDS = """
 import asyncio, os, sys, time
 from pathlib import Path
+from headrace import UnavailableError
 
 COUNT = Path(__file__).with_name("calls.txt")
 
@@ -35,6 +36,8 @@ def misbehave(do):
     if do == "quit": sys.exit("bye")
     if do == "print": print("{}\\x00" * 1000, flush=True); os.write(2, b"noise"); sys.stdout.close()
     if do == "exit-once" and first_time(do): os._exit(3)
+    if do == "unavailable" or (do == "unavailable-once" and first_time(do)): raise UnavailableError("queue is full")
+    if do == "refused": raise ConnectionRefusedError("no judge there")
     if do == "hang-once" and first_time(do): time.sleep(600)
 
 def score(completion):

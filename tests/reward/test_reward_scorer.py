@@ -80,6 +80,18 @@ async def test_bad_behaviour_is_a_failure_and_the_next_answer_is_scored(make_sco
     assert "rewards.py" in scores[0].detail  # a traceback that leads to the line
 
 
+async def test_what_was_unavailable_is_tried_again(make_scorer: MakeScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.reward.pool.PAUSE_S", 0.01)
+    scorer = await make_scorer(retries=2)
+    kinds = ["unavailable-once", "unavailable", "refused", "raise"]
+    scores = await score_all(scorer, *(completion("abc", do=kind) for kind in kinds))
+    assert scores[0].reward == 3.0
+    unavailable = DropReason.REWARD_UNAVAILABLE
+    assert [score.failure for score in scores[1:]] == [unavailable, unavailable, DropReason.REWARD_ERROR]
+    assert "queue is full" in scores[1].detail
+    assert (scorer.num_retried, scorer.num_workers_replaced) == (1 + 2 + 2, 0), "what is unknown is not tried again"
+
+
 async def test_a_second_try_may_succeed(make_scorer: MakeScorer, rewards: str) -> None:
     scorer = await make_scorer(retries=1, timeout_s=SHORT_S)
     scores = await score_all(

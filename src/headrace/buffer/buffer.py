@@ -39,15 +39,19 @@ class Buffer:
         self._held = False
         self._sieve, self._patience = sieve, patience
         self._on_buffered, self._on_drop = on_buffered, on_drop
-        self._committed = 0  # admitted and not dropped, ever
+        self._committed = 0  # admitted and not dropped, ever, or done without
+        self._taken = 0  # of the step under way
+        self._missing = 0  # groups that this step does without
         self._wave_left = 0
         self._barren: Counter[str] = Counter()  # reasons of the groups dropped since the last good one
         self._changed = asyncio.Condition()
 
-    def restore(self, *, version: int, wave: int, buffered: list[Group]) -> None:
-        """Go on from where a run stood that ended too soon, before anything is started."""
+    def restore(self, *, version: int, wave: int, buffered: list[Group], num_again: int) -> None:
+        """Go on from where a run stood that ended too soon, before `num_again` groups are started again."""
         self.version, self.wave, self.buffered = version, wave, buffered
         self._committed = version * self.policy.groups_per_step + len(buffered)
+        if self.policy.max_lag == 0 and not num_again:  # the last group of its wave was scored, or dropped
+            self._do_without()
         # what a restart starts again belongs to a wave of which the rest may not have been started at all
         self._wave_left = self.policy.capacity(version=version, committed=self._committed)
 
@@ -106,6 +110,7 @@ class Buffer:
                 self.buffered.append(kept)
                 self._on_buffered(kept)
                 waits = True
+            self._do_without()
             self._changed.notify_all()
             return waits
 
@@ -116,18 +121,25 @@ class Buffer:
             self._committed -= 1
             if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # those say nothing about the task
                 self._barren[reason] += 1
+            self._do_without()
             self._changed.notify_all()
 
     # ---- the learner's side
 
-    async def next(self) -> Group:
-        """The next group to train on, never older than max_lag: the hard check is here, not at admission."""
+    async def next(self) -> Group | None:
+        """The next group to train on, never older than max_lag: the hard check is here, not at admission.
+
+        None when the step has all its groups, or as many as it will get.
+        """
         async with self._changed:
             while True:
                 self._evict()
+                if self._taken + self._missing >= self.policy.groups_per_step:
+                    return None
                 group = self.policy.select(self.buffered, self.in_flight)
                 if group is not None:
                     self.buffered.remove(group)
+                    self._taken += 1
                     return group
                 self._check_progress()
                 await self._changed.wait()
@@ -136,6 +148,7 @@ class Buffer:
         """A version is published: later groups start under it. Returns the running groups that became hopeless."""
         async with self._changed:
             self.version = version
+            self._taken = self._missing = 0
             self._changed.notify_all()
             return self.policy.abort(self.in_flight, version=version)
 
@@ -145,11 +158,21 @@ class Buffer:
             self._held = held
             self._changed.notify_all()
 
+    def _do_without(self) -> None:
+        """If the step can be taken without what was dropped, nothing is started in its place."""
+        ready = self._taken + len(self.buffered)
+        missing = self.policy.missing(ready=ready, in_flight=len(self.in_flight))
+        self._committed += missing - self._missing
+        self._missing = missing
+
     def _evict(self) -> None:
-        for group in self.policy.evict(self.buffered, version=self.version):
+        old = self.policy.evict(self.buffered, version=self.version)
+        for group in old:
             self.buffered.remove(group)
             self._committed -= 1
             self._on_drop([(t, DropReason.STALE) for t in group.trajectories], group, True)
+        if old:
+            self._do_without()
             self._changed.notify_all()
 
     def _check_progress(self) -> None:

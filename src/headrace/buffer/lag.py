@@ -21,6 +21,7 @@ class LagPolicy:
 
     max_lag: int
     groups_per_step: int
+    min_share: float = 1.0  # of a step's groups, with which it may be taken
 
     def capacity(self, *, version: int, committed: int) -> int:
         """Groups that may be admitted now, when `committed` were admitted so far and not dropped.
@@ -41,6 +42,14 @@ class LagPolicy:
         if self.max_lag == 0 and in_flight:
             return min(room, wave_left)
         return room
+
+    def missing(self, *, ready: int, in_flight: int) -> int:
+        """Groups that the next step does without, when `ready` of its groups are there or taken already.
+
+        Only once nothing runs any more: while something does, it may still bring them.
+        """
+        enough = ready >= self.min_share * self.groups_per_step
+        return max(0, self.groups_per_step - ready) if enough and not in_flight else 0
 
     def select(self, buffered: Sequence[Group], in_flight: Mapping[int, int | None]) -> Group | None:
         """The group to train on next, or None to wait; `in_flight` as for `abort`.

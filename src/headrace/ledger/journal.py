@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from headrace.types import FinishReason, Replay, Span, Timing, Trajectory
+from headrace.types import FinishReason, Replay, Score, Span, Timing, Trajectory
 
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _COLUMNS = (
@@ -95,6 +95,28 @@ def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Traj
     where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
     found = connection.execute(f"SELECT {columns} FROM partials WHERE {where} ORDER BY idx", (serial,))
     return {values[2]: _trajectory(*values) for values in found}
+
+
+def write_verdicts(connection: sqlite3.Connection, verdicts: Mapping[bytes, Score]) -> None:
+    """What was said of answers."""
+    values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts.items()]
+    connection.executemany("INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)", values)
+
+
+def read_verdicts(connection: sqlite3.Connection) -> dict[bytes, Score]:
+    """All of them, oldest first."""
+    found = connection.execute("SELECT key, reward, parts FROM verdicts ORDER BY id")
+    return {key: Score(reward=reward, parts=json.loads(parts)) for key, reward, parts in found}
+
+
+def prune(connection: sqlite3.Connection, before: int, max_verdicts: int) -> None:
+    """Forget the tokens of what was trained or dropped before this step, and the oldest verdicts beyond so many."""
+    old = (  # a step that was skipped is taken again with the others, and may hold older answers
+        "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
+        "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"
+    )
+    connection.execute(f"DELETE FROM journal WHERE trajectory_id IN ({old})", (before,))
+    connection.execute("DELETE FROM verdicts WHERE id <= (SELECT MAX(id) FROM verdicts) - ?", (max_verdicts,))
 
 
 def spans_json(trajectory: Trajectory) -> str:

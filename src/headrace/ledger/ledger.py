@@ -29,13 +29,16 @@ from headrace.ledger.journal import (
     Attempt,
     Restart,
     encode,
+    prune,
     read_partials,
     read_trajectories,
+    read_verdicts,
     write_partials,
+    write_verdicts,
 )
 from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.types import Drop, DropReason, FinishReason, Group, Row, Trajectory
+from headrace.types import Drop, DropReason, FinishReason, Group, Row, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,7 @@ class Ledger:
         self._clock = clock
         self._step = 1  # the step whose row comes next: what is booked now belongs to it
         self._together = False
+        self._verdicts: dict[bytes, Score] = {}  # not written yet
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
@@ -285,6 +289,19 @@ class Ledger:
         """By index, what was kept of a group under way, without answers that were dropped since."""
         return read_partials(self._connection, serial)
 
+    def judged(self, key: bytes, score: Score) -> None:
+        """What the reward function said of an answer, by a digest of what it saw. Kept with whatever is booked next."""
+        self._verdicts[key] = score
+
+    def verdicts(self) -> dict[bytes, Score]:
+        """What `judged` was told."""
+        return read_verdicts(self._connection)
+
+    def prune(self, *, before: int, max_verdicts: int) -> None:
+        """Forget the tokens of older steps; the accounts, the rows and every trajectory's facts stay."""
+        with self._write():
+            prune(self._connection, before, max_verdicts)
+
     def restarted(self, restart: Restart) -> None:
         """A restart is complete, and the run goes on."""
         with self._write():
@@ -398,7 +415,15 @@ class Ledger:
         return [StageSpan(**dict(zip(names, values, strict=True))) for values in found]
 
     def _write(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._together else transaction(self._connection, self._path)
+        return nullcontext() if self._together else self._transaction()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with transaction(self._connection, self._path):
+            if self._verdicts:
+                write_verdicts(self._connection, self._verdicts)
+            yield
+        self._verdicts.clear()
 
     def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         try:

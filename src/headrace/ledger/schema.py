@@ -4,7 +4,7 @@ Every amount moves from one account to another, so all accounts always add up to
 generated = trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
 """
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 SOURCE = "generated"
 DROPPED = "dropped:"
 
@@ -68,6 +68,9 @@ CREATE INDEX trajectories_by_serial ON trajectories (serial);
 
 -- The tokens of what reached the buffer: what a restart trains on, and what `headrace show` prints.
 CREATE TABLE journal (trajectory_id TEXT PRIMARY KEY REFERENCES trajectories (id), data BLOB NOT NULL);
+
+-- What the reward function said, by a digest of what it saw: a restart does not ask it again.
+CREATE TABLE verdicts (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, reward REAL NOT NULL, parts TEXT NOT NULL);
 
 CREATE TABLE attempts (
     serial INTEGER NOT NULL,

@@ -95,6 +95,11 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
+    @property
+    def oldest_version(self) -> int:
+        """What a restart goes on from when all newer ones are damaged."""
+        return int(self._complete()[-1].name.removeprefix("step-"))
+
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
         """The newest one whose files are what they were; `on_damage` hears of those that are not."""
         for path in self._complete():

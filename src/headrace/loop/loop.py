@@ -29,6 +29,7 @@ from headrace.loop.rows import RowMaker
 from headrace.loop.watchdog import beside
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
+from headrace.reward.cache import MAX_VERDICTS
 from headrace.reward.scorer import Scorer
 from headrace.roles import Device
 from headrace.rollout.actor import RolloutActor
@@ -297,10 +298,17 @@ class Loop:
             try:
                 with stages.clock.span("checkpoint", version=version):
                     await beside(stages.checkpoints.write, version, copies, facts)
+                self._prune(version)
             except RunError as error:
                 self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")
 
         self._writing = asyncio.create_task(write())
+
+    def _prune(self, version: int) -> None:
+        """Forget answers that neither a restart needs nor the user wants to read any more."""
+        if kept := self.config.recovery.journal_steps:
+            before = min(self.stages.checkpoints.oldest_version + 1, version + 1 - kept)
+            self.stages.ledger.prune(before=before, max_verdicts=MAX_VERDICTS)
 
     async def _under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have come to."""
@@ -326,8 +334,7 @@ class Loop:
     async def _accumulate(self) -> None:
         """The gradient of one step: it adds up while the step's last groups are still being generated."""
         stages = self.stages
-        while len(self._taken) < self.config.loop.groups_per_step:
-            group = await stages.buffer.next()
+        while (group := await stages.buffer.next()) is not None:
             self._taken.append(group)
             await self._add(group)
         for items in stages.learner.rest():

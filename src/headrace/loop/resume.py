@@ -74,7 +74,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
         groups = [_group(loop, serial, attempt) for serial, attempt in named]
         stats = await loop.redo(groups)
         if step not in rows:  # the process died between the update and its booking
-            await loop.conclude(step, groups, stats, may_evaluate=False)
+            loop.on_row(await loop.conclude(step, groups, stats, may_evaluate=False))
         elif (stats.loss, stats.grad_norm) != (rows[step].loss, rows[step].grad_norm) and not stats.skipped:
             on_note(
                 f"step {step} came out differently the second time (gradient norm {stats.grad_norm:.6g}, before "
@@ -112,15 +112,15 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     else:
         lost = ledger.lose([], DropReason.CRASHED)
     loop.rows.restore(ledger.scored_since_row())  # without what will be scored again
-    buffered = [_group(loop, serial, attempt) for serial, attempt in ledger.buffered_groups()]
-    last_wave = max((attempt.wave for attempt in ledger.attempts()), default=0)
-    loop.stages.buffer.restore(version=loop.version, wave=last_wave, buffered=buffered)
     # also those that an earlier restart did not come to start
     newest = {attempt.serial: attempt for attempt in sorted(ledger.attempts(), key=lambda a: a.number)}
     redone = {(attempt.serial, attempt.number) for attempt in ledger.attempts(state="redone")}
     again += [
         Again(replace(a, number=a.number + 1)) for _, a in sorted(newest.items()) if (a.serial, a.number) in redone
     ]
+    buffered = [_group(loop, serial, attempt) for serial, attempt in ledger.buffered_groups()]
+    last_wave = max((attempt.wave for attempt in ledger.attempts()), default=0)
+    loop.stages.buffer.restore(version=loop.version, wave=last_wave, buffered=buffered, num_again=len(again))
     return again, lost
 
 

@@ -67,12 +67,19 @@ class LocalPlace:
             learner = self.device.call(self._learner)
         checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
         if self.ledger is None:
-            checkpoints.write(0, self.device.call(snapshot, learner.tensors()), {"prompts": self.prompts.state()})
+            facts = {"prompts": self.prompts.state()}
+            self.device.call(lambda: checkpoints.write(0, snapshot(learner.tensors()), facts))
             if learner.uses_reference:
-                kept = self.device.call(snapshot, learner.reference_tensors())
-                Checkpoints(self.run_dir, 1, REFERENCE).write(0, kept, {})
+                reference = Checkpoints(self.run_dir, 1, REFERENCE)
+                self.device.call(lambda: reference.write(0, snapshot(learner.reference_tensors()), {}))
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
-        lag = LagPolicy(max_lag=config.loop.max_lag, groups_per_step=config.loop.groups_per_step)
+        self.scorer.verdicts.update(self.ledger.verdicts())
+        self.scorer.on_verdict = self.ledger.judged
+        lag = LagPolicy(
+            max_lag=config.loop.max_lag,
+            groups_per_step=config.loop.groups_per_step,
+            min_share=config.buffer.min_share,
+        )
 
         def on_drop(dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
             loop.drop(dropped, from_buffer=was_buffered, of=(group.serial, group.attempt))

@@ -14,12 +14,18 @@ MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
 
 
 class VerdictCache:
-    """In memory. Verdicts are kept; failures are not, they may pass."""
+    """Verdicts by key, in `verdicts`; `on_verdict` hears of each new one. Failures are not kept, they may pass."""
 
-    def __init__(self, identity: str, max_verdicts: int = MAX_VERDICTS) -> None:
+    def __init__(
+        self,
+        identity: str,
+        verdicts: dict[bytes, Score] | None = None,
+        on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
+        max_verdicts: int = MAX_VERDICTS,
+    ) -> None:
         self._identity = identity  # of the function and its settings
+        self._verdicts, self._on_verdict = {} if verdicts is None else verdicts, on_verdict
         self._max_verdicts = max_verdicts
-        self._verdicts: dict[bytes, Score] = {}
         self._running: dict[bytes, asyncio.Task[Score]] = {}
 
     def __len__(self) -> int:
@@ -55,6 +61,7 @@ class VerdictCache:
             score = await judge()
             if score.failure is None:
                 self._verdicts[key] = score
+                self._on_verdict(key, score)
                 if len(self._verdicts) > self._max_verdicts:
                     del self._verdicts[next(iter(self._verdicts))]
             return score

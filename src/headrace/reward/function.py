@@ -19,12 +19,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import RewardError
+from headrace.errors import RewardError, UnavailableError
 from headrace.reward.builtin import BUILTIN_NAMES, builtin_function
 from headrace.types import DropReason, Score
 
 BATCH_PARAMETER = "completions"
 MAX_DETAIL_CHARS = 1500
+# of Python, requests, httpx and openai; by name, because a function may use any of them or none
+_PASSING = {
+    "ConnectionError",
+    "TimeoutError",
+    "Timeout",
+    "TransportError",
+    "APIConnectionError",
+    "RateLimitError",
+    "InternalServerError",
+}
 
 
 class Mode(StrEnum):
@@ -106,6 +116,16 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
     """A Score that says why there is none."""
     return Score(failure=reason, detail=detail[-MAX_DETAIL_CHARS:])
+
+
+def failure_of(error: BaseException) -> Score:
+    """What an exception in the function means: its surroundings failed, or it could not judge this answer.
+
+    The first is tried again. What is unknown counts as the second: a try more would end the same way.
+    """
+    unavailable = isinstance(error, UnavailableError) or any(c.__name__ in _PASSING for c in type(error).__mro__)
+    reason = DropReason.REWARD_UNAVAILABLE if unavailable else DropReason.REWARD_ERROR
+    return failure(short_traceback(error), reason)
 
 
 def short_traceback(error: BaseException) -> str:

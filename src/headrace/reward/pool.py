@@ -28,6 +28,7 @@ from headrace.types import Completion, DropReason, Score
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # a worker that ends coroutines by itself gets so much longer; an idle one may clean up so long
+PAUSE_S = 0.5  # before another try at what was unavailable; twice as long each time
 MAX_CHUNK = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
@@ -297,7 +298,7 @@ class Pool:
                 reply = await worker.receive(timeout_s + (GRACE_S if worker.mode is Mode.ASYNC else 0.0))
                 item, score = score_from_json(reply)
                 job = waiting.pop(item)
-                if score.failure is DropReason.REWARD_TIMEOUT:
+                if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
                     self._retry(job, score)
                 else:
                     job.finish(score)
@@ -316,7 +317,11 @@ class Pool:
             return
         job.tries += 1
         self.num_retried += 1
-        self._enqueue([job])
+        if score.failure is DropReason.REWARD_UNAVAILABLE:  # at once it would be no different
+            pause_s = PAUSE_S * 2 ** (job.tries - 1)
+            asyncio.get_running_loop().call_later(pause_s, self._enqueue, [job])
+        else:
+            self._enqueue([job])
 
     def _enqueue(self, jobs: Iterable[Job], *, first: bool = False) -> None:
         if first:

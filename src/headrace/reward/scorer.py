@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.config import RewardSection
@@ -29,6 +30,8 @@ class Scorer:
         )
         self._pool = Pool(setup, num_workers=section.workers, retries=section.retries)
         self._cache: VerdictCache | None = None
+        self.verdicts: dict[bytes, Score] = {}  # by content; a restart fills it with those of the run so far
+        self.on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
         self.num_scored = 0
         self.num_failed = 0
         self.num_cached = 0
@@ -53,7 +56,7 @@ class Scorer:
         await self._pool.start()
         if self._section.cache:
             settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
-            self._cache = VerdictCache(json.dumps(settings))
+            self._cache = VerdictCache(json.dumps(settings), self.verdicts, lambda *new: self.on_verdict(*new))
 
     async def score(self, completion: Completion) -> Score:
         """The verdict on one completion, or why there is none."""

@@ -28,10 +28,10 @@ from headrace.reward.function import (
     Mode,
     RewardFunction,
     failure,
+    failure_of,
     read_verdict,
     read_verdicts,
     resolve,
-    short_traceback,
 )
 from headrace.types import Completion, DropReason, Score
 
@@ -141,7 +141,7 @@ def _judge_in_turn(function: RewardFunction, blobs: list[bytes], runner: asyncio
         try:
             score = read_verdict(_call(function, unpack_completion(blob), runner), function.name)
         except BaseException as error:
-            score = failure(short_traceback(error))
+            score = failure_of(error)
         reply(item, score)
 
 
@@ -150,7 +150,7 @@ def _judge_batch(function: RewardFunction, blobs: list[bytes], runner: asyncio.R
         verdicts = _call(function, [unpack_completion(blob) for blob in blobs], runner)
         scores = read_verdicts(verdicts, function.name, len(blobs))
     except BaseException as error:
-        scores = [failure(short_traceback(error))] * len(blobs)
+        scores = [failure_of(error)] * len(blobs)
     for item, score in enumerate(scores):
         reply(item, score)
 
@@ -172,7 +172,7 @@ async def _judge_one_of_many(function: RewardFunction, item: int, blob: bytes, t
         if isinstance(error, TimeoutError) and limit.expired():
             score = failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
         else:
-            score = failure(short_traceback(error))
+            score = failure_of(error)
     reply(item, score)
 
 
