@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from large_run import write_large_run
 from page_runs import broken_runs
 from tiny_runs import Workshop
 
@@ -35,3 +36,9 @@ def site_dir(workshop: Workshop, real_run: Path) -> Iterator[Path]:
     api.train(workshop.config("runs/other", "loop.steps=3", "learner.lr=1e-4", reward="dense"))
     with broken_runs(runs, real_run):
         yield runs
+
+
+@pytest.fixture(scope="session")
+def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten thousand steps and a hundred thousand trajectories."""
+    return write_large_run(tmp_path_factory.mktemp("long") / "large")

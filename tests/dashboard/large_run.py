@@ -33,17 +33,19 @@ def write_large_run(run_dir: Path) -> Path:
             f"{_NUMBERS} INSERT INTO trajectories (id, prompt_id, serial, attempt, idx, num_tokens, num_prompt_tokens, "
             "reward, reward_parts, finish, spans, oldest_version, submitted_s, started_s, finished_s, scored_s, state, "
             "drop_reason, lag, trained_step) "
-            f"SELECT i / 5 || ':p' || i / 5 || '/' || i % 5, 'p' || i / 5, i / 5, 1, i % 5, 20 + i % 9, 6, "
-            f"(i * 31 % 97) / 97.0, '{{\"score\": 0.5}}', 'eos', '[[' || i / {PER_STEP} || ', 6, 26]]', i / {PER_STEP}, "
+            f"SELECT (i / 5) || ':p' || (i / 5) || '/' || (i % 5), 'p' || (i / 5), i / 5, 1, i % 5, 20 + i % 9, 6, "
+            f"(i * 31 % 97) / 97.0, '{{\"score\": 0.5}}', 'eos', '[[' || (i / {PER_STEP}) || ', 6, 26]]', "
+            f"i / {PER_STEP}, "
             f"i * 0.1, i * 0.1, i * 0.1 + 1, i * 0.1 + 1.2, CASE WHEN {_KEPT} THEN 'trained' ELSE 'dropped' END, "
             f"CASE WHEN {_KEPT} THEN NULL ELSE {_REASON} END, i % 3, "
             f"CASE WHEN {_KEPT} THEN i / {PER_STEP} + 1 END FROM n"
         )
         for debit, credit in (("generated", "in_flight"), ("in_flight", "buffered"), ("buffered", "")):
             target = f"'{credit}'" if credit else f"CASE WHEN {_KEPT} THEN 'trained' ELSE 'dropped:' || {_REASON} END"
-            id = "NULL" if debit == "generated" else "i / 5 || ':p' || i / 5 || '/' || i % 5"
+            id = "NULL" if debit == "generated" else "(i / 5) || ':p' || (i / 5) || '/' || (i % 5)"
             connection.execute(
-                f"{_NUMBERS} INSERT INTO transfers (at_s, step, debit, credit, tokens, trajectories, trajectory_id, lag) "
+                f"{_NUMBERS} INSERT INTO transfers "
+                "(at_s, step, debit, credit, tokens, trajectories, trajectory_id, lag) "
                 f"SELECT i * 0.1, i / {PER_STEP} + 1, '{debit}', {target}, 20 + i % 9, 1, {id}, i % 3 FROM n"
             )
         _balance(connection)

@@ -88,10 +88,16 @@ def test_lag_shares_read_in_pieces_are_those_read_at_once(real_run: Path, monkey
 
 def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
     shape = read_rewards(real_run)
-    rewards = [reward for (reward,) in select(real_run, "SELECT reward FROM trajectories WHERE reward IS NOT NULL")]
+    rewards = [reward for (reward,) in select(real_run, "SELECT reward FROM trajectories ORDER BY rowid")]
+    half = (len(rewards) + 1) // 2
     assert shape.labels == ("0", "1")
-    assert shape.newest == pytest.approx((rewards.count(0.0) / len(rewards), rewards.count(1.0) / len(rewards)))
-    assert shape.num_first == shape.num_newest == len(rewards)
+    for side, shares, number in (
+        (rewards[:half], shape.first, shape.num_first),
+        (rewards[-half:], shape.newest, shape.num_newest),
+    ):
+        scored = [reward for reward in side if reward is not None]
+        assert shares == pytest.approx((scored.count(0.0) / len(scored), scored.count(1.0) / len(scored)))
+        assert number == len(scored)
 
 
 def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():

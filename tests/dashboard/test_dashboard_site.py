@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from large_run import STEPS, write_large_run
+from large_run import STEPS
 from page_runs import BROKEN
 from test_cli import headrace, problem
 from tiny_runs import rows_of, select
@@ -79,8 +79,8 @@ def test_a_damaged_row_is_named_in_the_overview(site_dir: Path):
     assert Site(site_dir).run("bad-row").overview(None).num_damaged == 1
 
 
-def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(tmp_path: Path):
-    live = Site(write_large_run(tmp_path / "large")).run("large")
+def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run: Path):
+    live = Site(large_run).run("large")
 
     def look() -> float:
         begin = time.perf_counter()
@@ -157,16 +157,11 @@ def test_a_missing_library_is_named_with_the_extra_that_has_it(tmp_path: Path):
 
 
 def test_a_port_in_use_is_named(tmp_path: Path):
-    pytest.importorskip("nicegui")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        code = "from headrace.cli import app; app()"
-        words = ["dash", str(tmp_path), "--port", str(port)]
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"port {port}" in done.stderr
+        port = str(taken.getsockname()[1])
+        assert f"port {port}" in problem(headrace("dash", tmp_path, "--port", port))
 
 
 def test_reading_for_the_page_needs_neither_torch_nor_nicegui():

@@ -244,11 +244,13 @@ def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
 
 
 def read_rewards(run_dir: Path) -> RewardShape:
-    """The rewards of the first answers beside those of the newest."""
+    """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
     query = "SELECT reward, reward_parts FROM trajectories ORDER BY rowid {} LIMIT ?"
     with looking_into(run_dir) as connection:
+        (num_answers,) = connection.execute("SELECT COALESCE(MAX(rowid), 0) FROM trajectories").fetchone()
+        num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
         first, newest = (
-            [found for found in connection.execute(query.format(order), (NUM_REWARDS,)) if found[0] is not None]
+            [found for found in connection.execute(query.format(order), (num_each,)) if found[0] is not None]
             for order in ("ASC", "DESC")
         )
     labels, shares = _histogram([reward for reward, _ in first], [reward for reward, _ in newest])

@@ -62,7 +62,14 @@ def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x
         [place, None if top is None or bottom is None else top - bottom]
         for (place, bottom), (_, top) in zip(low, high, strict=True)
     ]
-    unseen: Options = {"type": "line", "stack": "band", "symbol": "none", "lineStyle": {"opacity": 0}, "silent": True}
+    unseen: Options = {
+        "type": "line",
+        "stack": "band",
+        "stackStrategy": "all",
+        "symbol": "none",
+        "lineStyle": {"opacity": 0},
+        "silent": True,
+    }
     series = [
         unseen | {"name": "", "data": floor, "tooltip": {"show": False}},
         unseen
@@ -103,7 +110,13 @@ def sankey(flows: Sequence[Flow]) -> Options:
     """Tokens from generated to what became of them."""
     shown = [flow for flow in flows if flow.tokens > 0]
     total = sum(flow.tokens for flow in shown)
-    nodes = [{"name": "generated", "itemStyle": {"color": BLUE}, "label": {"formatter": f"generated {total:,}"}}]
+    nodes = [
+        {
+            "name": "generated",
+            "itemStyle": {"color": BLUE},
+            "label": {"formatter": f"generated {total:,}", "position": [0, -18]},
+        }
+    ]
     links = []
     for flow in shown:
         share = f"{flow.tokens / total:.1%}"
@@ -157,14 +170,14 @@ def timeline(shown: Timeline) -> Options:
             }
         )
     says = "p => p.name + ': ' + p.value[1].toFixed(3) + ' to ' + p.value[2].toFixed(3) + ' s'"
-    x_axis = _axis("seconds on the run's clock") | {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
+    x_axis = _below("seconds on the run's clock") | {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
     x_axis["axisLabel"] |= {"showMinLabel": False, "showMaxLabel": False, "hideOverlap": True}
     y_axis = _axis("") | {"type": "category", "data": list(shown.lanes), "inverse": True, "splitLine": {"show": False}}
     return {
         "tooltip": _tooltip("item") | {":formatter": says, "renderMode": "richText"},
         "animation": False,
-        "grid": {"left": 8, "right": 16, "top": 8, "bottom": 64, "containLabel": True},
-        "xAxis": x_axis | {"nameLocation": "middle", "nameGap": 28},
+        "grid": {"left": 8, "right": 16, "top": 8, "bottom": 28, "containLabel": True},
+        "xAxis": x_axis | {"splitLine": {"lineStyle": {"color": LINE}}},
         "yAxis": y_axis,
         "dataZoom": [{"type": "inside", "filterMode": "weakFilter"}],
         "series": series,
@@ -198,7 +211,7 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
         for bucket, end in zip(buckets, ends, strict=True)
     ]
     return _bars(series, names, x="step", y="% of trained tokens") | {
-        "yAxis": _axis("% of trained tokens") | {"max": 100}
+        "yAxis": _left("% of trained tokens") | {"max": 100}
     }
 
 
@@ -224,8 +237,8 @@ def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
     y_axis = _axis("") | {"type": "category", "data": list(step_s), "inverse": True, "splitLine": {"show": False}}
     return {
         "animation": False,
-        "grid": {"left": 8, "right": 64, "top": 8, "bottom": 48, "containLabel": True},
-        "xAxis": _axis("seconds per step") | {"nameLocation": "middle", "nameGap": 28, "min": 0},
+        "grid": {"left": 8, "right": 64, "top": 8, "bottom": 28, "containLabel": True},
+        "xAxis": _below("seconds per step") | {"min": 0},
         "yAxis": y_axis,
         "series": [{"type": "bar", "data": data, "label": label, "barMaxWidth": 28}],
     }
@@ -237,29 +250,29 @@ def _names(options: Options) -> list[str]:
 
 def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Options:
     """Two axes of numbers."""
-    y_axis = _axis(y) | ({"scale": True} if low is None else {"min": low})
-    x_axis = _axis(x) | {"nameLocation": "middle", "nameGap": 28, "minInterval": 1, "scale": True}
+    y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
+    x_axis = _below(x) | {"minInterval": 1, "scale": True}
     return {
         "tooltip": _tooltip("axis")
         | {":valueFormatter": "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"},
         "legend": _legend() | {"show": len(series) > 1, "data": [one["name"] for one in series if one["name"]]},
         "animation": False,
         "grid": _grid(legend=len(series) > 1),
-        "xAxis": x_axis | {"splitLine": {"show": False}},
+        "xAxis": x_axis,
         "yAxis": y_axis,
         "series": series,
     }
 
 
 def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
-    x_axis = _axis(x) | {"type": "category", "data": names, "nameLocation": "middle", "nameGap": 28}
+    x_axis = _below(x) | {"type": "category", "data": names}
     return {
         "tooltip": _tooltip("axis") | {":valueFormatter": "v => v + ' %'"},
         "legend": _legend() | {"data": [one["name"] for one in series]},
         "animation": False,
         "grid": _grid(legend=True),
-        "xAxis": x_axis | {"splitLine": {"show": False}},
-        "yAxis": _axis(y) | {"min": 0},
+        "xAxis": x_axis,
+        "yAxis": _left(y) | {"min": 0},
         "series": series,
     }
 
@@ -269,19 +282,45 @@ def _axis(name: str) -> Options:
         "type": "value",
         "name": name,
         "nameTextStyle": {"color": MUTED, "align": "left" if name else "center", "fontSize": 12},
-        "axisLabel": {"color": MUTED, "fontSize": 12, "hideOverlap": True, ":formatter": _SHORT},
+        "axisLabel": {"color": MUTED, "fontSize": 12, "hideOverlap": True},
         "axisLine": {"lineStyle": {"color": LINE}},
         "axisTick": {"show": False},
         "splitLine": {"lineStyle": {"color": LINE}},
     }
 
 
+def _below(name: str) -> Options:
+    """The axis along the bottom, its name under the middle."""
+    axis = _axis(name)
+    return axis | {
+        "nameLocation": "middle",
+        "nameGap": 28,
+        "nameTextStyle": axis["nameTextStyle"] | {"align": "center"},
+        "splitLine": {"show": False},
+    }
+
+
+def _left(name: str) -> Options:
+    """The axis on the left, with short numbers."""
+    axis = _axis(name)
+    axis["axisLabel"][":formatter"] = _SHORT
+    return axis
+
+
 def _grid(*, legend: bool) -> Options:
-    return {"left": 8, "right": 16, "top": 64 if legend else 36, "bottom": 40, "containLabel": True}
+    return {"left": 8, "right": 16, "top": 60 if legend else 32, "bottom": 28, "containLabel": True}
 
 
 def _legend() -> Options:
-    return {"type": "scroll", "top": 0, "left": 0, "itemWidth": 14, "itemHeight": 10, "textStyle": {"color": INK}}
+    return {
+        "type": "scroll",
+        "top": 0,
+        "left": 0,
+        "icon": "roundRect",
+        "itemWidth": 14,
+        "itemHeight": 10,
+        "textStyle": {"color": INK},
+    }
 
 
 def _tooltip(trigger: str) -> Options:

@@ -46,19 +46,20 @@ class Token:
 
 def table(titles: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
     """A table that scrolls sideways if it must."""
-    head = "".join(f"<th{_classes(title)}>{escape(title.text)}</th>" for title in titles)
+    head = "".join(f"<th{_classes(title)}>{_shown(title.text)}</th>" for title in titles)
     body = "".join(f"<tr>{''.join(f'<td{_classes(cell)}>{_content(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def facts(pairs: Mapping[str, str]) -> str:
     """Names and what they are."""
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in pairs.items())}</dl>"
+    lines = (f"<dt>{_shown(name)}</dt><dd>{_shown(text)}</dd>" for name, text in pairs.items())
+    return f"<dl>{''.join(lines)}</dl>"
 
 
 def text_block(text: str) -> str:
     """Text as it was written, spaces and lines too."""
-    return f"<pre>{escape(printable(text))}</pre>"
+    return f"<pre>{_shown(text)}</pre>"
 
 
 def tokens(shown: Sequence[Token]) -> str:
@@ -68,7 +69,7 @@ def tokens(shown: Sequence[Token]) -> str:
         if token.version is not None and token.version != version:
             parts.append(f"<sup class='version'>v{token.version}</sup>")
             version = token.version
-        text = escape(printable(token.text)).replace("\n", "⏎<br>").replace("\t", "⇥\t") or "∅"
+        text = _shown(token.text).replace("\n", "⏎<br>").replace("\t", "⇥\t") or "∅"
         if not token.sampled or token.probability is None:
             parts.append(f"<span class='token given' title='token {token.position}: given'>{text}</span>")
             continue
@@ -87,7 +88,7 @@ def token_table(shown: Sequence[Token]) -> str:
         Cell(text="log-prob", number=True),
         Cell(text="probability", number=True),
         Cell(text="version", number=True),
-        Cell(text="trained on", wide=True),
+        Cell(text="mask", wide=True),
     ]
     rows = [
         [
@@ -97,7 +98,7 @@ def token_table(shown: Sequence[Token]) -> str:
             Cell(text="" if token.logprob is None else f"{token.logprob:.3f}", number=True),
             Cell(text="" if token.probability is None else f"{token.probability:.1%}", number=True),
             Cell(text="" if token.version is None else str(token.version), number=True),
-            Cell(text="yes" if token.sampled else "no: given, not written", wide=True),
+            Cell(text="sampled" if token.sampled else "given", wide=True),
         ]
         for token in shown
     ]
@@ -120,8 +121,13 @@ def short(number: float) -> str:
     """A large number in a few characters."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= 10 * size:
-            return f"{number / size:,.3g} {unit}"
+            return f"{number / size:,.0f} {unit}" if abs(number) >= 100 * size else f"{number / size:.3g} {unit}"
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def dollars(amount: float) -> str:
+    """To the cent, or to two digits where that would be nothing."""
+    return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.2g}"
 
 
 def duration(seconds: float) -> str:
@@ -139,5 +145,9 @@ def _classes(cell: Cell) -> str:
 
 
 def _content(cell: Cell) -> str:
-    text = escape(printable(cell.text))
+    text = _shown(cell.text)
     return f'<a href="{escape(cell.link)}">{text}</a>' if cell.link else text
+
+
+def _shown(text: str) -> str:
+    return escape(printable(text))

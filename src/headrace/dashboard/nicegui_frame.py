@@ -14,7 +14,7 @@ from headrace.dashboard.charts import Options
 from headrace.dashboard.markup import address
 from headrace.errors import HeadraceError
 
-EVERY_S = 3.0  # a look into the ledger
+EVERY_S = 2.0  # a look into the ledger
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 THEME = "headrace_theme"  # a cookie: light or dark, if somebody chose
 _SWITCH_THEME = f"""() => {{
@@ -31,6 +31,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
     """The frame of a page; its content goes inside."""
     chosen = ui.context.client.request.cookies.get(THEME)
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
+    ui.colors(primary="#1f78b4")
     ui.page_title(f"{title} · Headrace")
     ui.add_head_html(f"<style>{STYLE}</style>")
     with ui.element("header").classes("top"):
@@ -42,7 +43,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
         with ui.element("button").props("aria-label='light or dark' title='light or dark'") as button:
             ui.label("◐")
         button.on("click", js_handler=_SWITCH_THEME)
-    with ui.element("main"):
+    with ui.element("div").classes("page"):
         with ui.element("h1"):
             ui.label(title)
             if small:

@@ -55,7 +55,7 @@ class _Sliders:
         self._values = {stage: float(getattr(times, stage)) for stage in STAGES}
         self._labels: dict[str, Any] = {}
         top = _round_up(2 * max(self._values.values()) or 1.0)
-        with card("Seconds of each stage in a step", "From `headrace show`, a run's overview, or a guess."):
+        with card("Seconds of each stage in a step", "Begin with those of a run, or with a guess, and move them."):
             for stage in STAGES:
                 self._slider(stage, top)
             self._placement = ui.select(
@@ -100,7 +100,8 @@ class _Sliders:
         found = predict(StageTimes(**self._values), placement)
         now_s = found.step_s[placement]
         texts = [
-            f"Now a step takes {now_s:.3g} s. The wall is {found.wall} ({SYMBOLS[found.wall]}): {found.wall_share:.0%} of it."
+            f"Now a step takes {now_s:.3g} s. The wall is {found.wall} ({SYMBOLS[found.wall]}): "
+            f"{found.wall_share:.0%} of it."
         ]
         texts += [
             f"{number}. {move.says} {now_s:.3g} → {move.step_s:.3g} s ({now_s / max(move.step_s, 1e-9):.2f}x)."

@@ -7,7 +7,7 @@ from nicegui import ui
 from headrace.dashboard import charts
 from headrace.dashboard.books import Flow, read_flows, read_rewards, read_timeline
 from headrace.dashboard.charts import BLUE, GREEN, ORANGE, RED, STAGE_COLOURS, Options
-from headrace.dashboard.markup import Cell, address, duration, short, table
+from headrace.dashboard.markup import Cell, address, dollars, duration, short, table
 from headrace.dashboard.nicegui_frame import (
     Number,
     chart_panel,
@@ -19,7 +19,7 @@ from headrace.dashboard.nicegui_frame import (
     views,
 )
 from headrace.dashboard.series import RECENT_STEPS, Series
-from headrace.dashboard.site import LiveRun, Overview, Site
+from headrace.dashboard.site import Overview, Site
 from headrace.ledger.runs import RunState
 from headrace.types import STAGES
 
@@ -42,8 +42,8 @@ async def overview(site: Site, name: str) -> None:
         panels.append(
             chart_panel(
                 "Reward",
-                "The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds are "
-                "scores on held-out prompts, which are never trained on.",
+                "The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds "
+                "are scores on held-out prompts, which are never trained on.",
                 lambda: reward_chart(live.series()),
             )
         )
@@ -51,16 +51,16 @@ async def overview(site: Site, name: str) -> None:
             panels.append(
                 chart_panel(
                     "Goodput",
-                    "Tokens that were trained on, per second: the speed that counts. Generated tokens that were dropped "
-                    "are not in it.",
+                    "Tokens that were trained on, per second: the speed that counts. Generated tokens that were "
+                    "dropped are not in it.",
                     lambda: goodput_chart(live.series()),
                 )
             )
             panels.append(
                 chart_panel(
                     "Stage times",
-                    "Seconds of a step in which each stage was busy. The highest line is the wall: only shortening that "
-                    "stage makes steps shorter.",
+                    "Seconds of a step in which each stage was busy. The highest line is the wall: only shortening "
+                    "that stage makes steps shorter.",
                     lambda: stage_chart(live.series()),
                 )
             )
@@ -105,8 +105,8 @@ async def tokens(site: Site, name: str) -> None:
         run_views(name, "tokens")
         chart = chart_panel(
             "Where the generated tokens went",
-            "Every sampled token is in exactly one place. Green was trained on. Orange was paid for and thrown away, by "
-            "reason. The rest is still under way.",
+            "Every sampled token is in exactly one place. Green was trained on. Orange was paid for and thrown away, "
+            "by reason. The rest is still under way.",
             read,
             height_px=360,
         )
@@ -210,7 +210,7 @@ async def rewards(site: Site, name: str) -> None:
             panels.append(
                 chart_panel(
                     "Length of answers",
-                    "Sampled tokens of an answer: the mean, and the longest of the step, for which the others may wait.",
+                    "Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
                     lambda: length_chart(live.series()),
                 )
             )
@@ -227,8 +227,8 @@ def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
         ("Reward", _or_dash(seen.now_reward, "{:.3f}"), f"mean of all scored answers {recent}{held_out}"),
         (
             "Goodput",
-            _or_dash(seen.now_goodput_tokens_per_s, "{} tokens/s"),
-            f"trained on {recent}; {_or_dash(seen.goodput_tokens_per_s, '{}')} over the whole run",
+            _or_dash(seen.now_goodput_tokens_per_s, "{}"),
+            f"tokens trained on per second, {recent}; {_or_dash(seen.goodput_tokens_per_s, '{}')} over the whole run",
         ),
     ]
     if seen.now_stage_s is not None and seen.now_step_s:
@@ -256,8 +256,8 @@ def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
         ),
     ]
     if seen.dollars is not None:
-        per_million = _or_dash(seen.dollars_per_million, "${:.2f} per million trained tokens")
-        numbers.append(("Cost so far", f"${seen.dollars:,.2f}", per_million))
+        per_million = "-" if seen.dollars_per_million is None else dollars(seen.dollars_per_million)
+        numbers.append(("Cost so far", dollars(seen.dollars), f"{per_million} per million trained tokens"))
     if seen.num_damaged:
         numbers.append(("Damaged", str(seen.num_damaged), "rows of the ledger cannot be read and are left out"))
     return numbers
@@ -363,11 +363,6 @@ def length_chart(series: Series) -> tuple[Options, str]:
         return {}, _NO_ROWS
     curves = {"mean": (series.curve("length_mean"), BLUE), "longest": (series.curve("length_max"), ORANGE)}
     return charts.lines(curves, x="step", y="tokens", low=0), _averaged(series)
-
-
-def live_title(live: LiveRun) -> str:
-    """How a run stands, in words."""
-    return _STATE_WORDS[live.facts().state]
 
 
 def _averaged(series: Series) -> str:

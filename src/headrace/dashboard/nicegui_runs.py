@@ -11,6 +11,7 @@ from headrace.config_file import changed
 from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
 from headrace.dashboard.markup import Cell, address, duration, short, table
+from headrace.dashboard.markup import facts as facts_list
 from headrace.dashboard.nicegui_frame import Panel, card, chart_panel, follow, frame, html_panel, message
 from headrace.dashboard.series import Series
 from headrace.dashboard.site import LiveRun, Site
@@ -41,10 +42,10 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
             return
         a, b = a or names[0], b or names[1]
         chosen = [site.run(a), site.run(b)]
-        with card("", "The two runs are drawn over each other, step by step: the first in blue, the second in orange."):
-            with ui.element("div").classes("line"):
-                for place, name in enumerate((a, b)):
-                    _choose(names, name, (a, b), place)
+        says = "The two runs are drawn over each other, step by step: the first in blue, the second in orange."
+        with card("", says), ui.element("div").classes("line"):
+            for place, name in enumerate((a, b)):
+                _choose(names, name, (a, b), place)
         panels = [html_panel("In numbers", "", lambda: numbers_table(chosen, site.dollars_per_hour))]
         with ui.element("div").classes("pair"):
             panels += [
@@ -84,11 +85,10 @@ def runs_table(found: list[RunFacts]) -> str:
     for facts in found:
         scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
         readable = facts.state is not RunState.UNREADABLE
-        state = str(facts.state) if readable else f"unreadable: {facts.problem}"
         rows.append(
             [
                 Cell(text=facts.path.name, link=address("run", facts.path.name, "overview")),
-                Cell(text=state),
+                Cell(text=str(facts.state)),
                 Cell(text=f"{facts.steps} / {facts.wanted_steps}" if readable else "", number=True),
                 Cell(text=" → ".join(scores) or "-", number=True, wide=True),
                 Cell(text=str(facts.num_restarts or "-"), number=True, wide=True),
@@ -96,7 +96,10 @@ def runs_table(found: list[RunFacts]) -> str:
                 Cell(text=_ago(facts.written), number=True),
             ]
         )
-    return table(titles, rows) if rows else "There is no run here yet. <code>headrace train</code> makes one."
+    if not rows:
+        return "There is no run here yet. <code>headrace train</code> makes one."
+    problems = {facts.path.name: facts.problem for facts in found if facts.state is RunState.UNREADABLE}
+    return table(titles, rows) + (f"<h2 class='more'>Cannot be read</h2>{facts_list(problems)}" if problems else "")
 
 
 def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:

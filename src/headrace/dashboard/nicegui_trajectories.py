@@ -8,7 +8,7 @@ from nicegui import ui
 from headrace.dashboard.answers import TOKENS_SHOWN, Answer, read_answer
 from headrace.dashboard.books import Page, Wanted, read_flows, read_page
 from headrace.dashboard.markup import Cell, address, facts, table, text_block, token_table, tokens
-from headrace.dashboard.nicegui_frame import card, follow, frame, html_panel, message, plain_html, run_views, views
+from headrace.dashboard.nicegui_frame import card, frame, html_panel, message, plain_html, run_views, views
 from headrace.dashboard.site import Site
 from headrace.errors import HeadraceError
 
@@ -38,7 +38,7 @@ async def trajectories(
         with card("Answers, the newest first", "Every answer that was finished or dropped. Choose one to read it."):
             _filters(name, wanted, reasons)
         panel = html_panel("", "", lambda: page_table(name, wanted, read_page(live.path, wanted)))
-        await follow([panel])
+        await panel.refresh()  # not followed: a list that moves is hard to click
 
 
 async def trajectory(site: Site, name: str, id: str, start: int = 0) -> None:
@@ -135,8 +135,8 @@ def _filters(name: str, wanted: Wanted, reasons: list[str]) -> None:
 def _tokens(name: str, id: str, answer: Answer) -> None:
     with card(
         "Token by token",
-        "Dotted tokens were given: they are masked, and not trained on. The stronger the colour, the less likely the "
-        "policy found the token that it chose. A small v7 marks where policy version 7 goes on.",
+        "Dotted tokens were given to the policy: they are masked out of training. The stronger the colour, the less "
+        "likely the policy found the token that it chose. A small v7 marks where policy version 7 goes on.",
     ):
         if answer.num_tokens > TOKENS_SHOWN:
             starts = range(0, answer.num_tokens, TOKENS_SHOWN)

@@ -1,7 +1,7 @@
 """Curves of a run over its steps, read from the ledger in pieces.
 
-A ledger may hold ten thousand rows, and a page asks every few seconds. So the database itself averages rows over buckets
-of equally many steps, and what was read is kept: the next look reads the last bucket and what follows it.
+A ledger may hold ten thousand rows, and a page asks every few seconds. So the database itself averages rows over
+buckets of equally many steps, and what was read is kept: the next look reads the last bucket and what follows it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ _NAMES = (*_SUMS, *_MEANS, *_LARGEST, *_SMALLEST)
 
 
 def _number(name: str) -> str:
-    """A number of a row's JSON; what JSON cannot say ("NaN") and what is missing count as nothing."""
-    path = f"'$.{name}'"
-    return f"CASE WHEN json_type(data, {path}) IN ('integer', 'real') THEN json_extract(data, {path}) END"
+    """A number of a row's JSON; what JSON cannot say ("NaN") and what is missing count as nothing.
+
+    SQLite sorts texts behind all numbers, so the smaller of a text and infinity is infinity.
+    """
+    return f"NULLIF(MIN(json_extract(data, '$.{name}'), 9e999), 9e999)"
 
 
 _BUCKETS = f"""
-WITH sound AS MATERIALIZED (
+WITH sound AS (
     SELECT step, {", ".join(_SUMS)}, CASE WHEN json_valid(data) THEN data END AS data FROM rows WHERE step > ?1)
 SELECT (step - 1) / ?2 AS bucket, COUNT(*), MAX(step), SUM(data IS NULL),
     {", ".join(f"SUM({name})" for name in _SUMS)}, {", ".join(f"AVG({_number(name)})" for name in _MEANS)},

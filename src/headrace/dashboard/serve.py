@@ -17,13 +17,13 @@ def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -
         raise RunError(f"there is no directory {root}; name a run, or the directory that your runs are in")
     if dollars_per_hour is not None and dollars_per_hour < 0:
         raise ConfigError(f"--dollars-per-hour is {dollars_per_hour:g}; a price is not below zero")
+    _check_free(host, port)
     try:
         page = importlib.import_module("headrace.dashboard.nicegui_pages")
     except ModuleNotFoundError as error:
         if error.name != "nicegui":
             raise
         raise MissingExtraError("nicegui", "dash") from error
-    _check_free(host, port)
     page.serve(Site(root, dollars_per_hour), host=host, port=port, local=is_local(host))
 
 

@@ -21,9 +21,9 @@ class Overview:
     """A run in a few numbers; `now` means the last steps. What is not known yet is None.
 
     Example:
-        Overview(facts=RunFacts(...), steps=94, trained_tokens=81920, now_reward=0.62, now_goodput_tokens_per_s=2150.0, goodput_tokens_per_s=2080.0,
-            now_lag_mean=0.4, lag_max=2, now_step_s=1.9, now_stage_s=StageTimes(...), useful_share=0.83,
-            elapsed_s=310.0, dollars=0.17, num_damaged=0)
+        Overview(facts=RunFacts(...), steps=94, trained_tokens=81920, now_reward=0.62,
+            now_goodput_tokens_per_s=2150.0, goodput_tokens_per_s=2080.0, now_lag_mean=0.4, lag_max=2, now_step_s=1.9,
+            now_stage_s=StageTimes(...), useful_share=0.83, elapsed_s=310.0, dollars=0.17, num_damaged=0)
     """
 
     facts: RunFacts  # a few seconds old
