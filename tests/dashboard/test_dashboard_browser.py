@@ -194,7 +194,7 @@ def test_every_view_is_drawn_and_fits_the_screen(browser: Any, server: Server, r
 def test_the_overview_shows_the_numbers_of_the_ledger(browser: Any, server: Server, real_run: Path):
     tab = Tab(browser, server)
     text = text_of(tab.open("/run/real/overview", "svg"))
-    assert "6 / 6" in text
+    assert "6\nof 6; finished" in text
     assert "Cost so far" in text
     assert "tokens trained on per second" in text
     tab.open("/run/real/tokens", "svg")
@@ -211,7 +211,8 @@ def test_a_run_that_goes_on_is_followed(browser: Any, server: Server, real_run: 
     with Ledger.create(run) as ledger:
         for step in (1, 2):
             ledger.row(row(step, reward_mean=step / 8))
-            tab.page.wait_for_function(f"document.body.innerText.includes('{step} / 6')", timeout=DEADLINE_S * 1000)
+            shown = f"document.body.innerText.includes('{step}\\nof 6;')"
+            tab.page.wait_for_function(shown, timeout=DEADLINE_S * 1000)
     assert "0.188" in text_of(tab.page)  # the mean of both
     tab.close()
 

@@ -93,8 +93,9 @@ def test_a_damaged_row_is_left_out_and_counted(grow: Callable[..., Path]):
 def test_a_run_that_took_the_place_of_another_is_read_afresh(grow: Callable[..., Path], tmp_path: Path):
     seen = read_series(grow(5), Series())
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
-        connection.execute("DELETE FROM rows WHERE step > 2")
-    assert read_series(tmp_path, seen) == read_series(tmp_path, Series())
+        connection.execute("UPDATE meta SET value = 'later' WHERE key = 'created'")
+        connection.execute("UPDATE rows SET data = json_set(data, '$.reward_mean', 7.0)")
+    assert read_series(tmp_path, seen).curve("reward_mean") == [(step, 7.0) for step in range(1, 6)]
 
 
 def test_a_run_without_a_ledger_says_so(tmp_path: Path):

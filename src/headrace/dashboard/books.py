@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.dashboard.series import looking_into
+from headrace.dashboard.series import looking_into, when_created
 from headrace.ledger.clock import union_length
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.ledger.words import why_dropped
@@ -86,9 +86,10 @@ class LagShares:
     """Trained tokens by step and lag; grows with the run, reading each transfer once.
 
     Example:
-        LagShares(width=2, last_id=912, tokens={(0, 0): 4096, (0, 1): 512})
+        LagShares(created="2026-05-01T12:00:00+00:00", width=2, last_id=912, tokens={(0, 0): 4096, (0, 1): 512})
     """
 
+    created: str = ""  # when the ledger was: another run may take the place of one
     width: int = 1  # steps in a bucket
     last_id: int = 0  # of the transfers that were read
     tokens: Counter[tuple[int, int]] = field(default_factory=Counter)  # by bucket and lag
@@ -225,8 +226,8 @@ def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
         (last_id, last_step) = connection.execute(
             "SELECT COALESCE(MAX(id), 0), (SELECT COALESCE(MAX(step), 0) FROM rows) FROM transfers"
         ).fetchone()
-        if last_id < shares.last_id:  # another run in the same place
-            shares.width, shares.last_id, shares.tokens = 1, 0, Counter()
+        if (created := when_created(connection)) != shares.created:
+            shares.created, shares.width, shares.last_id, shares.tokens = created, 1, 0, Counter()
         while last_step > shares.width * MOST_LAG_BUCKETS:
             shares.width *= 2
             halved: Counter[tuple[int, int]] = Counter()
@@ -324,14 +325,14 @@ def _bars(lane: str, stage: str, spans: Iterable[tuple[float, float, int | None]
 def _histogram(
     first: Sequence[float], newest: Sequence[float]
 ) -> tuple[tuple[str, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
-    """Labels of the bars, and the share of each side in them. Rewards of a few values have a bar each."""
+    """The middle of each bar, and the share of each side in it. Rewards of a few values have a bar each."""
     values = sorted({*first, *newest})
     if len(values) <= MOST_BARS:
         labels = tuple(f"{value:g}" for value in values)
         places: dict[float, int] = {value: place for place, value in enumerate(values)}
     else:
         low, width = values[0], (values[-1] - values[0]) / MOST_BARS
-        labels = tuple(f"{low + place * width:.3g} to {low + (place + 1) * width:.3g}" for place in range(MOST_BARS))
+        labels = tuple(f"{low + (place + 0.5) * width:.3g}" for place in range(MOST_BARS))
         places = {value: min(int((value - low) / width), MOST_BARS - 1) for value in values}
     shares = []
     for side in (first, newest):

@@ -193,7 +193,7 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
     for (bucket, lag), tokens in shares.tokens.items():
         totals[bucket] += tokens
         held[bucket, min(lag, MOST_LAGS)] = held.get((bucket, min(lag, MOST_LAGS)), 0) + tokens
-    colours = (GREEN, SKY, BLUE, YELLOW, ORANGE, RED)
+    colours = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
     series = [
         {
             "name": f"lag {lag}{' or more' if lag == MOST_LAGS else ''}",
@@ -308,7 +308,7 @@ def _left(name: str) -> Options:
 
 
 def _grid(*, legend: bool) -> Options:
-    return {"left": 8, "right": 16, "top": 60 if legend else 32, "bottom": 28, "containLabel": True}
+    return {"left": 8, "right": 28, "top": 60 if legend else 32, "bottom": 28, "containLabel": True}
 
 
 def _legend() -> Options:

@@ -251,8 +251,8 @@ def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
         ),
         (
             "Steps",
-            f"{seen.steps} / {facts.wanted_steps}",
-            f"{_STATE_WORDS[facts.state]}, after {duration(seen.elapsed_s)}",
+            f"{seen.steps:,}",
+            f"of {facts.wanted_steps:,}; {_STATE_WORDS[facts.state]}, after {duration(seen.elapsed_s)}",
         ),
     ]
     if seen.dollars is not None:

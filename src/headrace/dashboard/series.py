@@ -97,9 +97,10 @@ class Series:
     """All buckets of a run, and the last steps once more as one bucket.
 
     Example:
-        Series(width=2, buckets=[Bucket(...), Bucket(...)], recent=Bucket(...))
+        Series(created="2026-05-01T12:00:00+00:00", width=2, buckets=[Bucket(...), Bucket(...)], recent=Bucket(...))
     """
 
+    created: str = ""  # when the ledger was: another run may take the place of one
     width: int = 1  # steps in a bucket
     buckets: Sequence[Bucket] = field(default_factory=list)
     recent: Bucket | None = None  # None before the first row
@@ -144,6 +145,9 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
 def read_series(run_dir: Path, before: Series) -> Series:
     """The curves as they are now; `before` is what the last look found, or an empty Series."""
     with looking_into(run_dir) as connection:
+        created = when_created(connection)
+        if created != before.created:
+            before = Series(created=created)
         (last_step,) = connection.execute("SELECT COALESCE(MAX(step), 0) FROM rows").fetchone()
         if last_step == before.last_step:
             return before
@@ -153,7 +157,12 @@ def read_series(run_dir: Path, before: Series) -> Series:
         first = kept[-1].index + 1 if kept else 0
         found = _buckets(connection, after_step=first * width, width=width)
         (recent,) = _buckets(connection, after_step=last_step - RECENT_STEPS, width=last_step + 1)
-        return Series(width=width, buckets=[*kept, *found], recent=recent)
+        return Series(created=created, width=width, buckets=[*kept, *found], recent=recent)
+
+
+def when_created(connection: sqlite3.Connection) -> str:
+    """What tells a ledger from another in the same place."""
+    return str(connection.execute("SELECT value FROM meta WHERE key = 'created'").fetchone())
 
 
 def _buckets(connection: sqlite3.Connection, *, after_step: int, width: int) -> list[Bucket]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, update_lag_shares
@@ -82,7 +82,7 @@ class LiveRun:
         """Trained tokens by step and lag."""
         with self._lock:
             update_lag_shares(self.path, self._lags)
-            return LagShares(width=self._lags.width, last_id=self._lags.last_id, tokens=self._lags.tokens.copy())
+            return replace(self._lags, tokens=self._lags.tokens.copy())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
         """The run in a few numbers."""
