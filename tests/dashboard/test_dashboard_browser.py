@@ -5,6 +5,7 @@ HEADRACE_SCREENSHOTS=DIR keeps a picture of every view, to be looked at.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import socket
@@ -26,10 +27,12 @@ from headrace.config_file import dump
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import run_config
 
-nicegui = pytest.importorskip("nicegui", reason="the extra headrace[dash] is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-pytestmark = pytest.mark.browser
+no_page = importlib.util.find_spec("nicegui") is None  # importing it takes seconds, and only the server needs it
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(no_page, reason="nicegui is not installed: pip install 'headrace[dash]'"),
+]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE_S = 60.0
 VIEWS = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")

@@ -29,8 +29,9 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
     """Answer until interrupted."""
     register(site)
     if local:  # a page of another site must not reach this one under a name of its own
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
-    print(f"Headrace shows {site.root} at http://{host}:{port}  (Ctrl+C ends it)", flush=True)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "::1", "[::1]", host])
+    where = f"[{host}]" if ":" in host else host
+    print(f"Headrace shows {site.root} at http://{where}:{port}  (Ctrl+C ends it)", flush=True)
     if not local:
         print(f"Anyone who can reach {host} can read these runs: there is no password.", flush=True)
     ui.run(

@@ -9,6 +9,7 @@ from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard import charts
+from headrace.dashboard.markup import address
 from headrace.dashboard.nicegui_frame import card, frame, message
 from headrace.dashboard.plan import EXAMPLE, PLACEMENT_WORDS, SYMBOLS, Placement, predict
 from headrace.dashboard.site import Site
@@ -43,7 +44,7 @@ async def plan(site: Site, run: str = "") -> None:
                 names,
                 label="begin with the times of a run",
                 value=run if run in names else None,
-                on_change=lambda event: ui.navigate.to(f"/plan?run={event.value}"),
+                on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
             ).classes("field").props("outlined dense options-dense")
         _Sliders(times)
 
