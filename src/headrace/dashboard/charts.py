@@ -46,6 +46,7 @@ def lines(
             "data": [list(point) for point in points],
             "showSymbol": len(points) < 3,
             "symbolSize": 5,
+            "emphasis": {"disabled": True},
             "lineStyle": {"width": 2, "color": colour},
             "itemStyle": {"color": colour},
         }
@@ -85,6 +86,7 @@ def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x
             "type": "line",
             "data": [list(point) for point in middle],
             "showSymbol": len(middle) < 3,
+            "emphasis": {"disabled": True},
             "lineStyle": {"width": 2, "color": colour},
             "itemStyle": {"color": colour},
         },
@@ -251,7 +253,8 @@ def _names(options: Options) -> list[str]:
 def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Options:
     """Two axes of numbers."""
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    x_axis = _below(x) | {"minInterval": 1, "scale": True}
+    pointer = {"label": {"precision": 0, "formatter": f"{x} {{value}}"}}
+    x_axis = _below(x) | {"minInterval": 1, "scale": True, "axisPointer": pointer}
     return {
         "tooltip": _tooltip("axis")
         | {":valueFormatter": "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"},
