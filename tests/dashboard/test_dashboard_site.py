@@ -14,10 +14,13 @@ from page_runs import BROKEN
 from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
+from headrace.dashboard import curves
 from headrace.dashboard.books import Wanted, read_flows, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
-from headrace.dashboard.markup import Cell, Token, address, table, tokens
+from headrace.dashboard.markup import Cell, Token, address, duration, table, tokens
+from headrace.dashboard.overview import overview_numbers
 from headrace.dashboard.plan import EXAMPLE, Placement, predict
+from headrace.dashboard.series import Series
 from headrace.dashboard.serve import is_local
 from headrace.dashboard.site import Site
 from headrace.errors import RunError
@@ -48,6 +51,32 @@ def test_overview_is_what_the_rows_say(real_run: Path):
     assert seen.dollars == pytest.approx(seen.elapsed_s)
     assert seen.dollars_per_million == pytest.approx(seen.elapsed_s / trained * 1e6)
     assert seen.elapsed_s >= wall_s
+
+
+def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
+    seen = Site(real_run).run("real").overview(dollars_per_hour=3600.0)
+    told = {name: (value, says) for name, value, says in overview_numbers(seen, max_lag=2)}
+    assert seen.now_stage_s is not None
+    assert told["Wall"][0] == seen.now_stage_s.wall
+    assert told["Cost so far"][0] == f"${seen.elapsed_s:,.2f}"
+    assert told["Steps"] == ("6", "of 6; finished, after " + duration(seen.elapsed_s))
+    assert "2 allowed" in told["Lag"][1]
+
+
+def test_every_curve_of_a_run_without_rows_is_a_sentence():
+    for chart in (
+        curves.reward_chart,
+        curves.goodput_chart,
+        curves.stage_chart,
+        curves.ratio_chart,
+        curves.weight_chart,
+    ):
+        assert chart(Series()) == ({}, "There is no row yet: the first step is under way.")
+
+
+def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
+    options, _ = curves.stage_chart(Site(real_run).run("real").series())
+    assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
 @pytest.mark.parametrize("name", BROKEN)

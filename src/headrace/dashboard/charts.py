@@ -34,10 +34,8 @@ _DRAW_BAR = """(params, api) => {
 _SHORT = "value => Math.abs(value) >= 1e6 ? value / 1e6 + ' M' : Math.abs(value) >= 1e3 ? value / 1e3 + ' k' : value"
 
 
-def lines(
-    curves: Mapping[str, tuple[Points, str]], *, x: str, y: str, fill: bool = False, low: float | None = None
-) -> Options:
-    """Curves by name, each with its colour; `fill` stacks them."""
+def lines(curves: Mapping[str, tuple[Points, str]], *, x: str, y: str, low: float | None = None) -> Options:
+    """Curves by name, each with its colour; `low` is where the axis begins, if not near the smallest value."""
     series = []
     for name, (points, colour) in curves.items():
         one: Options = {
@@ -50,8 +48,6 @@ def lines(
             "lineStyle": {"width": 2, "color": colour},
             "itemStyle": {"color": colour},
         }
-        if fill:
-            one |= {"stack": "all", "areaStyle": {"color": colour, "opacity": 0.75}, "lineStyle": {"width": 0}}
         series.append(one)
     return _plane(series, x=x, y=y, low=low)
 

@@ -12,6 +12,7 @@ from nicegui import run, ui
 
 from headrace.dashboard.charts import Options
 from headrace.dashboard.markup import address
+from headrace.dashboard.overview import Number
 from headrace.errors import HeadraceError
 
 EVERY_S = 2.0  # a look into the ledger
@@ -22,8 +23,6 @@ _SWITCH_THEME = f"""() => {{
     Quasar.Dark.set(dark);
     document.cookie = '{THEME}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
 }}"""
-
-Number = tuple[str, str, str]  # its name, the number, what it means
 
 
 @contextmanager
