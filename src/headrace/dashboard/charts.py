@@ -171,13 +171,15 @@ def timeline(shown: Timeline) -> Options:
     x_axis = _below("seconds on the run's clock") | {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
     x_axis["axisLabel"] |= {"showMinLabel": False, "showMaxLabel": False, "hideOverlap": True}
     y_axis = _axis("") | {"type": "category", "data": list(shown.lanes), "inverse": True, "splitLine": {"show": False}}
+    # with a key, so that the wheel and a finger still move the page
+    zoom = {"type": "inside", "filterMode": "weakFilter", "zoomOnMouseWheel": "shift", "moveOnMouseMove": "shift"}
     return {
         "tooltip": _tooltip("item") | {":formatter": says, "renderMode": "richText"},
         "animation": False,
         "grid": {"left": 8, "right": 16, "top": 8, "bottom": 28, "containLabel": True},
         "xAxis": x_axis | {"splitLine": {"lineStyle": {"color": LINE}}},
         "yAxis": y_axis,
-        "dataZoom": [{"type": "inside", "filterMode": "weakFilter"}],
+        "dataZoom": [zoom],
         "series": series,
     }
 

@@ -75,7 +75,7 @@ async def timeline(site: Site, name: str, steps: int = TIMELINE_STEPS[0]) -> Non
         panel = chart_panel(
             "What was busy when",
             "A lane for each stage. Bars above each other ran at the same time; white space in a lane is a stage that "
-            "waited. Stages that never overlap take turns, and a step takes the sum of them.",
+            "waited. Stages that never overlap take turns, and a step takes the sum of them. Shift and the wheel zoom.",
             read,
             height_px=380,
         )
