@@ -25,8 +25,8 @@ class Placement(StrEnum):
     """Which stages may run at the same time."""
 
     COLOCATED = "colocated"  # one resource takes turns: nothing does
-    STREAMED = "streamed"  # pools of their own at max_lag = 0: training on a step's first groups with its last answers
-    OVERLAPPED = "overlapped"  # pools of their own and one version of lag: a step's training with the next one's rollout
+    STREAMED = "streamed"  # own pools, max_lag = 0: training on a step's first groups, with generating its last
+    OVERLAPPED = "overlapped"  # own pools, max_lag = 1: training of a step, with rollout, reward, reference of the next
     ASYNCHRONOUS = "asynchronous"  # as much lag as it takes: everything with everything
 
 
@@ -130,7 +130,7 @@ def goodput(*, num_prompts: int, num_samples: int, mean_tokens: float, step_s: f
 
 
 def dollars_per_million_tokens(goodput_tokens_per_s: float, dollars_per_hour: float) -> float:
-    """What a million trained tokens cost on machines of `dollars_per_hour` in all. Infinite if nothing is trained on."""
+    """What a million trained tokens cost on machines of `dollars_per_hour` in all; infinite if there are none."""
     check_at_least(0.0, goodput=goodput_tokens_per_s, dollars_per_hour=dollars_per_hour)
     if goodput_tokens_per_s == 0.0:
         return float("inf")

@@ -1,8 +1,8 @@
 """What devices can do and what they cost.
 
 Speeds and sizes are the datasheets' (matrix products of dense bfloat16, one direction of each link); what a program
-reaches of them is a matter of efficiency, in `roofline.py`. Prices are typical on-demand list prices per device and hour
-of 2026. Providers differ by a factor of three and change them often, so write your own into a file:
+reaches of them is a matter of efficiency, in `roofline.py`. Prices are typical on-demand list prices of 2026, a device
+and hour. Providers differ by a factor of three and change them often, so write your own into a file:
 
     [H100]
     dollars_per_hour = 2.10

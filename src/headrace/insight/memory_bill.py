@@ -1,7 +1,7 @@
-"""Where a device's memory goes: N weights cost 2N bytes to decode with and 16N to train, and the cache grows by the token.
+"""Where a device's memory goes: N weights take 2N bytes to decode with, 16N to train, and a cache grows by the token.
 
-Training state per weight: 2 bytes for itself, 2 for its gradient and 12 for the optimizer (a float32 copy and AdamW's two
-averages). All-float32 training needs no copy and comes to 16 as well.
+Training state per weight: 2 bytes for itself, 2 for its gradient and 12 for the optimizer (a float32 copy and the two
+averages of AdamW). Training all in float32 needs no copy and comes to 16 as well.
 """
 
 from __future__ import annotations

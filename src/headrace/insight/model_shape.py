@@ -50,7 +50,7 @@ class ModelShape:
             return self.num_params
         E, k = self.num_experts, self.experts_per_token
         per_expert = (self.num_params - self.num_active_params) / (E - k)
-        return self.num_params - per_expert * E * (1 - k / E) ** num_tokens
+        return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
 
     def __post_init__(self) -> None:
         if self.num_experts and not 0 < self.experts_per_token < self.num_experts:
@@ -96,7 +96,10 @@ DENSE = (
 # Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache holds a compressed vector of 512 + 64 numbers.
 MIXTURES = (
     replace(
-        _dense("30B-A3B", 30.5e9, 48, 2048, 4096, 4, 128), num_active_params=3.35e9, num_experts=128, experts_per_token=8
+        _dense("30B-A3B", 30.5e9, 48, 2048, 4096, 4, 128),
+        num_active_params=3.35e9,
+        num_experts=128,
+        experts_per_token=8,
     ),
     replace(
         _dense("235B-A22B", 235e9, 94, 4096, 8192, 4, 128), num_active_params=22e9, num_experts=128, experts_per_token=8

@@ -5,9 +5,9 @@
     broadcast   a copy for every engine                                                            network
     reshard     into the engine's own layout                                                       links and memory
 
-What can be done about it: send less (fewer bytes a number; only what changed; only an adapter), send in buckets, so that
-the four run at the same time and the slowest sets the pace; relay, so that the learner sends once and engines pass buckets
-on; send from many devices; overlap it with generation. In one process that shares its weights there is nothing to send.
+What can be done about it: send less (fewer bytes a number; only what changed; only an adapter); send in buckets, so
+that the four run at the same time and the slowest sets the pace; relay, so that the learner sends once and engines pass
+buckets on; send from many devices; overlap it with generation. Where stages share their weights, nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.insight.hardware import Device
 from headrace.insight.model_shape import ModelShape
 
 CHANGED_SHARE = 0.02
-"""Of bfloat16 weights in a step of RL: at learning rates near 3e-6 others have found at least 98% unchanged to the bit."""
+"""Of bfloat16 weights in a step of RL: at learning rates near 3e-6, others found at least 98% the same to the bit."""
 
 
 class Encoding(StrEnum):

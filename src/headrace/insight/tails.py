@@ -103,7 +103,8 @@ class LogNormal:
 def _log_cdf(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """ln Φ(z), with all its digits at both ends."""
     beyond = np.array([math.erfc(abs(x) / math.sqrt(2)) / 2 for x in z])
-    return np.where(z > 0, np.log1p(-beyond), np.log(beyond))
+    logarithm: npt.NDArray[np.float64] = np.where(z > 0, np.log1p(-beyond), np.log(beyond))
+    return logarithm
 
 
 def _simpson(values: npt.NDArray[np.float64], width: float) -> float:
