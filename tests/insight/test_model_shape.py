@@ -125,6 +125,8 @@ def test_a_directory_is_read(tmp_path: Path):
         ("{", "cannot read .*config.json"),
         ("[1]", "is not a model's configuration"),
         ('{"hidden_size": 8}', "config.json does not say num_hidden_layers; name a size instead"),
+        ('{"hidden_size": "wide"}', "config.json has a number that cannot be .*wide"),
+        ('{"text_config": 7}', "config.json has a number that cannot be"),
     ],
 )
 def test_a_bad_config_is_explained(tmp_path: Path, content: str, message: str):

@@ -32,6 +32,18 @@ class ModelShape:
     num_experts: int = 0  # per layer, those that tokens are sent to
     experts_per_token: int = 0
 
+    def __post_init__(self) -> None:
+        if self.num_experts and not 0 < self.experts_per_token < self.num_experts:
+            raise ModelError(
+                f"{self.name}: a token is sent to {self.experts_per_token} of {self.num_experts} experts; "
+                "it must be at least 1, and fewer than there are"
+            )
+        if not 0 < self.num_active_params <= self.num_params:
+            raise ModelError(
+                f"{self.name}: {self.num_active_params:g} of {self.num_params:g} weights are active; "
+                "it must be more than none and at most all"
+            )
+
     def weight_bytes(self, number_bytes: int = 2) -> float:
         """All weights: 2N in bfloat16."""
         return number_bytes * self.num_params
@@ -51,18 +63,6 @@ class ModelShape:
         E, k = self.num_experts, self.experts_per_token
         per_expert = (self.num_params - self.num_active_params) / (E - k)
         return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
-
-    def __post_init__(self) -> None:
-        if self.num_experts and not 0 < self.experts_per_token < self.num_experts:
-            raise ModelError(
-                f"{self.name}: a token is sent to {self.experts_per_token} of {self.num_experts} experts; "
-                "it must be at least 1, and fewer than there are"
-            )
-        if not 0 < self.num_active_params <= self.num_params:
-            raise ModelError(
-                f"{self.name}: {self.num_active_params:g} of {self.num_params:g} weights are active; "
-                "it must be more than none and at most all"
-            )
 
 
 def _dense(name: str, params: float, layers: int, hidden: int, attention: int, kv_heads: int, head: int) -> ModelShape:
@@ -175,6 +175,8 @@ def read_config(path: Path) -> ModelShape:
         return from_config(content.get("text_config", content), name=file.resolve().parent.name)
     except KeyError as error:
         raise ModelError(f"{file} does not say {error.args[0]}; name a size instead, such as 7B") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file} has a number that cannot be ({error}); name a size instead, such as 7B") from error
 
 
 def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
