@@ -18,17 +18,10 @@ from headrace.insight.calibration import Calibration, calibrate
 from headrace.insight.equation import Placement, binding_stage, step_s
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.walls import Wall
+from headrace.insight.walls import WALL_OF_STAGE, Wall
 from headrace.insight.workload import Cluster, Recorded, Spread, Workload
 from headrace.types import STAGES, StageTimes
 
-WALL_OF_STAGE = {
-    "rollout": Wall.GENERATION,
-    "reward": Wall.REWARD,
-    "reference": Wall.LEARNER,
-    "train": Wall.LEARNER,
-    "publish": Wall.SYNC,
-}
 MOVES_SHOWN = 6
 LEAST_GAIN = 1.02  # of a move that is worth the trouble
 TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the wall
@@ -87,7 +80,7 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
     reading = read(run_dir, last_steps=last_steps)
     work, cluster = calibration.workload, calibration.cluster
     now = _simulated(work, cluster, calibration.max_lag)
-    without = _without_each(calibration, now)
+    without = _without_each(calibration)
     return Triage(
         reading=reading,
         wall=_wall(without, now.step_s),
@@ -126,9 +119,9 @@ _PLACED = {
 }
 
 
-def _without_each(calibration: Calibration, now: Simulated) -> dict[Wall, float]:
+def _without_each(calibration: Calibration) -> dict[Wall, float]:
     """How long a step would be if one thing cost nothing."""
-    work, cluster, lag = calibration.workload, calibration.cluster, calibration.max_lag
+    work, cluster = calibration.workload, calibration.cluster
     cases: dict[Wall, tuple[Workload, Cluster]] = {
         Wall.GENERATION: (work, replace(cluster, decode_s=0.0, decode_row_s=0.0, prefill_token_s=0.0)),
         Wall.REWARD: (replace(work, reward_s=Spread(mean=0.0)), cluster),
@@ -140,7 +133,7 @@ def _without_each(calibration: Calibration, now: Simulated) -> dict[Wall, float]
         Wall.TAIL: (replace(work, tokens=_all_alike(work.tokens)), cluster),
         Wall.SPARSE: (replace(work, no_signal_share=0.0), cluster),
     }
-    return {wall: _simulated(*case, lag).step_s if case != (work, cluster) else now.step_s for wall, case in cases.items()}
+    return {wall: _simulated(*case, calibration.max_lag).step_s for wall, case in cases.items()}
 
 
 def _all_alike(tokens: Spread | Recorded) -> Spread:
@@ -168,7 +161,7 @@ def _moves(calibration: Calibration, config: Config, now: Simulated) -> Iterator
         yield _move(text, settings, then, now)
     work, cluster, lag = calibration.workload, calibration.cluster, calibration.max_lag
     faster_engine = replace(cluster, decode_s=cluster.decode_s / 2, decode_row_s=cluster.decode_row_s / 2)
-    yield _move("generation twice as fast (a faster device, speculation)", (), _simulated(work, faster_engine, lag), now)
+    yield _move("generation twice as fast (a faster device)", (), _simulated(work, faster_engine, lag), now)
     faster_learner = replace(
         cluster,
         train_token_s=cluster.train_token_s / 2,

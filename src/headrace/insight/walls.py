@@ -18,6 +18,15 @@ class Wall(StrEnum):
     OBSERVABILITY = "agent observability"
 
 
+WALL_OF_STAGE = {
+    "rollout": Wall.GENERATION,
+    "reward": Wall.REWARD,
+    "reference": Wall.LEARNER,
+    "train": Wall.LEARNER,
+    "publish": Wall.SYNC,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """What a wall looks like and what to try, the first first.
