@@ -68,7 +68,7 @@ def _workload(question: Question) -> str:
     longest = lengths.expected_max(samples) / lengths.cut_mean
     return (
         f"{question.model.name} on {question.num_devices} x {question.device.name}: {question.num_prompts} prompts x "
-        f"{samples} answers of {lengths.cut_mean:,.0f} tokens; the longest of {samples} is {longest:.1f} times the mean "
+        f"{samples} answers of {lengths.cut_mean:,.0f} tokens; the longest of {samples} has {longest:.1f} times that "
         f"(the popular closed form says {lengths.closed_form_max(samples) / lengths.mean:.1f})"
     )
 
