@@ -37,7 +37,7 @@ class TriageTerminal(Terminal):
         self._moves(found.moves, found.wall, found.simulated_s)
         if reading.step_s is not None:
             self._paragraph(
-                f"Predicted by a simulation with this run's own speeds, which puts a step at {found.simulated_s:.3g} s; "
+                f"Predicted by a simulation with this run's speeds. It puts a step at {found.simulated_s:.3g} s; "
                 f"measured are {reading.step_s.mean:.3g} s."
             )
 
@@ -146,8 +146,8 @@ def _health(reading: Reading) -> Iterator[str]:
     ratios = reading.ratios
     if ratios is not None and ratios.ratio_outside is not None and ratios.ratio_outside > RATIO_OUTSIDE:
         yield (
-            f"{ratios.ratio_outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: the data is far from "
-            "the policy; lower loop.max_lag, or set learner.correction"
+            f"{ratios.ratio_outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: the data is far "
+            "from the policy; lower loop.max_lag, or set learner.correction"
         )
     if ratios is not None and ratios.effective_samples is not None and ratios.effective_samples < FEW_EFFECTIVE:
         yield f"The importance weights leave {ratios.effective_samples:.0%} of the samples effective."
