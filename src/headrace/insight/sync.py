@@ -57,8 +57,9 @@ class Transfer:
         check_at_least(1, num_copies=self.num_copies, num_learners=self.num_learners, num_senders=self.num_senders)
         check_at_least(1, tensor_parallel=self.tensor_parallel, adapter_rank=self.adapter_rank)
         check_share(changed_share=self.changed_share, overlap=self.overlap)
-        if self.bucket_bytes is not None:
-            check_above(0.0, bucket_bytes=self.bucket_bytes)
+        for name in ("wire_bytes", "bucket_bytes"):
+            if getattr(self, name) is not None:
+                check_above(0.0, **{name: getattr(self, name)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
