@@ -133,26 +133,31 @@ def plan(question: Question) -> list[Plan]:
     return sorted(found, key=lambda made: -made.goodput)
 
 
-def search(question: Question, target_goodput: float) -> Plan:
-    """The cheapest plan that reaches so many trained tokens per second with at most the devices there are."""
-    best: Plan | None = None
-    num_devices = 1
-    while num_devices <= question.num_devices:
+def search(question: Question, target_goodput: float) -> tuple[Question, list[Plan]]:
+    """With the fewest devices that reach so many trained tokens per second, of those there are."""
+    reached = 0.0
+    for num_devices in _device_counts(question.num_devices):
         smaller = replace(question, num_devices=num_devices)
         try:
-            best = plan(smaller)[0]
-        except ConfigError:
-            best = None
-        if best is not None and best.goodput >= target_goodput:
-            return best
-        if num_devices == question.num_devices:
-            break
-        num_devices = min(question.num_devices, num_devices * 2 if num_devices < 8 else num_devices + 8)
-    reached = f"{best.goodput:,.0f}" if best else "nothing"
+            found = plan(smaller)
+        except ConfigError:  # too few to train on at all
+            continue
+        if found[0].goodput >= target_goodput:
+            return smaller, found
+        reached = max(reached, found[0].goodput)
     raise ConfigError(
         f"{target_goodput:,.0f} trained tokens a second are out of reach: {question.num_devices} x "
-        f"{question.device.name} come to {reached}"
+        f"{question.device.name} come to {reached:,.0f}"
     )
+
+
+def _device_counts(most: int) -> Iterator[int]:
+    """One, two, four, then whole nodes of eight, and at last all."""
+    num_devices = 1
+    while num_devices < most:
+        yield num_devices
+        num_devices = num_devices * 2 if num_devices < 8 else num_devices + 8
+    yield most
 
 
 def _layouts(question: Question) -> Iterator[Layout]:
