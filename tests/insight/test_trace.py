@@ -111,6 +111,13 @@ def test_a_real_run_has_a_sound_timeline(real_run: Path, tmp_path: Path):
     assert len(tracks["run", "steps"]) == 6
 
 
+def test_a_restart_shows_and_every_step_is_there_once(resumed_run: Path, tmp_path: Path):
+    events = events_of(write_trace(resumed_run, tmp_path / "t.json")[0])
+    assert len(tracks_of(events)["run", "steps"]) == 4
+    marks = [e["name"] for e in events if e["ph"] == "i"]
+    assert marks == ["version 1", "version 2", "version 1", "version 2", "restart 1", "version 3", "version 4"]
+
+
 def test_a_run_that_goes_on_has_a_timeline(tmp_path: Path):
     assert events_of(write_trace(hand_made_run(tmp_path / "a", num_steps=1, close=False))[0])
     assert events_of(write_trace(hand_made_run(tmp_path / "b", num_steps=0, close=False))[0]) == []

@@ -18,7 +18,7 @@ from headrace.ledger.clock import STALL
 from headrace.types import STAGES, StageTimes
 
 DEVICE, REWARD = "device", "reward"  # pools: engine and learner take turns on the one, the other scores
-MOST_SPANS = 200_000  # of a longer run only the last steps are looked at this closely
+MOST_SPANS = 100_000  # of a longer run only the last steps are looked at this closely
 _STALLED = len(STAGES)  # stands for training that waits for a checkpoint, behind the numbers of the stages
 
 Intervals = tuple[Numbers, Numbers]  # starts and ends

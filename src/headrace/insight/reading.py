@@ -95,7 +95,7 @@ class Lags:
 
     mean: float  # over trained tokens
     max: int
-    token_share: Mapping[int, float]  # of the trained tokens, by lag
+    token_share: Mapping[int, float]  # by lag, of the tokens that were both booked and trained on in these steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +249,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         group_size=float(sizes.mean()) if len(sizes := answers.group_sizes()) else None,
         lengths=_lengths(answers, rows, times),
         rewards=_rewards(answers),
-        lags=_lags(answers),
+        lags=_lags(answers, rows),
         ratios=_ratios(rows),
         preemptions=rows.total("preemptions"),
         parks=rows.total("parks"),
@@ -300,16 +300,16 @@ def _rewards(answers: Answers) -> Rewards | None:
     )
 
 
-def _lags(answers: Answers) -> Lags | None:
-    trained = np.isfinite(answers.lag)
-    lags, tokens = answers.lag[trained].astype(np.int64), answers.num_tokens[trained]
+def _lags(answers: Answers, rows: StepRows) -> Lags | None:
+    tokens = rows.column("trained_tokens")
     if not tokens.sum():
         return None
-    shares = np.bincount(lags, weights=tokens) / tokens.sum()
+    trained = np.isfinite(answers.lag)
+    by_lag = np.bincount(answers.lag[trained].astype(np.int64), weights=answers.num_tokens[trained])
     return Lags(
-        mean=float((lags * tokens).sum() / tokens.sum()),
-        max=int(lags.max()),
-        token_share={lag: float(share) for lag, share in enumerate(shares) if share},
+        mean=float(np.average(rows.column("lag_mean"), weights=tokens)),
+        max=int(rows.column("lag_max").max()),
+        token_share={lag: float(share) for lag, share in enumerate(by_lag / max(1.0, by_lag.sum())) if share},
     )
 
 

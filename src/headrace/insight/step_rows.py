@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ class StepRows:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._rows = rows
+        self._columns: dict[str, Numbers] = {}
 
     @classmethod
     def read(cls, connection: sqlite3.Connection, *, after_step: int = 0) -> Self:
@@ -41,11 +41,16 @@ class StepRows:
 
     def column(self, name: str) -> Numbers:
         """One number of every row, by its name in `Row`."""
-        return np.array([_number(row.get(name)) for row in self._rows], np.float64)
+        if name not in self._columns:  # numpy makes None NaN, and "Infinity", which JSON has as text, a number
+            self._columns[name] = np.array([row.get(name) for row in self._rows], np.float64)
+        return self._columns[name]
 
     def stage(self, stage: str) -> Numbers:
         """Seconds that a stage was busy, in every row."""
-        return np.array([_number(row["stage_s"].get(stage)) for row in self._rows], np.float64)
+        name = f"stage_s.{stage}"
+        if name not in self._columns:
+            self._columns[name] = np.array([row["stage_s"].get(stage) for row in self._rows], np.float64)
+        return self._columns[name]
 
     def stage_total_s(self) -> StageTimes:
         """Seconds that each stage was busy, in all rows together."""
@@ -67,8 +72,3 @@ class StepRows:
         for row in self._rows:
             total.update(row["dropped_tokens"])
         return dict(total)
-
-
-def _number(value: Any) -> float:
-    """Also of "NaN" and "Infinity", which JSON has as text."""
-    return math.nan if value is None else float(value)
