@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import headrace  # its functions load torch when first called; checking settings
 from headrace.config import Config
 from headrace.config_file import DEMO, explain, load_config, to_toml
 from headrace.errors import HeadraceError, HungError
+from headrace.insight.trace import VIEWERS, write_trace
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
 from headrace.ledger.runs import read_runs
@@ -126,6 +128,21 @@ def show(
             terminal.run(read_details(run, num_rows=LAST_ROWS))
         else:
             terminal.trajectory(read_trajectory(run, trajectory), token_texts(run))
+
+
+@app.command()
+def trace(
+    run: RunDir,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="say what was written as JSON")] = False,
+) -> None:
+    """Write a timeline of every stage and worker, to look at in a browser."""
+    with _messages():
+        path, num_events = write_trace(run, out)
+        if json_only:
+            print(json.dumps({"file": str(path), "events": num_events}))
+        else:
+            print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
 
 
 @app.command()

@@ -19,7 +19,7 @@ from headrace.buffer.buffer import Buffer
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
 from headrace.learner.learner import Learner, StepStats
-from headrace.ledger.clock import StageClock
+from headrace.ledger.clock import STALL, StageClock
 from headrace.ledger.journal import Attempt
 from headrace.ledger.ledger import Ledger
 from headrace.loop.canary import Canary
@@ -36,7 +36,6 @@ from headrace.rollout.actor import RolloutActor
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
-STALL = "training waits"  # the part of a checkpoint's time that is not beside the training
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
 SKIPPED_STEPS = 4  # in a row: there will be no other
 
