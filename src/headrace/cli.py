@@ -16,12 +16,15 @@ import headrace  # its functions load torch when first called; checking settings
 from headrace.config import Config
 from headrace.config_file import DEMO, explain, load_config, to_toml
 from headrace.errors import HeadraceError, HungError
+from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds
+from headrace.insight.simulator import simulate as simulate_run
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
 from headrace.ledger.runs import read_runs
 from headrace.ledger.show import read_details, read_trajectory, token_texts
 from headrace.terminal import Terminal
 from headrace.terminal_runs import RunsTerminal
+from headrace.terminal_simulation import SimulationTerminal, simulations_json
 
 app = typer.Typer(
     help="Headrace trains language models by reinforcement learning.",
@@ -126,6 +129,52 @@ def show(
             terminal.run(read_details(run, num_rows=LAST_ROWS))
         else:
             terminal.trajectory(read_trajectory(run, trajectory), token_texts(run))
+
+
+@app.command()
+def simulate(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="the recipe")
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
+    max_lag: Annotated[str, typer.Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")] = 1,
+    gpus_per_worker: Annotated[int, typer.Option(min=1, help="GPUs of one rollout worker")] = 1,
+    rollout_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
+    colocated: Annotated[bool, typer.Option(help="generate and train in turns, on all GPUs")] = False,
+    mean_tokens: Annotated[str, typer.Option(help="of an answer, e.g. 8k")] = "0",
+    cv: Annotated[float, typer.Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
+    reward_mean: Annotated[str, typer.Option(help="seconds of a verdict, e.g. 200ms")] = "0",
+    reward_p95: Annotated[str, typer.Option(help="that 95 in 100 verdicts stay below")] = "0",
+    decode: Annotated[str, typer.Option(help="seconds of a decode step with one row")] = "0",
+    rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
+    train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
+    publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
+    steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
+    with _messages(), SimulationTerminal() as terminal:
+        recipe = _load(settings)
+        typed = Typed(
+            mean_tokens=amount(mean_tokens),
+            cv=cv,
+            reward_s=seconds(reward_mean),
+            reward_p95_s=seconds(reward_p95),
+            decode_s=seconds(decode),
+            rollout_tokens_s=amount(rollout_tokens_s),
+            train_tokens_s=amount(train_tokens_s),
+            publish_s=seconds(publish),
+        )
+        layout = Layout(gpus=gpus, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+        work, cluster = scenario(recipe, typed, layout, run)
+        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
+        found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+        if as_json:
+            print(simulations_json(work, cluster, layout, found))
+        else:
+            terminal.simulations(work, cluster, layout, found)
 
 
 @app.command()
