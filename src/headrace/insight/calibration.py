@@ -28,6 +28,8 @@ _ANSWERS = (
     "SELECT id, serial, attempt, num_tokens, num_prompt_tokens, started_s, finished_s, scored_s, finish, drop_reason, "
     "COALESCE(trained_step, 0) FROM trajectories WHERE finish IS NOT NULL AND num_tokens > 0 ORDER BY finished_s"
 )
+_ROUNDS = 8
+
 Interval = tuple[float, float]
 
 
@@ -71,7 +73,13 @@ def workload_of(config: Config, like: Workload) -> Workload:
     )
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
+    """One trajectory, as far as its times go.
+
+    Example:
+        Answer("40:train-17/3", 40, 1, 212, 31, 12.1, 15.0, 15.2, "eos", None, 8)
+    """
+
     id: str
     serial: int
     attempt: int
@@ -82,14 +90,14 @@ class _Answer(NamedTuple):
     scored_s: float | None
     finish: str
     drop_reason: str | None
-    step: int
+    step: int  # that trained on it; 0: none
 
 
 def calibrate(run_dir: Path) -> Calibration:
     """Read a run's ledger. The run needs a step that is complete."""
     config = run_config(run_dir)
     with reading(run_dir) as connection:
-        answers = [_Answer(*values) for values in connection.execute(_ANSWERS)]
+        answers = [Answer(*values) for values in connection.execute(_ANSWERS)]
         walls = [wall_s for (wall_s,) in connection.execute("SELECT wall_s FROM rows ORDER BY step")]
         spans = _spans(connection)
     if not walls or not answers or not spans["publish"]:
@@ -97,8 +105,8 @@ def calibrate(run_dir: Path) -> Calibration:
     groups = _by_group(answers)
     num_prompt_tokens = sum(group[0].num_prompt_tokens for group in groups)
     elsewhere = [interval for stage in ("train", "reference", "publish", "evaluate") for interval in spans[stage]]
-    decode_s, decode_row_s = _decode_speed(answers, elsewhere)
-    optimizer_s, pass_s, token_s = _training_speed(spans, answers)
+    decode_s, decode_row_s = decode_speed(answers, elsewhere)
+    optimizer_s, pass_s, token_s = training_speed(spans, answers)
     trained_tokens = sum(a.num_tokens + a.num_prompt_tokens for a in answers if a.step)
     running = [(a.started_s, a.finished_s) for a in answers]
     prefill_s = union_length(spans["rollout"] + running) - union_length(running)
@@ -138,17 +146,17 @@ def _spans(connection: sqlite3.Connection) -> dict[str, list[Interval]]:
     return found
 
 
-def _by_group(answers: Sequence[_Answer]) -> list[list[_Answer]]:
+def _by_group(answers: Sequence[Answer]) -> list[list[Answer]]:
     """Those that came to their own end, group by group."""
-    groups: defaultdict[tuple[int, int], list[_Answer]] = defaultdict(list)
+    groups: defaultdict[tuple[int, int], list[Answer]] = defaultdict(list)
     for answer in answers:
         if answer.finish != FinishReason.ABORT:
             groups[answer.serial, answer.attempt].append(answer)
     return list(groups.values())
 
 
-def _answers_as_workload(groups: list[list[_Answer]], config: Config) -> Workload:
-    service_s = _service_s([a for group in groups for a in group], config.reward.workers)
+def _answers_as_workload(groups: list[list[Answer]], config: Config) -> Workload:
+    service_s = service_seconds([a for group in groups for a in group], config.reward.workers)
     rewards = [np.array([service_s[a.id] for a in group if a.id in service_s]) for group in groups]
     scored = [group for group in groups if any(a.scored_s is not None for a in group)]
     barren = [group for group in scored if any(a.drop_reason == DropReason.NO_SIGNAL for a in group)]
@@ -162,7 +170,7 @@ def _answers_as_workload(groups: list[list[_Answer]], config: Config) -> Workloa
     )
 
 
-def _service_s(answers: Sequence[_Answer], num_workers: int) -> dict[str, float]:
+def service_seconds(answers: Sequence[Answer], num_workers: int) -> dict[str, float]:
     """By id, a worker's seconds for each answer, without the wait for one; 0 for a verdict that was known already.
 
     Workers take answers first come, first served, so who was free when follows from when verdicts came.
@@ -178,7 +186,7 @@ def _service_s(answers: Sequence[_Answer], num_workers: int) -> dict[str, float]
     return found
 
 
-def _decode_speed(answers: Sequence[_Answer], elsewhere: list[Interval]) -> tuple[float, float]:
+def decode_speed(answers: Sequence[Answer], elsewhere: list[Interval]) -> tuple[float, float]:
     """Seconds of a decode step, and of each row in it."""
     edges, taken = _cumulative(elsewhere)
     start_s, end_s = np.array([(a.started_s, a.finished_s) for a in answers]).T
@@ -191,11 +199,13 @@ def _decode_speed(answers: Sequence[_Answer], elsewhere: list[Interval]) -> tupl
     start_s, end_s, steps = start_s[use], end_s[use], steps[use]
     times = np.concatenate([start_s, end_s])
     order = np.argsort(times, kind="stable")
-    rates = np.concatenate([steps, -steps]) / np.tile(end_s - start_s, 2)
-    slopes = np.cumsum(rates[order])  # tokens a second after each of the times
-    tokens = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(times[order]))])
-    in_all = np.interp(end_s, times[order], tokens) - np.interp(start_s, times[order], tokens)
-    step_s, row_s = _fit(np.stack([steps, in_all], axis=1), end_s - start_s)
+    times, rows = times[order], np.cumsum(np.where(order < len(steps), 1.0, -1.0))
+    step_s, row_s = 1.0, 0.0
+    for _ in range(_ROUNDS):  # how fast decode steps follow each other depends on what is looked for
+        pace = np.where(rows > 0, 1 / (step_s + row_s * np.maximum(rows, 1.0)), 0.0)[:-1] * np.diff(times)
+        paces, tokens = (np.concatenate([[0.0], np.cumsum(part)]) for part in (pace, pace * rows[:-1]))
+        taken_steps, in_all = (np.interp(end_s, times, c) - np.interp(start_s, times, c) for c in (paces, tokens))
+        step_s, row_s = _fit(np.stack([steps, in_all * steps / taken_steps], axis=1), end_s - start_s)
     return step_s, row_s
 
 
@@ -211,7 +221,7 @@ def _cumulative(intervals: list[Interval]) -> tuple[Numbers, Numbers]:
     return np.array(edges), np.array(taken)
 
 
-def _training_speed(spans: dict[str, list[Interval]], answers: Sequence[_Answer]) -> tuple[float, float, float]:
+def training_speed(spans: dict[str, list[Interval]], answers: Sequence[Answer]) -> tuple[float, float, float]:
     """Seconds of the optimizer's part of a step, of a micro-batch, and of each token in it.
 
     The last pass before weights are published is the optimizer's.

@@ -480,7 +480,7 @@ class _Simulation:
             else math.nan,
             generated_tokens=round(self.pool.sampled_tokens),
             trained_tokens=self.trained_tokens,
-            dropped_tokens={reason: round(tokens) for reason, tokens in sorted(self.dropped.items())},
+            dropped_tokens={str(reason): round(tokens) for reason, tokens in sorted(self.dropped.items())},
             buffered_tokens=sum(group.num_sampled_tokens for group in self.buffer.buffered),
             in_flight_tokens=round(in_flight),
             num_failures=self.pool.num_failures,
