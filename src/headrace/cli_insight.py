@@ -9,18 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli_app import Json, app, messages
+from headrace.cli_app import Json, RunDir, Settings, app, messages, settings_from
 from headrace.errors import ConfigError
 from headrace.insight.equation import Placement
 from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import find_device, read_hardware
 from headrace.insight.model_shape import model_shape
 from headrace.insight.planner import Question, plan, search
-from headrace.insight.scenario import amount, seconds
+from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds
+from headrace.insight.simulator import simulate as simulate_run
 from headrace.insight.tails import LogNormal
+from headrace.insight.trace import VIEWERS, write_trace
 from headrace.insight.triage import triage, triage_typed
 from headrace.terminal_plan import PlanTerminal
 from headrace.terminal_plan import as_json as plan_as_json
+from headrace.terminal_simulation import SimulationTerminal, simulations_json
 from headrace.terminal_triage import TriageTerminal
 from headrace.terminal_triage import as_json as triage_as_json
 from headrace.types import StageTimes
@@ -114,6 +117,65 @@ def plan_command(
             _print_json(plan_as_json(question, found, others))
         else:
             terminal.plans(question, found, others)
+
+
+@app.command()
+def simulate(
+    settings: Settings = None,
+    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
+    max_lag: Annotated[str, typer.Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")] = 1,
+    gpus_per_worker: Annotated[int, typer.Option(min=1, help="GPUs of one rollout worker")] = 1,
+    rollout_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
+    colocated: Annotated[bool, typer.Option(help="generate and train in turns, on all GPUs")] = False,
+    mean_tokens: Annotated[str, typer.Option(help="of an answer, e.g. 8k")] = "0",
+    cv: Annotated[float, typer.Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
+    reward_mean: Annotated[str, typer.Option(help="seconds of a verdict, e.g. 200ms")] = "0",
+    reward_p95: Annotated[str, typer.Option(help="that 95 in 100 verdicts stay below")] = "0",
+    decode: Annotated[str, typer.Option(help="seconds of a decode step with one row")] = "0",
+    rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
+    train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
+    publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
+    steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
+    with messages(), SimulationTerminal() as terminal:
+        recipe = settings_from(settings)
+        typed = Typed(
+            mean_tokens=amount(mean_tokens),
+            cv=cv,
+            reward_s=seconds(reward_mean),
+            reward_p95_s=seconds(reward_p95),
+            decode_s=seconds(decode),
+            rollout_tokens_s=amount(rollout_tokens_s),
+            train_tokens_s=amount(train_tokens_s),
+            publish_s=seconds(publish),
+        )
+        layout = Layout(gpus=gpus, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+        work, cluster = scenario(recipe, typed, layout, run)
+        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
+        found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+        if as_json:
+            print(simulations_json(work, cluster, layout, found))
+        else:
+            terminal.simulations(work, cluster, layout, found)
+
+
+@app.command()
+def trace(
+    run: RunDir,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a timeline of every stage and worker, to look at in a browser."""
+    with messages():
+        path, num_events = write_trace(run, out)
+        if as_json:
+            print(json.dumps({"file": str(path), "events": num_events}))
+        else:
+            print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
 
 
 def _gpus(text: str) -> tuple[int, str]:
