@@ -112,3 +112,7 @@ def config(
         for setting in explain(settings[0] if settings else None):
             table.add_row(setting.key, setting.type_text, setting.default, setting.doc)
         terminal.console.print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -53,7 +53,3 @@ def settings_from(words: list[str] | None) -> Config:
         return load_config(Path(words.pop(0)), words)
     own_prompts = any(word.startswith("prompts.source=") for word in words)
     return load_config(None if own_prompts else DEMO, words)
-
-
-if __name__ == "__main__":
-    app()

@@ -23,9 +23,10 @@ from headrace.insight.workload import Cluster, Recorded, Spread, Workload
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6
-LEAST_GAIN = 1.02  # of a move that is worth the trouble
+LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one over a smaller one
 TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the wall
 STEPS = 24  # simulated
+NO_TIME_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def _without_each(calibration: Calibration) -> dict[Wall, float]:
     """How long a step would be if one thing cost nothing."""
     work, cluster = calibration.workload, calibration.cluster
     cases: dict[Wall, tuple[Workload, Cluster]] = {
-        Wall.GENERATION: (work, replace(cluster, decode_s=0.0, decode_row_s=0.0, prefill_token_s=0.0)),
+        Wall.GENERATION: (work, replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_token_s=0.0)),
         Wall.REWARD: (replace(work, reward_s=Spread(mean=0.0)), cluster),
         Wall.LEARNER: (
             work,
@@ -206,5 +207,15 @@ def _simulated(work: Workload, cluster: Cluster, max_lag: int) -> Simulated:
 
 
 def _ranked(moves: Iterator[Move] | list[Move]) -> tuple[Move, ...]:
-    worth = [move for move in moves if move.gain >= LEAST_GAIN]
-    return tuple(sorted(worth, key=lambda move: -move.gain)[:MOVES_SHOWN])
+    """The best first; of moves that change the same settings only the smallest that brings about as much."""
+    kept: list[Move] = []
+    for move in moves:  # those that change the same settings come smallest first, and two together after each alone
+        changed = _keys(move)
+        least = max((k.gain for k in kept if _keys(k) and _keys(k) <= changed), default=1.0) * LEAST_GAIN
+        if move.gain >= (least if changed else LEAST_GAIN):
+            kept = [k for k in kept if not changed or _keys(k) != changed] + [move]
+    return tuple(sorted(kept, key=lambda move: -move.gain)[:MOVES_SHOWN])
+
+
+def _keys(move: Move) -> set[str]:
+    return {setting.split("=")[0] for setting in move.settings}
