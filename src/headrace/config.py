@@ -187,7 +187,7 @@ class WarmstartSection(Section):
 class RecoverySection(Section):
     """What a restart finds, and what it does."""
 
-    every_steps: PositiveInt = setting(20, "write a checkpoint after every so many steps")
+    every_steps: PositiveInt = setting(10, "write a checkpoint after every so many steps")
     keep: PositiveInt = setting(2, "checkpoints that stay on disk")
     journal_steps: NonNegativeInt = setting(
         1000, "steps whose answers stay in the ledger token by token, besides those a restart needs; 0 keeps all"

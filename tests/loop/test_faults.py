@@ -441,6 +441,13 @@ def test_a_checkpoint_without_its_manifest_is_none(stopped: Path, unbroken4: Pat
     assert "is damaged" in assert_resumes_to(run, unbroken4)[0]
 
 
+def test_a_checkpoint_that_names_files_elsewhere_is_refused(stopped: Path, unbroken4: Path):
+    run = copied(stopped, "straying")
+    manifest = run / "checkpoints" / "step-000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"tensors/', '"../../tensors/'))
+    assert "names a file outside: ../../tensors/" in assert_resumes_to(run, unbroken4)[0]
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_stays_as_it_is(stopped: Path):
     run = copied(stopped, "ruined")
     for step in (0, 2):

@@ -181,7 +181,7 @@ def test_the_process_ends_although_a_thread_hangs(workshop: Workshop):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.split() == ["2", "1"], done.stderr
     assert (
