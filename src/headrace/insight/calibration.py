@@ -166,7 +166,7 @@ def _answers_as_workload(groups: list[list[Answer]], config: Config) -> Workload
         tokens=Recorded(groups=tuple(np.array([float(a.num_tokens) for a in group]) for group in groups)),
         reward_s=Recorded(groups=tuple(r for r in rewards if len(r))) if service_s else Spread(mean=0.0),
         prompt_tokens=float(np.mean([group[0].num_prompt_tokens for group in groups])),
-        no_signal_share=len(barren) / max(1, len(scored) + (len(barren) == len(scored))),
+        no_signal_share=len(barren) / (len(scored) + 1),  # never all: the simulation would have nothing to train on
     )
 
 
