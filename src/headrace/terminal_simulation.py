@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from headrace.insight.scenario import Layout
-from headrace.insight.simulator import Simulated
+from headrace.insight.simulated import Simulated
 from headrace.insight.workload import Cluster, Workload
 from headrace.terminal import Terminal
 
@@ -35,7 +35,7 @@ class SimulationTerminal(Terminal):
                 "a step": answers,
                 "machine": f"{layout.gpus} GPU{'s' * (layout.gpus > 1)}: {apart}; {rewards}",
                 "a verdict": f"{work.reward_s.mean:.3g} s on average",
-                "simulated": f"{len(found[0].steps)} steps each, the first {found[0].num_filling} and more left out",
+                "simulated": f"{len(found[0].steps)} steps each; means leave out those in which the pipeline fills",
             }
         )
         self._print()
@@ -46,7 +46,7 @@ class SimulationTerminal(Terminal):
 
     def _table(self, found: Sequence[Simulated], layout: Layout) -> Table:
         pools = ("device idle",) if layout.turns else ("rollout idle", "learner idle")
-        titles = ("step", "slow step", "trained/s", *pools, "reward idle", "lag", "useful")
+        titles = ("step", "p95", "tokens/s", *pools, "reward idle", "lag", "useful")
         table = Table(Column("max_lag", justify="right"), box=None, pad_edge=False, padding=(0, 1))
         for title in titles:
             table.add_column(title, justify="right")
@@ -70,14 +70,13 @@ def _words(found: Sequence[Simulated]) -> list[str]:
     ]
     best = max(found, key=lambda one: one.goodput)
     enough = min((one for one in found if one.goodput * _GAIN >= best.goodput), key=lambda one: one.max_lag)
-    if len(found) > 1:
+    if enough is not first:
         gain = enough.goodput / first.goodput
         sentences.append(
-            f"max_lag = {enough.max_lag} trains {gain:.2f}x the tokens per second of max_lag = {first.max_lag}; more "
-            "brings less than 5% on top."
-            if enough is not first
-            else f"More lag than {first.max_lag} brings less than 5%."
+            f"max_lag = {enough.max_lag} trains {gain:.2f}x the tokens per second of max_lag = {first.max_lag}."
         )
+    if any(one.max_lag > enough.max_lag for one in found):
+        sentences.append(f"More lag than {enough.max_lag} brings less than 5% on top.")
     for one in found:
         dropped = {reason: tokens / one.generated_tokens for reason, tokens in one.dropped_tokens.items() if tokens}
         if dropped:

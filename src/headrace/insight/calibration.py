@@ -166,7 +166,7 @@ def _answers_as_workload(groups: list[list[Answer]], config: Config) -> Workload
         tokens=Recorded(groups=tuple(np.array([float(a.num_tokens) for a in group]) for group in groups)),
         reward_s=Recorded(groups=tuple(r for r in rewards if len(r))) if service_s else Spread(mean=0.0),
         prompt_tokens=float(np.mean([group[0].num_prompt_tokens for group in groups])),
-        no_signal_share=len(barren) / max(1, len(scored) + (len(barren) == len(scored))),
+        no_signal_share=len(barren) / (len(scored) + 1),  # never all: the simulation would have nothing to train on
     )
 
 
@@ -205,7 +205,9 @@ def decode_speed(answers: Sequence[Answer], elsewhere: list[Interval]) -> tuple[
         pace = np.where(rows > 0, 1 / (step_s + row_s * np.maximum(rows, 1.0)), 0.0)[:-1] * np.diff(times)
         paces, tokens = (np.concatenate([[0.0], np.cumsum(part)]) for part in (pace, pace * rows[:-1]))
         taken_steps, in_all = (np.interp(end_s, times, c) - np.interp(start_s, times, c) for c in (paces, tokens))
-        step_s, row_s = _fit(np.stack([steps, in_all * steps / taken_steps], axis=1), end_s - start_s)
+        columns = np.stack([steps, in_all * steps / taken_steps], axis=1)
+        alike = float(in_all.sum() / taken_steps.sum())  # as many as run together
+        step_s, row_s = _fit(columns, end_s - start_s, (0.5, 0.5), alike=alike)
     return step_s, row_s
 
 
@@ -241,15 +243,27 @@ def training_speed(spans: dict[str, list[Interval]], answers: Sequence[Answer]) 
     if not use.any():
         return 0.0, 0.0, 0.0
     seconds = np.array([sum(d[:-1]) for d in durations])
-    pass_s, token_s = _fit(np.stack([passes, tokens], axis=1)[use], seconds[use])
+    pass_s, token_s = _fit(np.stack([passes, tokens], axis=1)[use], seconds[use], (0.0, 1.0))
     return float(np.mean([d[-1] for d in durations if d])), pass_s, token_s
 
 
-def _fit(columns: Numbers, values: Numbers) -> tuple[float, float]:
-    """The two factors, neither below zero, with which the columns come nearest to the values."""
-    factors = np.linalg.lstsq(columns, values, rcond=None)[0]
-    if (factors >= 0).all():
-        return float(factors[0]), float(factors[1])
-    alone = [max(0.0, float(column @ values / (column @ column))) for column in columns.T]
-    errors = [float(((column * factor - values) ** 2).sum()) for column, factor in zip(columns.T, alone, strict=True)]
-    return (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
+def _fit(columns: Numbers, values: Numbers, shares: tuple[float, float], *, alike: float = 1.0) -> tuple[float, float]:
+    """The two factors, neither below zero, with which the columns come nearest to the values.
+
+    What the values do not tell apart is shared out: before they are looked at, each factor is taken to make up its
+    share of their sum, give or take half of that sum. So many values as are `alike` count as one: they err together.
+    """
+    whole = values.sum() / columns.sum(axis=0)
+    expected, scale = np.array(shares), 0.5
+    scaled = columns * whole  # a factor of 1 makes up all of the sum
+    best = np.linalg.lstsq(scaled, values, rcond=None)[0]
+    noise = max(float(np.mean((scaled @ best - values) ** 2)), 1e-12 * float(np.mean(values**2))) * alike
+    factors = np.linalg.solve(
+        scaled.T @ scaled / noise + np.eye(2) / scale**2, scaled.T @ values / noise + expected / scale**2
+    )
+    if (factors < 0).any():
+        kept = int(np.argmax(factors))
+        factors = np.zeros(2)
+        factors[kept] = values @ scaled[:, kept] / (scaled[:, kept] @ scaled[:, kept])
+    step, each = (factors * whole).tolist()
+    return step, each

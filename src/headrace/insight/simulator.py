@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,101 +22,13 @@ from headrace.buffer.lag import LagPolicy
 from headrace.config import BufferSection
 from headrace.errors import ConfigError
 from headrace.insight.engine_pool import EnginePool, Family
+from headrace.insight.simulated import Simulated, SimulatedStep
 from headrace.insight.virtual_clock import run_virtually
 from headrace.insight.workload import Cluster, Workload
 from headrace.types import STAGES, DropReason, FinishReason, Group, Prompt, Span, StageTimes, Timing, Trajectory
 
 _MOMENT_S = 1e-6
 _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer asks for none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedStep:
-    """One optimizer step.
-
-    Example:
-        SimulatedStep(wall_s=34.0, stage_s=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0),
-            trained_tokens=120000, lags={0: 20000, 1: 100000}, buffered_groups=12)
-    """
-
-    wall_s: float
-    stage_s: StageTimes
-    trained_tokens: int
-    lags: Mapping[int, int]  # trained tokens by lag
-    buffered_groups: int  # at its end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """What came of a simulated run. Means leave out the steps in which the pipeline fills; the books have everything.
-
-    Example:
-        Simulated(max_lag=1, steps=(SimulatedStep(...), ...), num_filling=2, wall_s=690.0, rollout_busy=0.97,
-            learner_busy=0.24, reward_busy=0.1, generated_tokens=2600000, trained_tokens=2400000,
-            dropped_tokens={"no_signal": 120000}, buffered_tokens=60000, in_flight_tokens=20000, num_failures=0)
-    """
-
-    max_lag: int
-    steps: tuple[SimulatedStep, ...]
-    num_filling: int  # steps at the start that are in no mean
-    wall_s: float
-    rollout_busy: float  # share of its workers' seconds; of what is colocated, rollout and learner share one device
-    learner_busy: float
-    reward_busy: float  # NaN where there is a worker for every answer
-    generated_tokens: int
-    trained_tokens: int
-    dropped_tokens: Mapping[str, int]
-    buffered_tokens: int
-    in_flight_tokens: int
-    num_failures: int
-
-    @property
-    def counted(self) -> tuple[SimulatedStep, ...]:
-        """The steps that means are over."""
-        return self.steps[self.num_filling :]
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return float(np.mean([step.wall_s for step in self.counted]))
-
-    def step_quantile_s(self, share: float) -> float:
-        """Seconds that such a share of the steps stays below."""
-        return float(np.quantile([step.wall_s for step in self.counted], share))
-
-    @property
-    def stage_s(self) -> StageTimes:
-        """Mean seconds that each stage is busy in a step."""
-        means = {stage: float(np.mean([getattr(s.stage_s, stage) for s in self.counted])) for stage in STAGES}
-        return StageTimes(**means)
-
-    @property
-    def goodput(self) -> float:
-        """Trained tokens per second."""
-        return sum(step.trained_tokens for step in self.counted) / sum(step.wall_s for step in self.counted)
-
-    @property
-    def lag_shares(self) -> dict[int, float]:
-        """Share of the trained tokens with each lag."""
-        tokens: Counter[int] = Counter()
-        for step in self.counted:
-            tokens.update(step.lags)
-        return {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
-
-    @property
-    def lag_mean(self) -> float:
-        """Over trained tokens."""
-        return sum(lag * share for lag, share in self.lag_shares.items())
-
-    @property
-    def lag_max(self) -> int:
-        """Of any trained token."""
-        return max((lag for step in self.steps for lag in step.lags), default=0)
-
-    @property
-    def useful_share(self) -> float:
-        """Trained tokens, of those that were trained on or dropped."""
-        return self.trained_tokens / max(1, self.trained_tokens + sum(self.dropped_tokens.values()))
 
 
 def simulate(workload: Workload, cluster: Cluster, *, max_lag: int, steps: int = 32, seed: int = 0) -> Simulated:
@@ -153,7 +65,7 @@ class _RewardPool:
     def __init__(self, num_workers: int) -> None:
         self._free_s = [0.0] * num_workers  # a heap: when each worker is free; empty: there is always one
         self.busy = _Busy()
-        self.worker_s = 0.0
+        self._worker_s = 0.0
 
     def score(self, now_s: float, seconds: float) -> float:
         """When the verdict is there."""
@@ -162,8 +74,15 @@ class _RewardPool:
             end_s = max(now_s, self._free_s[0]) + seconds
             heapq.heapreplace(self._free_s, end_s)
         self.busy.add(now_s, end_s)
-        self.worker_s += seconds
+        self._worker_s += seconds
         return end_s
+
+    def busy_share(self, now_s: float) -> float:
+        """Of the workers' seconds so far; what they will do later with what has come already does not count."""
+        if not self._free_s:
+            return math.nan
+        later_s = sum(max(0.0, free_s - now_s) for free_s in self._free_s)
+        return (self._worker_s - later_s) / (now_s * len(self._free_s))
 
 
 @dataclass(slots=True, eq=False)
@@ -475,9 +394,7 @@ class _Simulation:
             wall_s=wall_s,
             rollout_busy=self.pool.busy_s / (wall_s * cluster.rollout_workers),
             learner_busy=self.learner_s / wall_s,
-            reward_busy=self.rewards.worker_s / (wall_s * cluster.reward_workers)
-            if cluster.reward_workers
-            else math.nan,
+            reward_busy=self.rewards.busy_share(wall_s),
             generated_tokens=round(self.pool.sampled_tokens),
             trained_tokens=self.trained_tokens,
             dropped_tokens={str(reason): round(tokens) for reason, tokens in sorted(self.dropped.items())},
