@@ -27,7 +27,7 @@ from headrace.config import Config
 from headrace.config_file import dump, load_config
 from headrace.errors import RunError
 from headrace.learner.supervised import warm_start
-from headrace.ledger.database import FILE_NAME, claimed, remove_database
+from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_database
 from headrace.ledger.journal import Restart
 from headrace.ledger.runs import CHECKPOINTS, REFERENCE, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
 from headrace.ledger.sinks import open_sinks
@@ -91,7 +91,9 @@ def resume(run_dir: Path | str, watcher: Watcher | None = None) -> dict[str, Any
         raise RunError(f"{run_dir} has finished: there is nothing to resume")
     with claimed(run_dir), memory_for("training", STEPS):
         # what died before its first checkpoint has nothing to go on from
-        begun = (run_dir / FILE_NAME).exists()
+        begun = is_complete(run_dir)
+        if not begun:
+            remove_database(run_dir)
         return asyncio.run(_train(config, run_dir, watcher or Nobody(), resumed=begun))
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,17 @@ def test_an_interrupted_run_goes_on_to_the_same_end(workshop: Workshop, unbroken
     assert same_bits(weights(run), weights(unbroken))
     kept = [timeless(row) for row in rows_of(run)]
     assert [row["loss"] for row in kept] == [row.loss for row in rows_of(unbroken)]
+
+
+@pytest.mark.parametrize("content", ["absent", "empty", "without tables"])
+def test_a_run_that_died_while_its_ledger_was_made_starts_anew(workshop: Workshop, unbroken: Path, content: str):
+    config = workshop.config(f"unborn-{content.split()[0]}", *SETTINGS)
+    run = api.prepare_run_dir(config)
+    if content != "absent":
+        (run / "ledger.sqlite").touch()
+    if content == "without tables":
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+    assert api.resume(run)["finished"]
+    assert_nothing_lost_or_done_twice(run)
+    assert same_bits(weights(run), weights(unbroken))

@@ -55,6 +55,18 @@ def reopen_database(run_dir: Path) -> sqlite3.Connection:
     return _connect(run_dir / FILE_NAME, _log_ahead)
 
 
+def is_complete(run_dir: Path) -> bool:
+    """Whether the run came to make its database; a process may die while it does, and then nothing is in it."""
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return False
+    with contextlib.closing(_connect(path, lambda connection: None, read_only=True)) as connection:
+        try:
+            return bool(connection.execute("SELECT 1 FROM sqlite_master").fetchone())
+        except sqlite3.Error:
+            return True  # damaged: whoever opens it says so
+
+
 def remove_database(run_dir: Path) -> None:
     """Delete a run's database and the files SQLite keeps beside it."""
     for suffix in ("", *_SIDE_FILES):
