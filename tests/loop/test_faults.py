@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,8 +151,13 @@ def test_a_verdict_outlasts_the_process_that_asked_for_it(
     workshop: Workshop, unbroken4: Path, rewards: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A restart generates the wave again, and asks for none of its verdicts a second time."""
+
+    def fall_over_later(*_: object) -> None:
+        time.sleep(0.5)  # verdicts that were asked for come meanwhile
+        fall_over()
+
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "_decode", on_call(40, Engine._decode, fall_over))
+        patched.setattr(Engine, "_decode", on_call(40, Engine._decode, fall_over_later))
         run = break_off(workshop, "noted", RuntimeError, "fell over", f"reward.function={rewards}:noted")
     assert_resumes_to(run, unbroken4)
     asked = rewards.with_name("noted").read_text().splitlines()

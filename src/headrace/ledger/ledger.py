@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from headrace.errors import RunError
 from headrace.ledger.clock import StageClock, StageSpan
 from headrace.ledger.columns import INSERT, dropped_record, record
 from headrace.ledger.database import (
@@ -119,8 +120,11 @@ class Ledger:
         """Bring everything into the one file and close it."""
         if self._clock is None:
             self._connection.close()
-        else:
-            close_database(self._connection)
+            return
+        if self._verdicts:
+            with suppress(RunError), self._write():  # on a full disk they are asked for again
+                pass
+        close_database(self._connection)
 
     def __enter__(self) -> Self:
         return self
