@@ -73,6 +73,13 @@ def workload_of(config: Config, like: Workload) -> Workload:
     )
 
 
+class Pass(NamedTuple):
+    """A stretch of training: a micro-batch of so many tokens, or the optimizer's part."""
+
+    seconds: float
+    num_tokens: int | None
+
+
 class Answer(NamedTuple):
     """One trajectory, as far as its times go.
 
@@ -99,14 +106,14 @@ def calibrate(run_dir: Path) -> Calibration:
     with reading(run_dir) as connection:
         answers = [Answer(*values) for values in connection.execute(_ANSWERS)]
         walls = [wall_s for (wall_s,) in connection.execute("SELECT wall_s FROM rows ORDER BY step")]
-        spans = _spans(connection)
+        spans, passes = _spans(connection), _passes(connection)
     if not walls or not answers or not spans["publish"]:
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     groups = _by_group(answers)
     num_prompt_tokens = sum(group[0].num_prompt_tokens for group in groups)
     elsewhere = [interval for stage in ("train", "reference", "publish", "evaluate") for interval in spans[stage]]
     decode_s, decode_row_s = decode_speed(answers, elsewhere)
-    optimizer_s, pass_s, token_s = training_speed(spans, answers)
+    optimizer_s, pass_s, token_s = training_speed(passes, len(spans["publish"]))
     trained_tokens = sum(a.num_tokens + a.num_prompt_tokens for a in answers if a.step)
     running = [(a.started_s, a.finished_s) for a in answers]
     prefill_s = union_length(spans["rollout"] + running) - union_length(running)
@@ -136,6 +143,11 @@ def calibrate(run_dir: Path) -> Calibration:
         num_steps=len(walls),
         step_s=float(np.mean(walls)),
     )
+
+
+def _passes(connection: sqlite3.Connection) -> list[Pass]:
+    found = connection.execute("SELECT end_s - start_s, detail FROM spans WHERE stage = 'train' ORDER BY start_s")
+    return [Pass(seconds, int(detail.split()[0]) if detail else None) for seconds, detail in found]
 
 
 def _spans(connection: sqlite3.Connection) -> dict[str, list[Interval]]:
@@ -223,28 +235,18 @@ def _cumulative(intervals: list[Interval]) -> tuple[Numbers, Numbers]:
     return np.array(edges), np.array(taken)
 
 
-def training_speed(spans: dict[str, list[Interval]], answers: Sequence[Answer]) -> tuple[float, float, float]:
+def training_speed(passes: Sequence[Pass], num_steps: int) -> tuple[float, float, float]:
     """Seconds of the optimizer's part of a step, of a micro-batch, and of each token in it.
 
-    The last pass before weights are published is the optimizer's.
+    What is no micro-batch is the optimizer's.
     """
-    published_s = np.array([start_s for start_s, _ in spans["publish"]])
-    step_of = np.searchsorted(published_s, [start_s for start_s, _ in spans["train"]])
-    durations: list[list[float]] = [[] for _ in published_s]
-    for step, (start_s, end_s) in zip(step_of, spans["train"], strict=True):
-        if step < len(published_s):
-            durations[step].append(end_s - start_s)
-    tokens = np.zeros(len(published_s))
-    for answer in answers:
-        if 0 < answer.step <= len(published_s):
-            tokens[answer.step - 1] += answer.num_tokens + answer.num_prompt_tokens
-    passes = np.array([len(d) - 1.0 for d in durations])
-    use = (passes > 0) & (tokens > 0)
-    if not use.any():
-        return 0.0, 0.0, 0.0
-    seconds = np.array([sum(d[:-1]) for d in durations])
-    pass_s, token_s = _fit(np.stack([passes, tokens], axis=1)[use], seconds[use], (0.0, 1.0))
-    return float(np.mean([d[-1] for d in durations if d])), pass_s, token_s
+    optimizer_s = sum(one.seconds for one in passes if one.num_tokens is None) / num_steps
+    batches = [one for one in passes if one.num_tokens]
+    if not batches:
+        return optimizer_s, 0.0, 0.0
+    columns = np.array([(1.0, float(one.num_tokens or 0)) for one in batches])
+    pass_s, token_s = _fit(columns, np.array([one.seconds for one in batches]), (0.0, 1.0))
+    return optimizer_s, pass_s, token_s
 
 
 def _fit(columns: Numbers, values: Numbers, shares: tuple[float, float], *, alike: float = 1.0) -> tuple[float, float]:

@@ -17,7 +17,8 @@ from headrace.config import Config
 from headrace.insight.calibration import Calibration, calibrate
 from headrace.insight.equation import Placement, binding_stage, step_s
 from headrace.insight.reading import Reading, read
-from headrace.insight.simulator import Simulated, simulate
+from headrace.insight.simulated import Simulated
+from headrace.insight.simulator import simulate
 from headrace.insight.walls import WALL_OF_STAGE, Wall
 from headrace.insight.workload import Cluster, Recorded, Spread, Workload
 from headrace.types import STAGES, StageTimes
