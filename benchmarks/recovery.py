@@ -22,8 +22,8 @@ from pathlib import Path
 
 from headrace.errors import RunError
 from headrace.ledger.audit import audit, books
+from headrace.ledger.clock import STALL
 from headrace.ledger.ledger import Ledger
-from headrace.loop.loop import STALL
 
 SHORT = [
     "model.path=demo",

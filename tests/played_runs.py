@@ -320,12 +320,15 @@ class Learner:
 
     def add(self, group: Group, references: None) -> list[Any]:
         self._groups.append(group)
-        return [[group]] if len(self._groups) % 2 == 0 else []  # a micro-batch is full now and then
+        return [self._answers(group)] if len(self._groups) % 2 == 0 else []  # a micro-batch is full now and then
 
     def rest(self) -> list[Any]:
-        return [self._groups[-1:]]
+        return [self._answers(group) for group in self._groups[-1:]]
 
-    def accumulate(self, items: list[Group]) -> None:
+    def _answers(self, group: Group) -> list[Any]:
+        return [trajectory.token_ids for trajectory in group.trajectories]
+
+    def accumulate(self, items: list[Any]) -> None:
         """Nothing: `finish` does it all."""
 
     def finish(self) -> StepStats:

@@ -1,11 +1,7 @@
-"""The command line."""
+"""The command line: training, and what runs left on disk."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +9,10 @@ import typer
 from rich.table import Column, Table
 
 import headrace  # its functions load torch when first called; checking settings and books does without
-from headrace.config import Config
-from headrace.config_file import DEMO, explain, load_config, to_toml
+import headrace.cli_insight  # adds its commands
+from headrace.cli_app import RunDir, Settings, app, messages, settings_from
+from headrace.config_file import explain, to_toml
 from headrace.dashboard.serve import serve
-from headrace.errors import HeadraceError, HungError
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
 from headrace.ledger.runs import read_runs
@@ -24,50 +20,23 @@ from headrace.ledger.show import read_details, read_trajectory, token_texts
 from headrace.terminal import Terminal
 from headrace.terminal_runs import RunsTerminal
 
-app = typer.Typer(
-    help="Headrace trains language models by reinforcement learning.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
 LAST_ROWS = 8  # of a run that is shown
-
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-
-
-@contextmanager
-def _messages() -> Iterator[None]:
-    """Errors meant for the user are shown as a message, without a traceback."""
-    try:
-        yield
-    except HungError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # the libraries' own clearing up could wait for what hangs
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from error
 
 
 @app.command()
 def train(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")
-    ] = None,
+    settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")] = False,
 ) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
-    with _messages(), Terminal(quiet=quiet) as terminal:
-        terminal.summary(headrace.train(_load(settings), terminal))
+    with messages(), Terminal(quiet=quiet) as terminal:
+        terminal.summary(headrace.train(settings_from(settings), terminal))
 
 
 @app.command()
 def resume(run: RunDir, quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")] = False) -> None:
     """Go on with a run that was interrupted, killed, or stopped by an error."""
-    with _messages(), Terminal(quiet=quiet) as terminal:
+    with messages(), Terminal(quiet=quiet) as terminal:
         terminal.summary(headrace.resume(run, terminal))
 
 
@@ -76,7 +45,7 @@ def evaluate(
     run: RunDir, samples: Annotated[int | None, typer.Option(min=1, help="answers per held-out prompt")] = None
 ) -> None:
     """The held-out score of a run's weights."""
-    with _messages():
+    with messages():
         score = headrace.evaluate_run(run, samples=samples)
         print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
 
@@ -84,14 +53,14 @@ def evaluate(
 @app.command()
 def export(run: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="directory to make")]) -> None:
     """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
-    with _messages():
+    with messages():
         print(f"wrote {headrace.export(run, out)}")
 
 
 @app.command()
 def audit(run: RunDir) -> None:
     """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
-    with _messages(), Terminal() as terminal:
+    with messages(), Terminal() as terminal:
         books = read_books(run)
         table = Table("account", "tokens", "trajectories")
         accounts = {"generated": books.generated, "trained": books.trained}
@@ -112,7 +81,7 @@ def runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
 ) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
-    with _messages(), RunsTerminal() as terminal:
+    with messages(), RunsTerminal() as terminal:
         terminal.runs(read_runs(directory))
 
 
@@ -122,7 +91,7 @@ def show(
     trajectory: Annotated[str | None, typer.Option(metavar="ID", help="one answer, token by token")] = None,
 ) -> None:
     """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
-    with _messages(), RunsTerminal() as terminal:
+    with messages(), RunsTerminal() as terminal:
         if trajectory is None:
             terminal.run(read_details(run, num_rows=LAST_ROWS))
         else:
@@ -141,39 +110,25 @@ def dash(
     ] = None,
 ) -> None:
     """Show runs on a web page, also while they go on."""
-    with _messages():
+    with messages():
         serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
 @app.command()
 def config(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings to check")
-    ] = None,
+    settings: Settings = None,
     show: Annotated[bool, typer.Option("--explain", help="explain all settings, or a section or key")] = False,
 ) -> None:
     """Check settings and print them resolved; with --explain, say what each one does."""
-    with _messages(), Terminal() as terminal:
+    with messages(), Terminal() as terminal:
         if not show:
-            print(to_toml(_load(settings)), end="")
+            print(to_toml(settings_from(settings)), end="")
             return
         key = Column("setting", no_wrap=True)  # a key that is cut cannot be copied
         table = Table(key, "type", "default", "what it does", box=None)
         for setting in explain(settings[0] if settings else None):
             table.add_row(setting.key, setting.type_text, setting.default, setting.doc)
         terminal.console.print(table)
-
-
-def _load(words: list[str] | None) -> Config:
-    """Settings from a file, if the first word is one, and overrides.
-
-    Without a file they start from the demo's, or from the defaults where the prompts are the user's own.
-    """
-    words = list(words or [])
-    if words and "=" not in words[0]:
-        return load_config(Path(words.pop(0)), words)
-    own_prompts = any(word.startswith("prompts.source=") for word in words)
-    return load_config(None if own_prompts else DEMO, words)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,11 @@ def test_every_run_gets_an_answer_whatever_state_it_is_in(server: Server):
     assert "Traceback" not in server.log()
 
 
+def test_prometheus_reads_the_newest_run_or_the_one_it_names(server: Server, real_run: Path):
+    for asked in ("/metrics", f"/metrics?run={real_run.name}"):
+        assert "# TYPE headrace_trained_tokens_total counter" in server.get(asked)
+
+
 def test_another_site_cannot_read_the_page_under_a_name_of_its_own(server: Server):
     with pytest.raises(HTTPError, match="400"):
         server.get("/", host="evil.example")

@@ -19,11 +19,12 @@ from headrace.dashboard.books import Wanted, read_flows, read_page, read_rewards
 from headrace.dashboard.charts import lag_bars, sankey, timeline
 from headrace.dashboard.markup import Cell, Token, address, duration, table, tokens
 from headrace.dashboard.overview import overview_numbers
-from headrace.dashboard.plan import EXAMPLE, Placement, predict
+from headrace.dashboard.plan import EXAMPLE, predict
 from headrace.dashboard.series import Series
 from headrace.dashboard.serve import is_local
 from headrace.dashboard.site import Site
 from headrace.errors import RunError
+from headrace.insight.equation import Placement
 from headrace.types import StageTimes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 
@@ -34,7 +35,7 @@ class Buffer:
         self.version = 0
         self.wave = 0  # groups that are started while nothing else runs begin a new one
         self.in_flight: dict[int, int | None] = {}  # serial -> version of its first token, None before
-        self.buffered: list[Group] = []
+        self.buffered: list[Group] = []  # in the policy's order: there may be thousands, and each `next` takes one
         self._attempts: dict[int, int] = {}  # serial -> attempt, of the groups in flight
         self._held = False
         self._sieve, self._patience = sieve, patience
@@ -48,7 +49,7 @@ class Buffer:
 
     def restore(self, *, version: int, wave: int, buffered: list[Group], num_again: int) -> None:
         """Go on from where a run stood that ended too soon, before `num_again` groups are started again."""
-        self.version, self.wave, self.buffered = version, wave, buffered
+        self.version, self.wave, self.buffered = version, wave, sorted(buffered, key=self.policy.order)
         self._committed = version * self.policy.groups_per_step + len(buffered)
         if self.policy.max_lag == 0 and not num_again:  # the last group of its wave was scored, or dropped
             self._do_without()
@@ -107,7 +108,7 @@ class Buffer:
                 self._on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
             else:
                 self._barren.clear()
-                self.buffered.append(kept)
+                insort(self.buffered, kept, key=self.policy.order)
                 self._on_buffered(kept)
                 waits = True
             self._do_without()
@@ -138,7 +139,7 @@ class Buffer:
                     return None
                 group = self.policy.select(self.buffered, self.in_flight)
                 if group is not None:
-                    self.buffered.remove(group)
+                    self.buffered.remove(group)  # the first
                     self._taken += 1
                     return group
                 self._check_progress()

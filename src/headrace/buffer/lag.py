@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from headrace.types import Group
 
@@ -51,21 +52,26 @@ class LagPolicy:
         enough = ready >= self.min_share * self.groups_per_step
         return max(0, self.groups_per_step - ready) if enough and not in_flight else 0
 
-    def select(self, buffered: Sequence[Group], in_flight: Mapping[int, int | None]) -> Group | None:
-        """The group to train on next, or None to wait; `in_flight` as for `abort`.
+    @staticmethod
+    def order(group: Group) -> tuple[int, int]:
+        """By which buffered groups are sorted: the oldest first, and of one version by serial."""
+        return group.oldest_version, group.serial
 
-        At max_lag = 0 strictly by serial, so that gradients accumulate in one order; else the oldest first.
+    def select(self, buffered: Sequence[Group], in_flight: Mapping[int, int | None]) -> Group | None:
+        """The first of the groups, which are in `order`, or None to wait; `in_flight` as for `abort`.
+
+        At max_lag = 0 all are of one version, and each waits for those before it: gradients accumulate in one order.
         """
         if not buffered:
             return None
-        if self.max_lag == 0:
-            first = min(buffered, key=lambda g: g.serial)
-            return None if any(serial < first.serial for serial in in_flight) else first
-        return min(buffered, key=lambda g: (g.oldest_version, g.serial))
+        first = buffered[0]
+        if self.max_lag == 0 and any(serial < first.serial for serial in in_flight):
+            return None
+        return first
 
     def evict(self, buffered: Sequence[Group], *, version: int) -> list[Group]:
-        """Groups that are too old to train on at this version."""
-        return [g for g in buffered if g.lag(version) > self.max_lag]
+        """Groups that are too old to train on at this version: the first of them, since they are in `order`."""
+        return list(takewhile(lambda group: group.lag(version) > self.max_lag, buffered))
 
     def abort(self, in_flight: Mapping[int, int | None], *, version: int) -> list[int]:
         """Serials of unfinished groups that can no longer be trained on, however soon they finish.

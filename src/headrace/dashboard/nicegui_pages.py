@@ -9,12 +9,14 @@ from typing import Any
 
 from nicegui import app, ui
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
 
 from headrace.dashboard import nicegui_plan, nicegui_run, nicegui_runs, nicegui_trajectories
 from headrace.dashboard.markup import address
 from headrace.dashboard.nicegui_frame import frame, message
 from headrace.dashboard.site import Site
 from headrace.errors import HeadraceError
+from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 
 BUILD_S = 20.0  # a page may take so long to build; a slow disk is no reason to show none
 ICON = (
@@ -68,6 +70,15 @@ def register(site: Site) -> None:
     for path, build in pages.items():
         ui.page(path, response_timeout=BUILD_S)(_clearly(build))
     app.on_page_exception(_unexpected)
+
+    def metrics(run: str = "") -> PlainTextResponse:
+        """For Prometheus; of the run that was written last, where it is not told which."""
+        try:
+            return PlainTextResponse(metrics_text(site.measured(run).path), media_type=CONTENT_TYPE)
+        except HeadraceError as error:
+            return PlainTextResponse(f"{error}\n", status_code=404)
+
+    app.get("/metrics")(metrics)
 
 
 async def _home(site: Site) -> None:

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from headrace.insight.equation import SYMBOLS, Placement, binding_stage, step_s
 from headrace.types import STAGES, StageTimes
 
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
-SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
-
-
-class Placement(StrEnum):
-    """Which stages may run at the same time."""
-
-    COLOCATED = "colocated"
-    STREAMED = "streamed"
-    OVERLAPPED = "overlapped"
-    ASYNCHRONOUS = "asynchronous"
-
-
 PLACEMENT_WORDS = {
     Placement.COLOCATED: "one machine takes turns: every stage waits for the others",
     Placement.STREAMED: "own machines, max_lag = 0: the learner begins with the groups that are finished",
@@ -62,16 +50,6 @@ class Prediction:
     moves: list[Move]
 
 
-def step_s(times: StageTimes, placement: Placement) -> float:
-    """Seconds of one step."""
-    produce_s = times.rollout + times.reward + times.reference
-    if placement is Placement.OVERLAPPED:
-        return max(produce_s, times.train) + times.publish
-    if placement is Placement.ASYNCHRONOUS:
-        return float(getattr(times, times.wall))
-    return produce_s + times.train + times.publish
-
-
 def predict(times: StageTimes, placement: Placement, hidden_share: float = 0.5) -> Prediction:
     """What these times come to now, and which change would help most.
 
@@ -80,10 +58,9 @@ def predict(times: StageTimes, placement: Placement, hidden_share: float = 0.5) 
     """
 
     def seconds(changed: StageTimes, where: Placement) -> float:
-        hidden_s = hidden_share * min(changed.rollout + changed.reward + changed.reference, changed.train)
-        return step_s(changed, where) - (hidden_s if where is Placement.STREAMED else 0.0)
+        return step_s(changed, where, hidden_share=hidden_share)
 
-    now_s = seconds(times, placement)
+    now_s, wall = seconds(times, placement), binding_stage(times, placement, hidden_share=hidden_share)
     moves = [
         Move(
             says=f"Make {stage} ({SYMBOLS[stage]}) twice as fast: {STAGE_FIXES[stage]}.",
@@ -99,7 +76,7 @@ def predict(times: StageTimes, placement: Placement, hidden_share: float = 0.5) 
     helpful = sorted((move for move in moves if move.step_s < 0.99 * now_s), key=lambda move: move.step_s)
     return Prediction(
         step_s={where: seconds(times, where) for where in Placement},
-        wall=times.wall,
-        wall_share=getattr(times, times.wall) / now_s if now_s else 0.0,
+        wall=wall,
+        wall_share=getattr(times, wall) / now_s if now_s else 0.0,
         moves=helpful,
     )

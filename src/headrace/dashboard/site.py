@@ -146,3 +146,12 @@ class Site:
         if name not in self._runs:
             self._runs[name] = LiveRun(path)
         return self._runs[name]
+
+    def measured(self, name: str = "") -> LiveRun:
+        """The run of that name; without a name the only one there is, or the one that was written last."""
+        if name or self.is_one_run:
+            return self.run(name or self.root.name)
+        found = self.facts()
+        if not found:
+            raise RunError(f"There is no run in {self.root} yet.")
+        return self.run(max(found, key=lambda facts: facts.written).path.name)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from headrace.types import STAGES, StageTimes
 
+STALL = "training waits"  # detail of a `checkpoint` span: the part of its time that is not beside the training
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpan:

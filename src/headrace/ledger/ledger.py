@@ -69,6 +69,19 @@ class Books:
     in_flight: Amount
     dropped: Mapping[str, Amount] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, balance: Mapping[str, tuple[int, int]]) -> Books:
+        """From the tokens and trajectories of each account, as booked."""
+        held = {name: Amount(tokens=tokens, trajectories=number) for name, (tokens, number) in balance.items()}
+        source = held[SOURCE]
+        return cls(
+            generated=Amount(tokens=-source.tokens, trajectories=-source.trajectories),
+            trained=held["trained"],
+            buffered=held["buffered"],
+            in_flight=held["in_flight"],
+            dropped={name.removeprefix(DROPPED): amount for name, amount in held.items() if name.startswith(DROPPED)},
+        )
+
     @property
     def backlog_tokens(self) -> int:
         """Tokens paid for and not yet decided on: buffered and in flight."""
@@ -383,15 +396,7 @@ class Ledger:
 
     def totals(self) -> Books:
         """All accounts, with what was generated as a positive amount."""
-        balance = {name: Amount(tokens=held[0], trajectories=held[1]) for name, held in self.balance().items()}
-        source = balance[SOURCE]
-        return Books(
-            generated=Amount(tokens=-source.tokens, trajectories=-source.trajectories),
-            trained=balance["trained"],
-            buffered=balance["buffered"],
-            in_flight=balance["in_flight"],
-            dropped={name.removeprefix(DROPPED): held for name, held in balance.items() if name.startswith(DROPPED)},
-        )
+        return Books.of(self.balance())
 
     def dropped_tokens(self) -> dict[str, int]:
         """Tokens dropped so far, by reason."""

@@ -18,8 +18,9 @@ from typing import Any
 from headrace.buffer.buffer import Buffer
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
+from headrace.learner.batch import Item
 from headrace.learner.learner import Learner, StepStats
-from headrace.ledger.clock import StageClock
+from headrace.ledger.clock import STALL, StageClock
 from headrace.ledger.journal import Attempt
 from headrace.ledger.ledger import Ledger
 from headrace.loop.canary import Canary
@@ -36,7 +37,6 @@ from headrace.rollout.actor import RolloutActor
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
-STALL = "training waits"  # the part of a checkpoint's time that is not beside the training
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
 SKIPPED_STEPS = 4  # in a row: there will be no other
 
@@ -279,7 +279,7 @@ class Loop:
         for group in groups:
             await self._add(group)
         for items in self.stages.learner.rest():
-            await self._timed("train", self.stages.learner.accumulate, items)
+            await self._train_on(items)
         return await self._update()
 
     async def checkpoint(self) -> None:
@@ -338,7 +338,7 @@ class Loop:
             self._taken.append(group)
             await self._add(group)
         for items in stages.learner.rest():
-            await self._timed("train", stages.learner.accumulate, items)
+            await self._train_on(items)
         if self.config.rollout.on_update == "drain":
             await stages.buffer.hold(True)
             await stages.actor.drain()
@@ -350,7 +350,7 @@ class Loop:
         if learner.uses_reference:
             references = await self._timed("reference", learner.reference_logprobs, group)
         for items in learner.add(group, references):
-            await self._timed("train", learner.accumulate, items)
+            await self._train_on(items)
 
     async def _update(self) -> StepStats:
         """The optimizer step. An interrupt waits for it: once the weights change, the books have to say so."""
@@ -373,9 +373,14 @@ class Loop:
         self.version += 1
         return stats
 
-    async def _timed(self, stage: str, work: Callable[..., Any], *args: Any) -> Any:
+    async def _train_on(self, items: list[Item]) -> None:
+        """One micro-batch; how many tokens it has tells what a pass costs apart from what a token does."""
+        detail = f"{sum(map(len, items))} tokens"
+        await self._timed("train", self.stages.learner.accumulate, items, detail=detail)
+
+    async def _timed(self, stage: str, work: Callable[..., Any], *args: Any, detail: str = "") -> Any:
         def timed() -> Any:
-            with self.stages.clock.span(stage, version=self.version):
+            with self.stages.clock.span(stage, version=self.version, detail=detail):
                 return work(*args)
 
         return await self.stages.device.run(timed)

@@ -1,0 +1,55 @@
+"""What all commands share: the application, messages instead of tracebacks, settings from words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.config import Config
+from headrace.config_file import DEMO, load_config
+from headrace.errors import HeadraceError, HungError
+
+app = typer.Typer(
+    help="Headrace trains language models by reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+@contextmanager
+def messages() -> Iterator[None]:
+    """Errors meant for the user are shown as a message, without a traceback."""
+    try:
+        yield
+    except HungError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # the libraries' own clearing up could wait for what hangs
+    except HeadraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from error
+
+
+def settings_from(words: list[str] | None) -> Config:
+    """Settings from a file, if the first word is one, and overrides.
+
+    Without a file they start from the demo's, or from the defaults where the prompts are the user's own.
+    """
+    words = list(words or [])
+    if words and "=" not in words[0]:
+        return load_config(Path(words.pop(0)), words)
+    own_prompts = any(word.startswith("prompts.source=") for word in words)
+    return load_config(None if own_prompts else DEMO, words)

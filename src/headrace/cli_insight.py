@@ -1,0 +1,185 @@
+"""The commands that look at a run or at a plan: they need no torch, and each has `--json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli_app import Json, RunDir, Settings, app, messages, settings_from
+from headrace.errors import ConfigError
+from headrace.insight.equation import Placement
+from headrace.insight.frameworks import others_that_fit
+from headrace.insight.hardware import find_device, read_hardware
+from headrace.insight.model_shape import model_shape
+from headrace.insight.planner import Question, plan, search
+from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds
+from headrace.insight.simulator import simulate as simulate_run
+from headrace.insight.tails import LogNormal
+from headrace.insight.trace import VIEWERS, write_trace
+from headrace.insight.triage import triage, triage_typed
+from headrace.terminal_plan import PlanTerminal
+from headrace.terminal_plan import as_json as plan_as_json
+from headrace.terminal_simulation import SimulationTerminal, simulations_json
+from headrace.terminal_triage import TriageTerminal
+from headrace.terminal_triage import as_json as triage_as_json
+from headrace.types import StageTimes
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(found, indent=1, default=str))
+
+
+Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
+
+
+@app.command("triage")
+def triage_command(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="a run directory")] = None,
+    tau_r: Seconds = None,
+    tau_v: Seconds = None,
+    tau_ref: Seconds = None,
+    tau_t: Seconds = None,
+    tau_s: Seconds = None,
+    placement: Annotated[
+        Placement, typer.Option(help="of typed times: what may run at the same time")
+    ] = Placement.OVERLAPPED,
+    last_steps: Annotated[int | None, typer.Option(min=1, help="look at the last so many steps only")] = None,
+    as_json: Json = False,
+) -> None:
+    """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
+    typed = (tau_r, tau_v, tau_ref, tau_t, tau_s)
+    with messages(), TriageTerminal() as terminal:
+        if run is not None and any(time is not None for time in typed):
+            raise ConfigError("give a run, or stage times (--tau-r ...), not both")
+        if run is None:
+            if all(time is None for time in typed):
+                raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
+            times = StageTimes(
+                **dict(
+                    zip(("rollout", "reward", "reference", "train", "publish"), [t or 0.0 for t in typed], strict=True)
+                )
+            )
+            found = triage_typed(times, placement)
+            _print_json(triage_as_json(found)) if as_json else terminal.typed(found)
+            return
+        verdict = triage(run, last_steps=last_steps)
+        _print_json(triage_as_json(verdict)) if as_json else terminal.run(verdict)
+
+
+@app.command("plan")
+def plan_command(
+    params: Annotated[str, typer.Option(help="size of the model, 7B or 235B-A22B, or its config.json")],
+    gpus: Annotated[str, typer.Option(help="how many of which, 64xH100")],
+    prompts: Annotated[int, typer.Option(min=1, help="per step")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 16,
+    mean_tokens: Annotated[str, typer.Option(help="of an answer, 512 or 8k")] = "1k",
+    cv: Annotated[float, typer.Option(min=0.0, help="spread of the lengths: standard deviation over mean")] = 1.0,
+    max_tokens: Annotated[str, typer.Option(help="an answer is cut here; 0 never")] = "0",
+    prompt_tokens: Annotated[str, typer.Option(help="of a prompt")] = "512",
+    reward_p95: Annotated[str, typer.Option(help="seconds that a verdict takes, 95 in 100: 4s or 200ms")] = "0s",
+    max_lag: Annotated[int, typer.Option(min=0, help="how many versions old a trained token may be")] = 4,
+    kl: Annotated[bool, typer.Option("--kl", help="with a reference policy")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="train a low-rank adapter only")] = False,
+    useful: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
+    hardware: Annotated[Path | None, typer.Option(help="TOML file with devices and prices of your own")] = None,
+    target: Annotated[
+        str | None, typer.Option("--search", help="find the fewest devices for so many trained tokens a second")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Work out a layout for a model, a workload and a number of GPUs: stage times, wall, memory, lag, cost."""
+    with messages(), PlanTerminal() as terminal:
+        number, device = _gpus(gpus)
+        question = Question(
+            model=model_shape(params),
+            device=find_device(device, read_hardware(hardware)),
+            num_devices=number,
+            num_prompts=prompts,
+            num_samples=samples,
+            lengths=LogNormal(amount(mean_tokens), cv, amount(max_tokens) or float("inf")),
+            prompt_tokens=amount(prompt_tokens),
+            reward_s=seconds(reward_p95),
+            max_lag=max_lag,
+            reference=kl,
+            adapter=adapter,
+            useful=useful,
+        )
+        if target is not None:
+            question, found = search(question, amount(target))
+        else:
+            found = plan(question)
+        others = others_that_fit(found[0].wall, num_params=question.model.num_params, may_lag=max_lag > 0)
+        if as_json:
+            _print_json(plan_as_json(question, found, others))
+        else:
+            terminal.plans(question, found, others)
+
+
+@app.command()
+def simulate(
+    settings: Settings = None,
+    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
+    max_lag: Annotated[str, typer.Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")] = 1,
+    gpus_per_worker: Annotated[int, typer.Option(min=1, help="GPUs of one rollout worker")] = 1,
+    rollout_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
+    colocated: Annotated[bool, typer.Option(help="generate and train in turns, on all GPUs")] = False,
+    mean_tokens: Annotated[str, typer.Option(help="of an answer, e.g. 8k")] = "0",
+    cv: Annotated[float, typer.Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
+    reward_mean: Annotated[str, typer.Option(help="seconds of a verdict, e.g. 200ms")] = "0",
+    reward_p95: Annotated[str, typer.Option(help="that 95 in 100 verdicts stay below")] = "0",
+    decode: Annotated[str, typer.Option(help="seconds of a decode step with one row")] = "0",
+    rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
+    train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
+    publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
+    steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
+    with messages(), SimulationTerminal() as terminal:
+        recipe = settings_from(settings)
+        typed = Typed(
+            mean_tokens=amount(mean_tokens),
+            cv=cv,
+            reward_s=seconds(reward_mean),
+            reward_p95_s=seconds(reward_p95),
+            decode_s=seconds(decode),
+            rollout_tokens_s=amount(rollout_tokens_s),
+            train_tokens_s=amount(train_tokens_s),
+            publish_s=seconds(publish),
+        )
+        layout = Layout(gpus=gpus, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+        work, cluster = scenario(recipe, typed, layout, run)
+        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
+        found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+        if as_json:
+            print(simulations_json(work, cluster, layout, found))
+        else:
+            terminal.simulations(work, cluster, layout, found)
+
+
+@app.command()
+def trace(
+    run: RunDir,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a timeline of every stage and worker, to look at in a browser."""
+    with messages():
+        path, num_events = write_trace(run, out)
+        if as_json:
+            print(json.dumps({"file": str(path), "events": num_events}))
+        else:
+            print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
+
+
+def _gpus(text: str) -> tuple[int, str]:
+    found = re.fullmatch(r"\s*(\d+)\s*[x×]\s*(\S.*?)\s*", text)
+    if found is None or int(found[1]) < 1:
+        raise ConfigError(f"--gpus {text}: write how many of which, such as 8xH100")
+    return int(found[1]), found[2]

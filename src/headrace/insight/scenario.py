@@ -1,0 +1,162 @@
+"""From a recipe and a few numbers to what a simulation is told.
+
+The recipe says what a step consists of. How long things take comes from a run's ledger, or is typed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.insight.calibration import calibrate, workload_of
+from headrace.insight.workload import Cluster, Spread, Workload
+
+_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """Numbers that somebody typed; 0 where they said nothing.
+
+    Example:
+        Typed(mean_tokens=8000.0, cv=1.0, reward_s=1.0, reward_p95_s=4.0, decode_s=0.02, rollout_tokens_s=6000.0,
+            train_tokens_s=9000.0, publish_s=2.0)
+    """
+
+    mean_tokens: float = 0.0
+    cv: float = 0.0
+    reward_s: float = 0.0  # mean
+    reward_p95_s: float = 0.0
+    decode_s: float = 0.0  # one decode step of a rollout worker with a single row
+    rollout_tokens_s: float = 0.0  # a rollout worker with all its rows
+    train_tokens_s: float = 0.0  # one GPU of the learner
+    publish_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all of them.
+
+    Example:
+        Layout(gpus=1024, gpus_per_worker=8, rollout_share=0.75)
+    """
+
+    gpus: int = 1
+    gpus_per_worker: int = 1
+    rollout_share: float = 0.75
+    colocated: bool = False
+
+    @property
+    def turns(self) -> bool:
+        """Whether rollout and learner take turns."""
+        return self.colocated or self.gpus == 1
+
+    @property
+    def rollout_workers(self) -> int:
+        """Engines."""
+        share = 1.0 if self.turns else self.rollout_share
+        return max(1, round(self.gpus * share) // self.gpus_per_worker)
+
+    @property
+    def learner_gpus(self) -> int:
+        """GPUs that train."""
+        return self.gpus if self.turns else self.gpus - self.rollout_workers * self.gpus_per_worker
+
+
+def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Cluster]:
+    """What a recipe would do on a layout; what is typed outranks what a run's ledger says."""
+    if layout.learner_gpus < 1:
+        raise ConfigError(
+            f"{layout.gpus} GPUs with {layout.rollout_workers} rollout workers of {layout.gpus_per_worker} leave none "
+            "to train; lower --rollout-share, or share them with --colocated"
+        )
+    work, one = _typed_only(config, typed) if run is None else calibrate(run).of(config)
+    work = _with_typed_answers(work, typed)
+    if typed.publish_s:
+        one = replace(one, publish_s=typed.publish_s)
+    if run is not None:
+        one = _with_typed_speeds(one, typed)
+    learner = layout.learner_gpus
+    return work, replace(
+        one,
+        rollout_workers=layout.rollout_workers,
+        train_token_s=one.train_token_s / learner,
+        reference_token_s=one.reference_token_s / learner,
+        pass_tokens=one.pass_tokens * learner,
+        colocated=layout.turns,
+    )
+
+
+def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
+    needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
+    needed |= {"--train-tokens-s": typed.train_tokens_s}
+    missing = [name for name, value in needed.items() if not value]
+    if missing:
+        raise ConfigError(
+            f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN to take "
+            "them from a run's ledger"
+        )
+    blank = Workload(groups_per_step=1, samples=1, tokens=Spread(mean=typed.mean_tokens))
+    cluster = Cluster(
+        rollout_workers=1,
+        rows_per_worker=config.rollout.max_running,
+        decode_s=1.0,
+        pass_tokens=config.learner.micro_batch_tokens,
+        reward_workers=config.reward.workers,
+    )
+    return workload_of(config, blank), _with_typed_speeds(cluster, typed)
+
+
+def _with_typed_answers(work: Workload, typed: Typed) -> Workload:
+    if typed.mean_tokens:
+        work = replace(work, tokens=Spread(mean=typed.mean_tokens, cv=typed.cv))
+    if typed.reward_p95_s and typed.reward_s:
+        work = replace(work, reward_s=Spread.of_p95(typed.reward_s, typed.reward_p95_s))
+    elif typed.reward_p95_s:  # with as much spread as a mean of half of it has
+        work = replace(work, reward_s=Spread.of_p95(typed.reward_p95_s / 2, typed.reward_p95_s))
+    elif typed.reward_s:
+        work = replace(work, reward_s=Spread(mean=typed.reward_s))
+    return work
+
+
+def _with_typed_speeds(cluster: Cluster, typed: Typed) -> Cluster:
+    if typed.rollout_tokens_s:
+        full_s = cluster.rows_per_worker / typed.rollout_tokens_s  # a step with every row
+        alone_s = typed.decode_s or full_s
+        if alone_s > full_s:
+            raise ConfigError(
+                f"{typed.rollout_tokens_s:g} tokens a second with {cluster.rows_per_worker} rows make a decode step of "
+                f"{full_s:.4g} s; with a single row it cannot take longer ({alone_s:g} s)"
+            )
+        row_s = (full_s - alone_s) / max(1, cluster.rows_per_worker - 1)
+        cluster = replace(cluster, decode_s=alone_s - row_s, decode_row_s=row_s)
+    if typed.train_tokens_s:
+        cluster = replace(cluster, train_token_s=1 / typed.train_tokens_s, train_pass_s=0.0)
+    return cluster
+
+
+def amount(text: str) -> float:
+    """A number as people write it: '8k', '1.5M', '4096'."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?)\s*", text)
+    if found is None:
+        raise ConfigError(f"'{text}' is not a number like 4096, 8k or 1.5M")
+    return float(found[1]) * _SUFFIXES[found[2].lower()]
+
+
+def seconds(text: str) -> float:
+    """A time as people write it: '4s', '250ms', '2min', '1.5'."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
+    if found is None or found[2] not in _SECONDS:
+        raise ConfigError(f"'{text}' is not a time like 4s, 250ms or 2min")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def lags(text: str) -> list[int]:
+    """'0,1,4' as numbers."""
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        raise ConfigError(f"--max-lag {text}: write one or more whole numbers, such as 0,1,4,8")
+    return [int(part) for part in text.split(",")]

@@ -1,0 +1,69 @@
+"""How old training data gets: the expected lag from concurrency, batch and queue.
+
+Two things age an answer. It takes time to generate: by Little's law C answers in flight at a rate of v_R take C / v_R
+seconds each, their group M times that (M is the longest of a group over the average, `LogNormal.tail(K)`), and every
+B / v seconds of it there is a new version, v the rate of the slower side. Then it waits in the queue.
+
+C and B count the same thing, answers or groups. ρ = v_R / v_T is the rate at which rollout can produce over the rate at
+which the learner can train. Below 1 the learner waits for answers, above 1 the answers for the learner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.buffer.lag import LagPolicy
+from headrace.insight.checks import check_above, check_at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedLag:
+    """Mean lag in versions, by where the data grew old.
+
+    Example:
+        ExpectedLag(in_flight=1.44, in_queue=0.9)
+    """
+
+    in_flight: float
+    in_queue: float
+
+    @property
+    def total(self) -> float:
+        """Mean lag of what is trained on."""
+        return self.in_flight + self.in_queue
+
+
+def expected_lag(
+    *, concurrency: float, batch: float, group_tail: float, rho: float, queue_batches: float = 1.0
+) -> ExpectedLag:
+    """Mean lag when generation never pauses and a full queue of `queue_batches` (q) batches lets its oldest go.
+
+    rollout-bound, ρ ≤ 1: C·M/B + ρ. A batch is complete and being trained on for the share ρ of the time, and what
+    ends meanwhile began a version before the one that it will update.
+    train-bound, ρ > 1: C·M/(ρB) + (2q + ρ - 1)/(2ρ). The queue is always full.
+    """
+    check_above(0.0, concurrency=concurrency, batch=batch, rho=rho)
+    check_at_least(1.0, group_tail=group_tail, queue_batches=queue_batches)
+    in_flight = concurrency * group_tail / batch
+    if rho <= 1.0:
+        return ExpectedLag(in_flight=in_flight, in_queue=rho)
+    return ExpectedLag(in_flight=in_flight / rho, in_queue=(2 * queue_batches + rho - 1) / (2 * rho))
+
+
+def admitted_lag(policy: LagPolicy, *, concurrency: float, group_tail: float, rho: float) -> float:
+    """Mean lag when the policy admits groups, `concurrency` of them at most at once: never above its max_lag.
+
+    Nothing is thrown away then: who is ahead waits. Train-bound, a new version admits the groups of the step that is
+    max_lag ahead, and they are trained on exactly that much later. Rollout-bound, the queue never fills, and the lag is
+    that of `expected_lag` as far as admission lets it come.
+    """
+    if policy.max_lag == 0 or rho > 1.0:
+        return float(policy.max_lag)
+    in_flight = min(concurrency, most_ahead(policy))
+    lag = expected_lag(concurrency=in_flight, batch=policy.groups_per_step, group_tail=group_tail, rho=rho)
+    return min(float(policy.max_lag), lag.total)
+
+
+def most_ahead(policy: LagPolicy) -> int:
+    """Admission capacity: groups that can be on their way at once, (max_lag + 1) steps' worth."""
+    return policy.capacity(version=0, committed=0)

@@ -1,0 +1,235 @@
+"""A run as a timeline that ui.perfetto.dev and chrome://tracing open: the trace event format, as a JSON object.
+
+Events are read in the order of their times and written one by one, so a run of any length needs little memory. Each
+stage of each worker has a track, and another one where its spans overlap: on one track spans must lie inside each other
+or apart. Times are microseconds on the run's clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import os
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import RunError
+from headrace.insight.occupancy import DEVICE, REWARD, StepTimes
+from headrace.insight.step_rows import StepRows
+from headrace.ledger.journal import Restart
+from headrace.ledger.runs import reading
+from headrace.types import STAGES
+
+TRACE_FILE = "trace.json"
+VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
+COUNTER_US = 1000  # a counter is written at most once in so many microseconds
+
+Event = dict[str, Any]
+
+_RUN = "run"  # the process whose tracks are of the run as a whole
+_STEPS = "steps"  # its one thread
+_STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
+
+
+def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
+    """Write a run's timeline, also while the run goes on; returns the file and how many events it has."""
+    path = out or run_dir / TRACE_FILE
+    if path.is_dir():
+        raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
+    with reading(run_dir) as connection:
+        events = trace_events(connection)
+        first = list(itertools.islice(events, 1))  # what is wrong with the run shows before there is a file
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.write('{"displayTimeUnit": "ms", "otherData": ')
+                file.write(json.dumps({"run": str(run_dir.resolve())}) + ', "traceEvents": [')
+                num_events = 0
+                for event in itertools.chain(first, events):
+                    file.write(",\n" if num_events else "\n")
+                    file.write(json.dumps(event))
+                    num_events += 1
+                file.write("\n]}\n")
+            unfinished.replace(path)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path, num_events
+
+
+def trace_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    """All events by time; a track's names come before its first event."""
+    tracks = _Tracks()
+    rows = StepRows.read(connection)
+    times = StepTimes.read(connection, rows.column("step"), rows.column("wall_s"))
+    streams = [
+        _stage_events(connection, tracks),
+        _version_events(connection),
+        _restart_events(connection),
+        _account_events(connection),
+        *([_step_events(rows, times), _step_counters(rows, times)] if times else []),
+    ]
+    for event in heapq.merge(*streams, key=lambda event: event["ts"]):
+        yield from tracks.place(event)
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """Numbers for processes and threads, handed out when they are first met."""
+
+    _pids: dict[str, int] = field(default_factory=dict)
+    _tids: dict[tuple[str, str], int] = field(default_factory=dict)
+    _ends_us: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def lane(self, process: str, thread: str, start_us: int, end_us: int) -> str:
+        """The thread's name, with a number where spans before this one go on: on the first track that is free."""
+        ends_us = self._ends_us[process, thread]
+        for number, until_us in enumerate(ends_us):
+            if until_us <= start_us:
+                ends_us[number] = end_us
+                return f"{thread} {number + 1}" if number else thread
+        ends_us.append(end_us)
+        return f"{thread} {len(ends_us)}" if len(ends_us) > 1 else thread
+
+    def place(self, event: Event) -> Iterator[Event]:
+        """The event with the numbers of the process and thread it names; before it their names, if they are new."""
+        process, thread = event["pid"], event["tid"]
+        if process not in self._pids:
+            self._pids[process] = len(self._pids) + 1
+            yield _name("process_name", self._pids[process], 0, name=process)
+            yield _name("process_sort_index", self._pids[process], 0, sort_index=_order(process))
+        pid = self._pids[process]
+        if (process, thread) not in self._tids:
+            tid = self._tids[process, thread] = len(self._tids) + 1
+            yield _name("thread_name", pid, tid, name=thread)
+            yield _name("thread_sort_index", pid, tid, sort_index=tid)
+        yield event | {"pid": pid, "tid": self._tids[process, thread]}
+
+
+def _stage_events(connection: sqlite3.Connection, tracks: _Tracks) -> Iterator[Event]:
+    """Every span, on the track of its stage and worker."""
+    found = connection.execute(
+        "SELECT stage, worker, version, start_s, end_s, detail FROM spans ORDER BY start_s, end_s DESC, id"
+    )
+    for stage, worker, version, start_s, end_s, detail in found:
+        start_us, end_us = _us(start_s), max(_us(start_s), _us(end_s))
+        process = f"{REWARD if stage == REWARD else DEVICE} ({worker})"
+        args = {"version": version} | ({"detail": detail} if detail else {})
+        yield {
+            "name": stage,
+            "cat": "stage" if stage in STAGES else "other",
+            "ph": "X",
+            "ts": start_us,
+            "dur": end_us - start_us,
+            "pid": process,
+            "tid": tracks.lane(process, stage, start_us, end_us),
+            "args": args,
+        }
+
+
+def _version_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    """A mark where each version was published."""
+    found = connection.execute("SELECT version, end_s FROM spans WHERE stage = 'publish' ORDER BY end_s, id")
+    for version, end_s in found:
+        yield _mark(f"version {version}", end_s, "p", {"version": version})
+
+
+def _restart_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    names = [f.name for f in fields(Restart)]
+    for values in connection.execute(f"SELECT {', '.join(names)} FROM restarts ORDER BY at_s, number"):
+        restart = dict(zip(names, values, strict=True))
+        yield _mark(f"restart {restart.pop('number')}", restart.pop("at_s"), "g", restart)
+
+
+def _step_events(rows: StepRows, times: StepTimes) -> Iterator[Event]:
+    """Every step, from the row before it to its own."""
+    columns = {name: rows.column(name) for name in _STEP_NUMBERS}
+    first = int(rows.column("step")[0])
+    spans = zip(times.steps.tolist(), times.starts_s.tolist(), times.ends_s.tolist(), strict=True)
+    for step, start_s, end_s in spans:
+        yield {
+            "name": f"step {step}",
+            "cat": "step",
+            "ph": "X",
+            "ts": _us(start_s),
+            "dur": _us(end_s) - _us(start_s),
+            "pid": _RUN,
+            "tid": _STEPS,
+            "args": {name: _finite(values[step - first]) for name, values in columns.items()},
+        }
+
+
+def _step_counters(rows: StepRows, times: StepTimes) -> Iterator[Event]:
+    """Lag, reward and goodput, as they stand at the end of every step."""
+    first = int(rows.column("step")[0])
+    lag_mean, lag_max, reward = (rows.column(name) for name in ("lag_mean", "lag_max", "reward_mean"))
+    trained, wall_s = rows.column("trained_tokens"), rows.column("wall_s")
+    for step, end_s in zip(times.steps.tolist(), times.ends_s.tolist(), strict=True):
+        i = step - first
+        yield _counter("lag", end_s, {"mean": _finite(lag_mean[i]), "max": _finite(lag_max[i])})
+        yield _counter("reward", end_s, {"mean": _finite(reward[i])})
+        if wall_s[i] > 0:
+            yield _counter("goodput, tokens per second", end_s, {"trained": round(float(trained[i] / wall_s[i]), 3)})
+
+
+def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    """What is in flight and what is buffered, whenever it changes."""
+    held = {("in_flight", "trajectories"): 0, ("in_flight", "tokens"): 0, ("buffered", "tokens"): 0}
+    titles = {
+        ("in_flight", "trajectories"): "trajectories in flight",
+        ("in_flight", "tokens"): "tokens in flight",
+        ("buffered", "tokens"): "tokens buffered",
+    }
+    written = dict(held)
+    due_s = last_s = 0.0
+
+    def changed(at_s: float) -> Iterator[Event]:
+        for key, amount in held.items():
+            if written.get(key) != amount:
+                written[key] = amount
+                yield _counter(titles[key], at_s, {key[1]: amount})
+
+    found = connection.execute("SELECT at_s, debit, credit, tokens, trajectories FROM transfers ORDER BY id")
+    for at_s, debit, credit, tokens, trajectories in found:
+        if at_s >= due_s:
+            yield from changed(last_s)
+            due_s = at_s + COUNTER_US / 1e6
+        last_s = max(last_s, at_s)
+        for account, sign in ((debit, -1), (credit, 1)):
+            for unit, amount in (("tokens", tokens), ("trajectories", trajectories)):
+                if (account, unit) in held:
+                    held[account, unit] += sign * amount
+    yield from changed(last_s)
+
+
+def _counter(name: str, at_s: float, values: dict[str, float | None]) -> Event:
+    known = {key: value for key, value in values.items() if value is not None}
+    return {"name": name, "ph": "C", "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": known}
+
+
+def _mark(name: str, at_s: float, scope: str, args: dict[str, Any]) -> Event:
+    return {"name": name, "ph": "i", "s": scope, "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": args}
+
+
+def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _order(process: str) -> int:
+    return next(i for i, name in enumerate((_RUN, DEVICE, REWARD)) if process.startswith(name))
+
+
+def _us(at_s: float) -> int:
+    return round(at_s * 1e6)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,222 @@
+"""What holds a run back, what to change first, and what that would bring.
+
+A run's ledger gives the machine's speeds (calibration.py). The simulator then answers two kinds of questions with the
+real buffer and lag policy: how long a step would be if one stage took no time, which names the wall, and how long it
+would be with another setting, which ranks the moves. What is typed by hand goes through the equation alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from headrace.config import Config
+from headrace.insight.calibration import Calibration, calibrate
+from headrace.insight.equation import Placement, binding_stage, step_s
+from headrace.insight.reading import Reading, read
+from headrace.insight.simulated import Simulated
+from headrace.insight.simulator import simulate
+from headrace.insight.walls import WALL_OF_STAGE, Wall
+from headrace.insight.workload import Cluster, Recorded, Spread, Workload
+from headrace.types import STAGES, StageTimes
+
+MOVES_SHOWN = 6
+LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one over a smaller one
+TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the wall
+STEPS = 24  # simulated
+NO_TIME_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Something to change, and what it would bring.
+
+    Example:
+        Move(text="more processes that score", settings=("reward.workers=4",), step_s=1.2, gain=1.9)
+    """
+
+    text: str
+    settings: tuple[str, ...]  # empty: not a matter of settings
+    step_s: float  # predicted
+    gain: float  # goodput over that of now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Triage:
+    """The verdict on a run.
+
+    Example:
+        Triage(reading=Reading(...), wall=Wall.REWARD, without={Wall.REWARD: 0.9, Wall.GENERATION: 1.9, ...},
+            simulated_s=2.2, moves=(Move(...),))
+    """
+
+    reading: Reading
+    wall: Wall
+    without: dict[Wall, float]  # seconds of a step if this cost nothing; of a sparse reward, as many useful tokens
+    simulated_s: float  # of a step as it is
+    moves: tuple[Move, ...]  # the best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedTriage:
+    """The verdict on five numbers.
+
+    Example:
+        TypedTriage(times=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0), wall=Wall.GENERATION,
+            placement=Placement.OVERLAPPED, step_s={Placement.OVERLAPPED: 34.0, ...}, moves=(Move(...),))
+    """
+
+    times: StageTimes
+    placement: Placement
+    step_s: dict[Placement, float]
+    wall: Wall
+    moves: tuple[Move, ...]
+
+
+def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
+    """Read a run that has a complete step."""
+    calibration = calibrate(run_dir)
+    reading = read(run_dir, last_steps=last_steps)
+    work, cluster = calibration.workload, calibration.cluster
+    now = _simulated(work, cluster, calibration.max_lag)
+    without = _without_each(calibration)
+    return Triage(
+        reading=reading,
+        wall=_wall(without, now.step_s),
+        without=without,
+        simulated_s=now.step_s,
+        moves=_ranked(_moves(calibration, reading.config, now)),
+    )
+
+
+def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
+    """From stage times alone; every move is one number made smaller, or another placement."""
+    now_s = step_s(times, placement)
+    stage = binding_stage(times, placement)
+    found = []
+    for halved in STAGES:
+        if getattr(times, halved):
+            faster_s = step_s(replace(times, **{halved: getattr(times, halved) / 2}), placement)
+            found.append(Move(text=f"{halved} in half the time", settings=(), step_s=faster_s, gain=now_s / faster_s))
+    for other in Placement:
+        other_s = step_s(times, other)
+        found.append(Move(text=_PLACED[other], settings=(), step_s=other_s, gain=now_s / other_s))
+    return TypedTriage(
+        times=times,
+        placement=placement,
+        step_s={other: step_s(times, other) for other in Placement},
+        wall=WALL_OF_STAGE[stage],
+        moves=_ranked(found),
+    )
+
+
+_PLACED = {
+    Placement.COLOCATED: "everything in turns on the same devices",
+    Placement.STREAMED: "devices of their own for generation and learner, strictly on-policy",
+    Placement.OVERLAPPED: "devices of their own and one version of lag: training hides behind generation, or it behind",
+    Placement.ASYNCHRONOUS: "devices of their own and as much lag as it takes: the slowest stage sets the pace",
+}
+
+
+def _without_each(calibration: Calibration) -> dict[Wall, float]:
+    """How long a step would be if one thing cost nothing."""
+    work, cluster = calibration.workload, calibration.cluster
+    cases: dict[Wall, tuple[Workload, Cluster]] = {
+        Wall.GENERATION: (work, replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_token_s=0.0)),
+        Wall.REWARD: (replace(work, reward_s=Spread(mean=0.0)), cluster),
+        Wall.LEARNER: (
+            work,
+            replace(cluster, train_token_s=0.0, train_pass_s=0.0, optimizer_s=0.0, reference_token_s=0.0),
+        ),
+        Wall.SYNC: (work, replace(cluster, publish_s=0.0, pull_s=0.0)),
+        Wall.TAIL: (replace(work, tokens=_all_alike(work.tokens)), cluster),
+        Wall.SPARSE: (replace(work, no_signal_share=0.0), cluster),
+    }
+    return {wall: _simulated(*case, calibration.max_lag).step_s for wall, case in cases.items()}
+
+
+def _all_alike(tokens: Spread | Recorded) -> Spread:
+    """The same number of tokens, spread evenly."""
+    if isinstance(tokens, Recorded):
+        return Spread(mean=tokens.mean)
+    rng = np.random.default_rng(0)
+    return Spread(mean=float(tokens.draw(rng, 4096).mean()))
+
+
+def _wall(without: dict[Wall, float], now_s: float) -> Wall:
+    """What costs most; of generation, whether it is the work or a few long answers."""
+    saved = {wall: now_s - without_s for wall, without_s in without.items()}
+    wall = max((wall for wall in saved if wall is not Wall.TAIL), key=lambda wall: saved[wall])
+    if wall is Wall.GENERATION and saved[Wall.TAIL] > TAIL_SHARE * saved[Wall.GENERATION]:
+        return Wall.TAIL
+    return wall
+
+
+def _moves(calibration: Calibration, config: Config, now: Simulated) -> Iterator[Move]:
+    """Every change that can be simulated, with what it would bring."""
+    for text, settings in _setting_moves(config):
+        changed = _with(config, settings)
+        then = _simulated(*calibration.of(changed), changed.loop.max_lag)
+        yield _move(text, settings, then, now)
+    work, cluster, lag = calibration.workload, calibration.cluster, calibration.max_lag
+    faster_engine = replace(cluster, decode_s=cluster.decode_s / 2, decode_row_s=cluster.decode_row_s / 2)
+    yield _move("generation twice as fast (a faster device)", (), _simulated(work, faster_engine, lag), now)
+    faster_learner = replace(
+        cluster,
+        train_token_s=cluster.train_token_s / 2,
+        train_pass_s=cluster.train_pass_s / 2,
+        optimizer_s=cluster.optimizer_s / 2,
+    )
+    yield _move("training twice as fast (a faster device)", (), _simulated(work, faster_learner, lag), now)
+
+
+def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    workers, lag, rows = config.reward.workers, config.loop.max_lag, config.rollout.max_running
+    for factor in (2, 4):
+        yield "more processes that score", (f"reward.workers={workers * factor}",)
+    for more in sorted({1, 2, 4} - set(range(lag + 1))):
+        yield "let generation run ahead of training", (f"loop.max_lag={more}",)
+    if rows < config.loop.groups_per_step * config.rollout.samples * (lag + 1):
+        yield "decode more sequences at a time", (f"rollout.max_running={rows * 2}",)
+    yield "fuller passes of the learner", (f"learner.micro_batch_tokens={config.learner.micro_batch_tokens * 4}",)
+    if lag == 0:
+        yield (
+            "both more lag and more processes that score",
+            ("loop.max_lag=1", f"reward.workers={workers * 2}"),
+        )
+
+
+def _with(config: Config, settings: tuple[str, ...]) -> Config:
+    """The settings with whole numbers put in their place."""
+    for setting in settings:
+        key, value = setting.split("=")
+        section, name = key.split(".")
+        changed = getattr(config, section).model_copy(update={name: int(value)})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def _move(text: str, settings: tuple[str, ...], then: Simulated, now: Simulated) -> Move:
+    return Move(text=text, settings=settings, step_s=then.step_s, gain=then.goodput / now.goodput)
+
+
+def _simulated(work: Workload, cluster: Cluster, max_lag: int) -> Simulated:
+    return simulate(work, cluster, max_lag=max_lag, steps=STEPS)
+
+
+def _ranked(moves: Iterator[Move] | list[Move]) -> tuple[Move, ...]:
+    """The best first; of moves that change the same settings only the smallest that brings about as much."""
+    kept: list[Move] = []
+    for move in moves:  # those that change the same settings come smallest first, and two together after each alone
+        changed = _keys(move)
+        least = max((k.gain for k in kept if _keys(k) and _keys(k) <= changed), default=1.0) * LEAST_GAIN
+        if move.gain >= (least if changed else LEAST_GAIN):
+            kept = [k for k in kept if not changed or _keys(k) != changed] + [move]
+    return tuple(sorted(kept, key=lambda move: -move.gain)[:MOVES_SHOWN])
+
+
+def _keys(move: Move) -> set[str]:
+    return {setting.split("=")[0] for setting in move.settings}

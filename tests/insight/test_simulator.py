@@ -1,0 +1,330 @@
+"""The simulator: with nothing random it is the formulas, and with everything random it keeps the loop's promises."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ConfigError, StalledError
+from headrace.insight.simulated import Simulated
+from headrace.insight.simulator import simulate
+from headrace.insight.virtual_clock import run_virtually
+from headrace.insight.workload import Cluster, Recorded, Spread, Workload
+
+ROLLOUT_S, REFERENCE_S, TRAIN_S, PUBLISH_S = 30.0, 3.0, 8.0, 1.0
+STEP_TOKENS = 16 * 301  # four prompts with four answers; 301 tokens are 300 decode steps after the first one
+
+WORK = Workload(groups_per_step=4, samples=4, tokens=Spread(mean=301.0))
+
+
+def machine(*, train_s: float = TRAIN_S, reference_s: float = REFERENCE_S, **changes: Any) -> Cluster:
+    """All sixteen rows at once, a tenth of a second for each of their tokens."""
+    defaults = {"rollout_workers": 1, "rows_per_worker": 16, "decode_s": 0.1, "publish_s": PUBLISH_S}
+    speeds = {"train_token_s": train_s / STEP_TOKENS, "reference_token_s": reference_s / STEP_TOKENS}
+    return Cluster(**(defaults | speeds | changes))
+
+
+def rough(**changes: Any) -> Cluster:
+    """Several workers, some slow, some dying."""
+    defaults = {
+        "rollout_workers": 6,
+        "rows_per_worker": 8,
+        "decode_s": 0.02,
+        "decode_row_s": 0.001,
+        "prefill_token_s": 1e-4,
+        "train_token_s": 5e-4,
+        "optimizer_s": 0.5,
+        "publish_s": 0.3,
+        "reward_workers": 4,
+        "straggler_share": 0.3,
+        "straggler_factor": 3.0,
+        "worker_mtbf_s": 100.0,
+        "repair_s": 5.0,
+    }
+    return Cluster(**(defaults | changes))
+
+
+UNEVEN = Workload(
+    groups_per_step=8,
+    samples=4,
+    tokens=Spread(mean=200.0, cv=1.2, cap=2000.0),
+    reward_s=Spread.of_p95(0.2, 0.6),
+    prompt_tokens=50.0,
+    no_signal_share=0.25,
+)
+
+
+def off_balance(run: Simulated) -> int:
+    """Tokens that were generated and are nowhere, or the other way round."""
+    known = run.trained_tokens + sum(run.dropped_tokens.values()) + run.buffered_tokens + run.in_flight_tokens
+    return abs(run.generated_tokens - known)
+
+
+# ---- the formulas
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_colocated_is_the_sum_of_the_stages(max_lag: int):
+    work = replace(WORK, reward_s=Spread(mean=2.0))
+    run = simulate(work, machine(colocated=True, batchwise=True), max_lag=max_lag, steps=6)
+    busy = ROLLOUT_S + REFERENCE_S + TRAIN_S + PUBLISH_S
+    # while one step's answers wait for their verdicts, the device may train on another's
+    assert run.step_s == pytest.approx(busy + 2.0 if max_lag == 0 else busy, abs=2.0 * max_lag)
+    if max_lag == 0:
+        times = run.steps[3].stage_s
+        assert (times.rollout, times.reward) == pytest.approx((ROLLOUT_S, 2.0))
+        assert (times.reference, times.train, times.publish) == pytest.approx((REFERENCE_S, TRAIN_S, PUBLISH_S))
+
+
+@pytest.mark.parametrize(("train_s", "step_s"), [(8.0, 34.0), (4.0, 34.0), (16.0, 34.0), (50.0, 51.0)])
+def test_overlapped_is_the_longer_side_and_the_exposed_publish(train_s: float, step_s: float):
+    """max(30 + 0 + 3, train) + 1: a quicker learner changes nothing, one that binds does."""
+    run = simulate(WORK, machine(train_s=train_s, batchwise=True, reference_on="rollout"), max_lag=1, steps=8)
+    assert run.step_s == pytest.approx(step_s)
+    assert run.learner_busy == pytest.approx(train_s / step_s, rel=0.1)
+
+
+def test_overlapped_counts_the_rewards_of_a_batch():
+    work = replace(WORK, reward_s=Spread(mean=5.0))
+    run = simulate(work, machine(batchwise=True, reference_on="rollout"), max_lag=1, steps=8)
+    assert run.step_s == pytest.approx(30 + 5 + 3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("reward_s", "reference_s", "train_s", "publish_s", "step_s"),
+    [(0, 3, 8, 1, 30), (40, 3, 8, 1, 40), (10, 36, 8, 1, 36), (10, 3, 50, 1, 50), (10, 3, 8, 60, 60)],
+)
+def test_fully_asynchronous_is_the_longest_stage(
+    reward_s: float, reference_s: float, train_s: float, publish_s: float, step_s: float
+):
+    work = replace(WORK, reward_s=Spread(mean=reward_s / 16))
+    cluster = machine(
+        train_s=train_s,
+        reference_s=reference_s,
+        publish_s=publish_s,
+        publish="overlapped",
+        reference_on="own",
+        reward_workers=1,
+    )
+    run = simulate(work, cluster, max_lag=8, steps=40)
+    assert run.step_s == pytest.approx(step_s, rel=1e-3)
+
+
+def test_at_lag_zero_training_hides_behind_generation_only_as_far_as_groups_come_early():
+    """Groups of 100, 200, 300 and 400 tokens: three are trained on before the last one is there."""
+
+    class Stairs:
+        mean = 250.0
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+            self.calls += 1
+            return np.full(count, 100.0 * (1 + (self.calls - 1) % 4) + 1)
+
+    cluster = Cluster(rollout_workers=1, rows_per_worker=16, decode_s=0.1, train_token_s=0.005, publish_s=PUBLISH_S)
+    run = simulate(replace(WORK, tokens=Stairs()), cluster, max_lag=0, steps=4)  # type: ignore[arg-type]
+    last_group_s = 4 * 401 * 0.005
+    assert run.step_s == pytest.approx(40.0 + last_group_s + PUBLISH_S)
+    assert run.step_s > max(40.0, run.stage_s.train) + PUBLISH_S  # a strict maximum is out of reach
+
+
+def test_a_decode_step_takes_longer_with_more_rows():
+    whole = Cluster(rollout_workers=1, rows_per_worker=16, decode_s=0.1, decode_row_s=0.01)
+    assert simulate(WORK, whole, max_lag=0, steps=2).step_s == pytest.approx(300 * (0.1 + 16 * 0.01))
+    halves = simulate(WORK, replace(whole, rows_per_worker=8), max_lag=0, steps=2)
+    assert halves.step_s == pytest.approx(2 * 300 * (0.1 + 8 * 0.01))
+
+
+# ---- the promises
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+@pytest.mark.parametrize("publish", ["exposed", "overlapped", "relay"])
+def test_lag_is_bounded_and_the_books_balance(max_lag: int, publish: Any):
+    run = simulate(UNEVEN, rough(publish=publish, pull_s=0.1), max_lag=max_lag, steps=15, seed=3)
+    assert run.lag_max <= max_lag
+    assert sum(run.lag_shares.values()) == pytest.approx(1.0)
+    assert run.num_failures
+    assert run.dropped_tokens["redone"]
+    assert off_balance(run) <= len(run.dropped_tokens) + 2  # each is rounded
+    assert all(step.trained_tokens for step in run.steps)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    max_lag=st.integers(0, 3),
+    groups=st.integers(1, 5),
+    samples=st.integers(2, 9),
+    rows=st.integers(1, 9),
+    workers=st.integers(1, 4),
+    colocated=st.booleans(),
+    batchwise=st.booleans(),
+    repack=st.sampled_from([0.0, 0.5]),
+    mtbf_s=st.sampled_from([20.0, np.inf]),
+    seed=st.integers(0, 9),
+)
+def test_any_machine_keeps_the_promises(
+    max_lag: int,
+    groups: int,
+    samples: int,
+    rows: int,
+    workers: int,
+    colocated: bool,
+    batchwise: bool,
+    repack: float,
+    mtbf_s: float,
+    seed: int,
+):
+    work = replace(UNEVEN, groups_per_step=groups, samples=samples, tokens=Spread(mean=40.0, cv=1.5, cap=400.0))
+    cluster = rough(
+        rollout_workers=workers,
+        rows_per_worker=rows,
+        colocated=colocated,
+        batchwise=batchwise,
+        repack_below=repack,
+        repack_s=0.1,
+        worker_mtbf_s=mtbf_s,
+        train_token_s=3e-3,
+    )
+    run = simulate(work, cluster, max_lag=max_lag, steps=4, seed=seed)
+    assert len(run.steps) == 4
+    assert run.lag_max <= max_lag
+    assert off_balance(run) <= len(run.dropped_tokens) + 2
+    assert 0 <= run.rollout_busy <= 1 + 1e-9
+    assert 0 <= run.learner_busy <= 1
+    assert 0 <= run.reward_busy <= 1
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    first, again, other = (simulate(UNEVEN, rough(), max_lag=2, steps=6, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_what_becomes_too_old_is_ended_and_booked_as_stale():
+    """One worker with one row for a group at a time and a learner that never waits: old answers lose."""
+    work = Workload(groups_per_step=1, samples=2, tokens=Spread(mean=100.0, cv=3.0, cap=5000.0))
+    cluster = Cluster(rollout_workers=4, rows_per_worker=2, decode_s=0.1, optimizer_s=0.1)
+    run = simulate(work, cluster, max_lag=1, steps=60)
+    assert run.dropped_tokens["stale"] > 0
+    assert run.lag_max == 1
+    assert off_balance(run) <= 2
+
+
+def test_groups_without_signal_are_dropped_and_replaced():
+    run = simulate(replace(WORK, no_signal_share=0.5), machine(), max_lag=1, steps=40)
+    assert run.dropped_tokens.keys() == {"no_signal"}
+    assert run.useful_share == pytest.approx(0.5, abs=0.1)
+    assert {step.trained_tokens for step in run.steps} == {STEP_TOKENS}
+
+
+def test_nothing_but_drops_ends_the_simulation_with_a_message():
+    with pytest.raises(StalledError, match="no_signal"):
+        simulate(replace(WORK, no_signal_share=0.999), machine(), max_lag=1, steps=10)
+
+
+def test_answers_at_the_limit_are_cut_and_dropped_if_so_set():
+    work = replace(UNEVEN, no_signal_share=0.0, max_new_tokens=300, drop_overlong=True)
+    run = simulate(work, rough(worker_mtbf_s=np.inf), max_lag=0, steps=4)
+    assert run.dropped_tokens["overlong"] % 300 == 0
+    assert run.dropped_tokens["overlong"] > 0
+
+
+# ---- what machines do
+
+
+def test_failures_cost_tokens_and_time():
+    well, ill = (simulate(UNEVEN, rough(worker_mtbf_s=mtbf_s), max_lag=1, steps=20) for mtbf_s in (np.inf, 30.0))
+    assert well.num_failures == 0 < ill.num_failures
+    assert ill.goodput < 0.95 * well.goodput
+
+
+def test_repacking_rescues_the_tail_from_slow_workers():
+    work = replace(UNEVEN, no_signal_share=0.0)
+    slow = rough(worker_mtbf_s=np.inf, straggler_factor=6.0)
+    kept, moved = (
+        simulate(work, replace(slow, repack_below=share, repack_s=0.1), max_lag=0, steps=10) for share in (0.0, 0.5)
+    )
+    assert moved.step_s < 0.8 * kept.step_s
+
+
+def test_relays_take_publishing_off_the_path():
+    relay = machine(publish="relay", pull_s=0.25, publish_s=4.0, reference_s=0.0)
+    exposed = replace(relay, publish="exposed")
+    assert simulate(WORK, exposed, max_lag=3, steps=20).step_s == pytest.approx(30.0 + 4.0)
+    assert simulate(WORK, relay, max_lag=3, steps=20).step_s == pytest.approx(30.0 + 0.25)
+
+
+def test_recorded_answers_are_drawn_group_by_group():
+    recorded = Recorded(groups=(np.array([10.0, 20.0]), np.array([1000.0, 2000.0])))
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5):
+        assert len({value >= 1000 for value in recorded.draw(rng, count)}) == 1
+    assert recorded.mean == 757.5
+
+
+def test_a_spread_has_the_mean_and_the_p95_that_were_asked_for():
+    drawn = Spread.of_p95(2.0, 5.0).draw(np.random.default_rng(0), 200_000)
+    assert drawn.mean() == pytest.approx(2.0, rel=0.01)
+    assert np.quantile(drawn, 0.95) == pytest.approx(5.0, rel=0.01)
+    with pytest.raises(ConfigError, match=r"between 1 and 3\.8"):
+        Spread.of_p95(1.0, 9.0)
+
+
+def test_a_thousand_gpus_take_less_than_a_minute_for_a_hundred_steps():
+    work = Workload(groups_per_step=512, samples=16, tokens=Spread(mean=4096.0, cv=1.0, cap=32768.0))
+    cluster = Cluster(
+        rollout_workers=96,  # of eight GPUs each
+        rows_per_worker=256,
+        decode_s=0.02,
+        decode_row_s=5e-5,
+        train_token_s=2e-6,
+        publish_s=2.0,
+        reward_workers=64,
+    )
+    spent_s = []
+    while not spent_s or (min(spent_s) * 50 > 60 and len(spent_s) < 3):  # others may be using the machine
+        started_s = time.process_time()
+        assert len(simulate(work, cluster, max_lag=0, steps=2).steps) == 2
+        spent_s.append(time.process_time() - started_s)
+    assert min(spent_s) * 50 < 60
+
+
+def test_virtual_time_passes_without_waiting_and_in_order():
+    async def sleepers() -> tuple[list[int], float]:
+        order: list[int] = []
+
+        async def sleeper(number: int, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            order.append(number)
+
+        await asyncio.gather(sleeper(1, 3e6), sleeper(2, 5.0), sleeper(3, 1e5))
+        return order, asyncio.get_running_loop().time()
+
+    order, now_s = run_virtually(sleepers())
+    assert order == [2, 3, 1]
+    assert now_s == pytest.approx(3e6)
+
+
+def test_waiting_for_nothing_is_an_error_not_a_hang():
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(StalledError, match="stands still"):
+        run_virtually(forever())
+
+
+def test_the_simulator_needs_no_torch():
+    code = "import sys, headrace.insight.simulator, headrace.insight.scenario; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.insight.hardware import find_device
+from headrace.insight.model_shape import model_shape
+from headrace.insight.sync import Encoding, SyncTimes, Transfer, payload_bytes, sync_times
+
+H100 = find_device("H100")  # 450 GB/s to its neighbours, 50 GB/s to other nodes, 3,350 GB/s to its memory
+LARGE = model_shape("70B")
+
+
+@pytest.mark.parametrize(
+    ("size", "transfer", "gigabytes"),
+    [
+        ("70B", Transfer(), 140),  # 2 bytes a weight
+        ("405B", Transfer(), 810),
+        ("70B", Transfer(wire_bytes=1), 70),
+        ("70B", Transfer(encoding=Encoding.DELTA, changed_share=0.02), 8.4),  # 1.4e9 weights of 2 + 4 bytes
+        # 80 layers, rank 16, 2 bytes: inputs and outputs of queries and output 2 * (8,192 + 8,192), of keys and values
+        # 2 * (8,192 + 1,024), together 51,200
+        ("70B", Transfer(encoding=Encoding.ADAPTER, adapter_rank=16), 80 * 16 * 2 * 51_200 / 1e9),
+    ],
+)
+def test_bytes_of_one_copy_by_hand(size: str, transfer: Transfer, gigabytes: float):
+    assert payload_bytes(model_shape(size), H100, transfer) / 1e9 == pytest.approx(gigabytes)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "seconds"),
+    [
+        (Transfer(), 2.8),  # 140 GB at 50 GB/s
+        (Transfer(num_copies=8), 22.4),
+        (Transfer(num_copies=8, wire_bytes=1), 11.2),
+        (Transfer(same_node=True), 140 / 450),
+        (Transfer(num_copies=8, num_learners=8, num_senders=8), 2.8),  # eight network cards
+        (Transfer(num_copies=8, relay=True), 22.4),  # who passes on only whole copies wins nothing
+        (Transfer(num_copies=8, relay=True, bucket_bytes=0.5e9), 2.87),  # 140 GB, and 7 buckets of 0.5 GB
+    ],
+)
+def test_broadcast_by_hand(transfer: Transfer, seconds: float):
+    assert sync_times(LARGE, H100, transfer).broadcast_s == pytest.approx(seconds)
+
+
+def test_gather_by_hand():
+    # the sender lacks 7/8 of 140 GB, at 450 GB/s; where everybody sends its own part, nothing is gathered
+    assert sync_times(LARGE, H100, Transfer(num_learners=8)).gather_s == pytest.approx(122.5 / 450)
+    assert sync_times(LARGE, H100, Transfer(num_learners=8, num_senders=8)).gather_s == 0.0
+    # two senders need 70 GB each and have 17.5
+    assert sync_times(LARGE, H100, Transfer(num_learners=8, num_senders=2)).gather_s == pytest.approx(52.5 / 450)
+
+
+def test_cast_by_hand():
+    # 8 learners read 140 GB and write 70, together
+    assert sync_times(LARGE, H100, Transfer(num_learners=8, wire_bytes=1)).cast_s == pytest.approx(210 / 8 / 3350)
+    assert sync_times(LARGE, H100, Transfer(num_learners=8)).cast_s == 0.0
+    # a delta reads old and new weights and writes 8.4 GB
+    delta = Transfer(num_learners=8, encoding=Encoding.DELTA)
+    assert sync_times(LARGE, H100, delta).cast_s == pytest.approx(288.4 / 8 / 3350)
+
+
+def test_reshard_by_hand():
+    # 7/8 of 140 GB go on to the other devices, and each reads and writes its 17.5 GB
+    times = sync_times(LARGE, H100, Transfer(tensor_parallel=8))
+    assert times.reshard_s == pytest.approx(122.5 / 450 + 35 / 3350)
+
+
+def test_buckets_let_the_four_run_at_once():
+    parts = {"gather_s": 2.0, "cast_s": 1.0, "broadcast_s": 5.0, "reshard_s": 2.0}
+    assert SyncTimes(**parts).total_s == 10.0
+    assert SyncTimes(**parts, num_buckets=10).total_s == 5.5  # 5, and a tenth of 2 + 1 + 2
+    assert SyncTimes(**parts, num_buckets=10, overlap=0.8).exposed_s == pytest.approx(1.1)
+
+
+def test_bucketing_by_hand():
+    transfer = Transfer(num_learners=8, tensor_parallel=8, bucket_bytes=0.5e9)
+    times = sync_times(LARGE, H100, transfer)
+    assert times.num_buckets == 280  # 140 / 0.5
+    assert times.total_s == pytest.approx(2.8 + (122.5 / 450 + 122.5 / 450 + 35 / 3350) / 280)
+
+
+def test_a_share_above_one_is_refused():
+    with pytest.raises(ConfigError, match=r"overlap is 1\.5; it is a share of a whole"):
+        Transfer(overlap=1.5)
+    with pytest.raises(ConfigError, match="num_copies is 0; it must be a number of at least 1"):
+        Transfer(num_copies=0)
