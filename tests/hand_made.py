@@ -1,12 +1,13 @@
-"""Trajectories and groups made by hand, for tests that need no engine."""
+"""Trajectories, groups and rows made by hand, for tests that need no engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from headrace.types import FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
+from headrace.types import FinishReason, Group, Prompt, Replay, Row, Span, StageTimes, Timing, Trajectory
 
 
 def trajectory(
@@ -51,3 +52,44 @@ def group(serial: int = 0, *, version: int = 0, rewards: Sequence[float] = (0.0,
     """A group with these rewards, sampled by `version`."""
     answers = [trajectory(serial=serial, index=i, version=version, reward=r) for i, r in enumerate(rewards)]
     return group_of(*answers, serial=serial, version=version)
+
+
+def row(step: int, **given: Any) -> Row:
+    """A row of known numbers, other than those that are given."""
+    values: dict[str, Any] = {
+        "step": step,
+        "version": step,
+        "wall_s": 2.0,
+        "num_groups": 1,
+        "num_trajectories": 2,
+        "generated_tokens": 0,
+        "trained_tokens": 0,
+        "dropped_tokens": {},
+        "backlog_tokens": 0,
+        "preemptions": 0,
+        "parks": 0,
+        "lag_mean": 0.5,
+        "lag_max": 1,
+        "reward_mean": 0.25,
+        "reward_std": 0.125,
+        "length_mean": 3.5,
+        "length_max": 4,
+        "truncated_share": 0.0,
+        "loss": -0.75,
+        "grad_norm": 1.5,
+        "lr": 1e-6,
+        "skipped": False,
+        "entropy": 2.0,
+        "kl_reference": 0.0,
+        "mismatch_mean": 0.0,
+        "mismatch_k3": 0.0,
+        "ratio_mean": 1.0,
+        "ratio_p01": 1.0,
+        "ratio_p99": 1.0,
+        "ratio_outside": 0.0,
+        "clipped_share": 0.0,
+        "effective_samples": 1.0,
+        "stage_s": StageTimes(rollout=1.5, reward=0.25, train=0.5, publish=0.125),
+        "publish_bytes": 64,
+    }
+    return Row(**(values | given))

@@ -24,7 +24,7 @@ from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import RunState, read_run, read_runs
 from headrace.ledger.show import read_trajectory
 from headrace.ledger.token_texts import TokenTexts
-from headrace.terminal_runs import DROP_WORDS
+from headrace.ledger.words import DROP_WORDS
 from headrace.types import Drop, DropReason, Span
 
 

@@ -12,6 +12,7 @@ import headrace  # its functions load torch when first called; checking settings
 import headrace.cli_insight  # adds its commands
 from headrace.cli_app import RunDir, Settings, app, messages, settings_from
 from headrace.config_file import explain, to_toml
+from headrace.dashboard.serve import serve
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
 from headrace.ledger.runs import read_runs
@@ -95,6 +96,22 @@ def show(
             terminal.run(read_details(run, num_rows=LAST_ROWS))
         else:
             terminal.trajectory(read_trajectory(run, trajectory), token_texts(run))
+
+
+@app.command()
+def dash(
+    run: Annotated[
+        Path, typer.Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare")
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="where the page is")] = 8080,
+    host: Annotated[str, typer.Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",
+    dollars_per_hour: Annotated[
+        float | None, typer.Option(help="what the machines cost, to see what a run costs")
+    ] = None,
+) -> None:
+    """Show runs on a web page, also while they go on."""
+    with messages():
+        serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
 @app.command()

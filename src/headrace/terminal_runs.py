@@ -17,33 +17,13 @@ from headrace.ledger.ledger import Amount, Books
 from headrace.ledger.runs import RunFacts, RunState
 from headrace.ledger.show import RunDetails, TrajectoryDetails
 from headrace.ledger.token_texts import TokenTexts
+from headrace.ledger.words import FINISH_WORDS, fate, why_dropped
 from headrace.terminal import Terminal
-from headrace.types import DropReason, FinishReason, Row, Trajectory
+from headrace.types import FinishReason, Row, Trajectory
 
 MOST_PROBLEMS = 3  # told at length below the list of runs
 TOKEN_COLUMNS = 40  # characters for a token with its number, log-prob and version
 LONGEST_WORD = 14  # of a token's text, with its quotes
-
-DROP_WORDS = {
-    DropReason.STALE: "the policy had moved more than loop.max_lag versions on before it could be trained on",
-    DropReason.NO_SIGNAL: "all answers of its group got the same reward, so none was better than another",
-    DropReason.OVERLONG: "it was cut before its end, and buffer.drop_overlong leaves such answers out",
-    DropReason.REWARD_TIMEOUT: "the reward function gave no verdict within reward.timeout_s",
-    DropReason.REWARD_ERROR: "the reward function raised an error, or returned something that is no reward",
-    DropReason.REWARD_UNAVAILABLE: "what the reward function needs could not be reached, reward.retries times",
-    DropReason.INCOMPLETE: "fewer than two answers of its group were left, and one alone cannot be compared",
-    DropReason.SKIPPED_STEP: "the gradient of its step was not finite, so the weights stayed as they were",
-    DropReason.RUN_ENDED: "the run was over before it could be trained on",
-    DropReason.REDONE: "a process died, and this had to be generated again; a later attempt counts",
-    DropReason.CRASHED: "it was lost with a process that died, and recovery.in_flight = drop leaves its prompt out",
-}
-FINISH_WORDS = {
-    FinishReason.EOS: "the policy ended it",
-    FinishReason.STOP: "at a stop string",
-    FinishReason.LENGTH: "cut at rollout.max_new_tokens",
-    FinishReason.WALL: "cut at rollout.max_wall_s",
-    FinishReason.ABORT: "ended before its time",
-}
 
 
 class RunsTerminal(Terminal):
@@ -102,7 +82,7 @@ class RunsTerminal(Terminal):
         versions = [f"version {span.version} sampled {_count(span.end - span.start, 'token')}" for span in found.spans]
         times = [f"{name} {at_s:.2f}" for name, at_s in found.times_s.items()]
         facts = {
-            "fate": _fate(found),
+            "fate": fate(found),
             "prompt id": found.prompt_id,
             "group": "not known" if found.serial is None else f"{found.serial}, attempt {found.attempt}",
             "finish": f"{finish}, after {_count(found.num_tokens, 'token')}",
@@ -177,7 +157,7 @@ class RunsTerminal(Terminal):
             self._print()
         for reason, amount in dropped:
             if amount != Amount():
-                self._paragraph(f"{reason}: {_why(reason)}.", hang=2)
+                self._paragraph(f"{reason}: {why_dropped(reason)}.", hang=2)
 
     def _show_rows(self, rows: Sequence[Row]) -> None:
         if not rows:
@@ -231,21 +211,6 @@ def _table(first: str, *titles: str, numbers: int = 0) -> Table:
 
 def _indented(content: RenderableType) -> Padding:
     return Padding(content, (0, 0, 0, 2), expand=False)
-
-
-def _fate(found: TrajectoryDetails) -> str:
-    if found.state == "trained":
-        return f"trained on in step {found.step} with lag {found.lag}"
-    if found.state == "buffered":
-        return "complete and scored; waits in the buffer to be trained on"
-    reason = str(found.drop_reason)
-    return f"dropped as {reason} after step {found.step}, with lag {found.lag}: {_why(reason)}"
-
-
-def _why(reason: str) -> str:
-    if reason.startswith("filter:"):
-        return f"your filter {reason.removeprefix('filter:')} said no"
-    return DROP_WORDS[DropReason(reason)] if reason in DROP_WORDS else "a reason that this version does not know"
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from hand_made import row
 
 from headrace.ledger.ledger import Ledger
-from headrace.types import Drop, FinishReason, Group, Prompt, Row, Span, StageTimes, Timing, Trajectory
+from headrace.types import Drop, FinishReason, Group, Prompt, Row, Span, Timing, Trajectory
 
 
 def _trajectory(
@@ -75,46 +75,7 @@ def make_drop() -> Callable[..., Drop]:
 
 @pytest.fixture(scope="session")
 def make_row() -> Callable[..., Row]:
-    def make(step: int, **given: Any) -> Row:
-        values: dict[str, Any] = {
-            "step": step,
-            "version": step,
-            "wall_s": 2.0,
-            "num_groups": 1,
-            "num_trajectories": 2,
-            "generated_tokens": 0,
-            "trained_tokens": 0,
-            "dropped_tokens": {},
-            "backlog_tokens": 0,
-            "preemptions": 0,
-            "parks": 0,
-            "lag_mean": 0.5,
-            "lag_max": 1,
-            "reward_mean": 0.25,
-            "reward_std": 0.125,
-            "length_mean": 3.5,
-            "length_max": 4,
-            "truncated_share": 0.0,
-            "loss": -0.75,
-            "grad_norm": 1.5,
-            "lr": 1e-6,
-            "skipped": False,
-            "entropy": 2.0,
-            "kl_reference": 0.0,
-            "mismatch_mean": 0.0,
-            "mismatch_k3": 0.0,
-            "ratio_mean": 1.0,
-            "ratio_p01": 1.0,
-            "ratio_p99": 1.0,
-            "ratio_outside": 0.0,
-            "clipped_share": 0.0,
-            "effective_samples": 1.0,
-            "stage_s": StageTimes(rollout=1.5, reward=0.25, train=0.5, publish=0.125),
-            "publish_bytes": 64,
-        }
-        return Row(**(values | given))
-
-    return make
+    return row
 
 
 @pytest.fixture

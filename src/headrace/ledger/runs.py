@@ -69,7 +69,7 @@ def read_runs(directory: Path) -> list[RunFacts]:
     if not directory.is_dir():
         raise RunError(f"there is no directory {directory}; name the one that your runs are in")
     try:
-        found = [path for path in (directory, *directory.iterdir()) if _is_run(path)]
+        found = [path for path in (directory, *directory.iterdir()) if is_run(path)]
     except OSError as error:
         raise RunError(f"cannot look into {directory}: {error.strerror}") from error
     if not found:
@@ -79,7 +79,7 @@ def read_runs(directory: Path) -> list[RunFacts]:
 
 def read_run(run_dir: Path) -> RunFacts:
     """How a run stands. One that cannot be read is said to be so, and why."""
-    if not _is_run(run_dir):
+    if not is_run(run_dir):
         raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
     written = _written(run_dir)  # before anything is opened
     summary = _summary(run_dir)
@@ -131,7 +131,7 @@ def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     """Whether a run was ever started here."""
     return (path / FILE_NAME).is_file() or ((path / SETTINGS).is_file() and (path / LOCK_NAME).is_file())
 

@@ -1,0 +1,1 @@
+"""The web page: what runs did and do, live. It reads ledgers and writes nothing."""

@@ -1,0 +1,153 @@
+"""Tables, facts and tokens as HTML. Everything that comes from a run is escaped: a policy may write anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from urllib.parse import quote, urlencode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell of a table; `wide` ones are left out on a narrow screen.
+
+    Example:
+        Cell(text="40:train-17/3", link="/run/a/trajectory?id=40%3Atrain-17%2F3")
+    """
+
+    text: str
+    link: str = ""
+    number: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token of a trajectory; `version` and `logprob` only where it was sampled.
+
+    Example:
+        Token(position=7, id=13, text="2", sampled=True, logprob=-0.1, version=7)
+    """
+
+    position: int
+    id: int
+    text: str
+    sampled: bool
+    logprob: float | None = None
+    version: int | None = None
+
+    @property
+    def probability(self) -> float | None:
+        """What the policy gave this token when it chose it."""
+        return None if self.logprob is None else math.exp(min(self.logprob, 0.0))
+
+
+def table(titles: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
+    """A table that scrolls sideways if it must."""
+    head = "".join(f"<th{_classes(title)}>{_shown(title.text)}</th>" for title in titles)
+    body = "".join(f"<tr>{''.join(f'<td{_classes(cell)}>{_content(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def facts(pairs: Mapping[str, str]) -> str:
+    """Names and what they are."""
+    lines = (f"<dt>{_shown(name)}</dt><dd>{_shown(text)}</dd>" for name, text in pairs.items())
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def text_block(text: str) -> str:
+    """Text as it was written, spaces and lines too."""
+    return f"<pre>{_shown(text)}</pre>"
+
+
+def tokens(shown: Sequence[Token]) -> str:
+    """Tokens in reading order: the surer the policy was, the paler; what it did not write is grey."""
+    parts, version = [], None
+    for token in shown:
+        if token.version is not None and token.version != version:
+            parts.append(f"<sup class='version'>v{token.version}</sup>")
+            version = token.version
+        text = _shown(token.text).replace("\n", "⏎<br>").replace("\t", "⇥\t") or "∅"
+        if not token.sampled or token.probability is None:
+            parts.append(f"<span class='token given' title='token {token.position}: given'>{text}</span>")
+            continue
+        surprise = round(0.75 * (1.0 - token.probability), 3)
+        title = f"token {token.position}, id {token.id}: log-prob {token.logprob:.3f}, version {token.version}"
+        parts.append(f"<span class='token' style='--surprise:{surprise}' title='{title}'>{text}</span>")
+    return f"<div class='tokens'>{''.join(parts)}</div>"
+
+
+def token_table(shown: Sequence[Token]) -> str:
+    """The same, one token to a line."""
+    titles = [
+        Cell(text="place", number=True),
+        Cell(text="token"),
+        Cell(text="id", number=True, wide=True),
+        Cell(text="log-prob", number=True),
+        Cell(text="probability", number=True),
+        Cell(text="version", number=True),
+        Cell(text="mask", wide=True),
+    ]
+    rows = [
+        [
+            Cell(text=str(token.position), number=True),
+            Cell(text=repr(token.text)),
+            Cell(text=str(token.id), number=True, wide=True),
+            Cell(text="" if token.logprob is None else f"{token.logprob:.3f}", number=True),
+            Cell(text="" if token.probability is None else f"{token.probability:.1%}", number=True),
+            Cell(text="" if token.version is None else str(token.version), number=True),
+            Cell(text="sampled" if token.sampled else "given", wide=True),
+        ]
+        for token in shown
+    ]
+    return table(titles, rows)
+
+
+def address(*parts: str, **query: object) -> str:
+    """An address on this site; what is None is left out of the query."""
+    path = "/" + "/".join(quote(part, safe="") for part in parts)
+    given = {name: value for name, value in query.items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def printable(text: str) -> str:
+    """Without characters that a screen would obey instead of show."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def short(number: float) -> str:
+    """A large number in a few characters."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 10 * size:
+            return f"{number / size:,.0f} {unit}" if abs(number) >= 100 * size else f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def dollars(amount: float) -> str:
+    """To the cent, or to two digits where that would be nothing."""
+    return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _classes(cell: Cell) -> str:
+    names = [name for name, given in (("number", cell.number), ("wide", cell.wide)) if given]
+    return f" class='{' '.join(names)}'" if names else ""
+
+
+def _content(cell: Cell) -> str:
+    text = _shown(cell.text)
+    return f'<a href="{escape(cell.link)}">{text}</a>' if cell.link else text
+
+
+def _shown(text: str) -> str:
+    return escape(printable(text))

@@ -1,0 +1,160 @@
+"""What every page is made of: the frame around it, and cards that follow the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nicegui import run, ui
+
+from headrace.dashboard.charts import Options
+from headrace.dashboard.markup import address
+from headrace.dashboard.overview import Number
+from headrace.errors import HeadraceError
+
+EVERY_S = 2.0  # a look into the ledger
+STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+THEME = "headrace_theme"  # a cookie: light or dark, if somebody chose
+_SWITCH_THEME = f"""() => {{
+    const dark = !document.body.classList.contains('body--dark');
+    Quasar.Dark.set(dark);
+    document.cookie = '{THEME}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
+}}"""
+
+
+@contextmanager
+def frame(title: str, small: str = "") -> Iterator[None]:
+    """The frame of a page; its content goes inside."""
+    chosen = ui.context.client.request.cookies.get(THEME)
+    ui.dark_mode({"dark": True, "light": False}.get(chosen))
+    ui.colors(primary="#1f78b4")
+    ui.page_title(f"{title} · Headrace")
+    ui.add_head_html(f"<style>{STYLE}</style>")
+    with ui.element("header").classes("top"):
+        ui.link("Headrace", "/").classes("brand")
+        ui.link("Runs", "/")
+        ui.link("Compare", "/compare")
+        ui.link("Plan", "/plan")
+        ui.element("div").classes("space")
+        with ui.element("button").props("aria-label='light or dark' title='light or dark'") as button:
+            ui.label("◐")
+        button.on("click", js_handler=_SWITCH_THEME)
+    with ui.element("div").classes("page"):
+        with ui.element("h1"):
+            ui.label(title)
+            if small:
+                ui.label(small).classes("says")
+        yield
+
+
+def views(links: Sequence[tuple[str, str, bool]]) -> None:
+    """Links to the views of one thing: name, address, and whether it is this one."""
+    with ui.element("nav").classes("views"):
+        for name, target, here in links:
+            ui.link(name, target).classes("here" if here else "")
+
+
+@contextmanager
+def card(title: str = "", says: str = "") -> Iterator[None]:
+    """A box with a title and a sentence for newcomers."""
+    with ui.element("section").classes("card"):
+        if title:
+            with ui.element("h2"):
+                ui.label(title)
+        if says:
+            ui.label(says).classes("says")
+        yield
+
+
+def message(text: str) -> Any:
+    """What went wrong, or why there is nothing."""
+    return ui.label(text).classes("message").props("role=status")
+
+
+class Panel:
+    """Something on the page that is read again and again. If it cannot be read, it says why and tries on."""
+
+    def __init__(self, read: Callable[[], Any], show: Callable[[Any], None]) -> None:
+        """`read` runs in a thread; `show` puts what it found on the page."""
+        self._read, self._show = read, show
+        self._found: Any = None
+        self._message = message("")
+        self._message.set_visibility(False)
+
+    async def refresh(self) -> None:
+        """Look again."""
+        try:
+            found = await run.io_bound(self._read)
+        except HeadraceError as error:
+            self._message.set_text(str(error))
+            self._message.set_visibility(True)
+            return
+        self._message.set_visibility(False)
+        if found != self._found:
+            self._found = found
+            self._show(found)
+
+
+async def follow(panels: Sequence[Panel]) -> None:
+    """Fill the panels now, and keep them up to date while the page is open."""
+
+    async def refresh() -> None:
+        await asyncio.gather(*(panel.refresh() for panel in panels))
+
+    await refresh()
+    ui.timer(EVERY_S, refresh, immediate=False)
+
+
+def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
+    """A chart; `read` gives its options and a sentence about what it shows just now."""
+    with card(title, says):
+        now = ui.label("").classes("says")
+        chart = ui.echart({}, renderer="svg").style(f"height: {height_px}px; width: 100%")
+
+        def show(found: tuple[Options, str]) -> None:
+            options, text = found
+            now.set_text(text)
+            now.set_visibility(bool(text))
+            chart.set_visibility(bool(options))
+            chart.options.clear()
+            chart.options.update(options)
+            chart.update()
+
+        return Panel(read, show)
+
+
+def numbers_panel(read: Callable[[], list[Number]]) -> Panel:
+    """Numbers with their names and meanings."""
+    box = ui.element("div").classes("numbers")
+
+    def show(found: list[Number]) -> None:
+        box.clear()
+        with box:
+            for name, value, says in found:
+                with ui.element("section").classes("card"):
+                    ui.label(name).classes("name")
+                    ui.label(value).classes("value")
+                    ui.label(says).classes("says")
+
+    return Panel(read, show)
+
+
+def html_panel(title: str, says: str, read: Callable[[], str]) -> Panel:
+    """Markup that `dashboard.markup` made."""
+    with card(title, says):
+        content = ui.html("", sanitize=False)
+        return Panel(read, content.set_content)
+
+
+def plain_html(markup: str) -> None:
+    """Markup that `dashboard.markup` made, which escapes what comes from a run."""
+    ui.html(markup, sanitize=False)
+
+
+def run_views(name: str, here: str) -> None:
+    """The views of one run."""
+    shown = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
+    views([(view.capitalize(), address("run", name, view), view == here) for view in shown])

@@ -1,0 +1,172 @@
+"""All runs, and two of them beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+
+from nicegui import ui
+
+from headrace.config_file import changed
+from headrace.dashboard import charts
+from headrace.dashboard.charts import RUN_COLOURS, Options
+from headrace.dashboard.markup import Cell, address, duration, short, table
+from headrace.dashboard.markup import facts as facts_list
+from headrace.dashboard.nicegui_frame import Panel, card, chart_panel, follow, frame, html_panel, message
+from headrace.dashboard.series import Series
+from headrace.dashboard.site import LiveRun, Site
+from headrace.errors import ConfigError, RunError
+from headrace.ledger.runs import RunFacts, RunState, run_config
+
+Curve = Callable[[Series], list[tuple[int, float | None]]]
+
+
+async def runs(site: Site) -> None:
+    """The runs of a directory."""
+    with frame("Runs", str(site.root)):
+        panel = html_panel(
+            "",
+            "The run that was written to last comes first. Choose one to see what it does; a run that is under way "
+            "is followed live.",
+            lambda: runs_table(site.facts()),
+        )
+        await follow([panel])
+
+
+async def compare(site: Site, a: str = "", b: str = "") -> None:
+    """Two runs, curve over curve."""
+    names = [facts.path.name for facts in site.facts() if facts.state is not RunState.UNREADABLE]
+    with frame("Compare two runs"):
+        if len(names) < 2:
+            message(f"Comparing takes two runs, and {site.root} holds {len(names)} that can be read.")
+            return
+        a, b = a or names[0], b or names[1]
+        chosen = [site.run(a), site.run(b)]
+        says = "The two runs are drawn over each other, step by step: the first in blue, the second in orange."
+        with card("", says), ui.element("div").classes("line"):
+            for place, name in enumerate((a, b)):
+                _choose(names, name, (a, b), place)
+        panels = [html_panel("In numbers", "", lambda: numbers_table(chosen, site.dollars_per_hour))]
+        with ui.element("div").classes("pair"):
+            panels += [
+                _both(chosen, "Reward", "mean reward", lambda series: series.curve("reward_mean")),
+                _both(
+                    chosen,
+                    "Goodput",
+                    "trained tokens per second",
+                    lambda series: [(bucket.last_step, bucket.goodput_tokens_per_s) for bucket in series.buckets],
+                ),
+                _both(
+                    chosen,
+                    "Step time",
+                    "seconds per step",
+                    lambda series: [(bucket.last_step, bucket.step_s) for bucket in series.buckets],
+                ),
+                _both(chosen, "Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
+            ]
+        panels.append(
+            html_panel("What was set differently", "Settings that are not the same in both.", lambda: set_table(chosen))
+        )
+        await follow(panels)
+
+
+def runs_table(found: list[RunFacts]) -> str:
+    """A line for each run."""
+    titles = [
+        Cell(text="run"),
+        Cell(text="state"),
+        Cell(text="steps", number=True),
+        Cell(text="held-out", number=True, wide=True),
+        Cell(text="restarts", number=True, wide=True),
+        Cell(text="trained tokens", number=True, wide=True),
+        Cell(text="written", number=True),
+    ]
+    rows = []
+    for facts in found:
+        scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
+        readable = facts.state is not RunState.UNREADABLE
+        rows.append(
+            [
+                Cell(text=facts.path.name, link=address("run", facts.path.name, "overview")),
+                Cell(text=str(facts.state)),
+                Cell(text=f"{facts.steps} / {facts.wanted_steps}" if readable else "", number=True),
+                Cell(text=" → ".join(scores) or "-", number=True, wide=True),
+                Cell(text=str(facts.num_restarts or "-"), number=True, wide=True),
+                Cell(text=short(facts.trained_tokens) if readable else "", number=True, wide=True),
+                Cell(text=_ago(facts.written), number=True),
+            ]
+        )
+    if not rows:
+        return "There is no run here yet. <code>headrace train</code> makes one."
+    problems = {facts.path.name: facts.problem for facts in found if facts.state is RunState.UNREADABLE}
+    return table(titles, rows) + (f"<h2 class='more'>Cannot be read</h2>{facts_list(problems)}" if problems else "")
+
+
+def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:
+    """Totals of both runs."""
+    both = [live.overview(dollars_per_hour) for live in chosen]
+    lines: Mapping[str, list[str]] = {
+        "state": [str(seen.facts.state) for seen in both],
+        "steps": [f"{seen.steps} / {seen.facts.wanted_steps}" for seen in both],
+        "reward, last steps": [_number(seen.now_reward) for seen in both],
+        "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
+        "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
+        "seconds per step": [_number(seen.now_step_s) for seen in both],
+        "wall": ["-" if seen.now_stage_s is None else seen.now_stage_s.wall for seen in both],
+        "largest lag": [str(seen.lag_max) for seen in both],
+        "share trained on": ["-" if seen.useful_share is None else f"{seen.useful_share:.1%}" for seen in both],
+        "time": [duration(seen.elapsed_s) for seen in both],
+    }
+    titles = [Cell(text=""), *(Cell(text=live.name, number=True) for live in chosen)]
+    return table(
+        titles, [[Cell(text=name), *(Cell(text=t, number=True) for t in texts)] for name, texts in lines.items()]
+    )
+
+
+def set_table(chosen: list[LiveRun]) -> str:
+    """Settings that differ."""
+    both = []
+    for live in chosen:
+        try:
+            both.append(dict(text.split("=", 1) for text in changed(run_config(live.path))))
+        except (ConfigError, RunError) as error:
+            raise RunError(f"The settings of {live.name} cannot be read: {error}") from error
+    keys = sorted({key for key in {*both[0], *both[1]} if both[0].get(key) != both[1].get(key)} - {"run.dir"})
+    if not keys:
+        return "All settings are the same."
+    titles = [Cell(text="setting"), *(Cell(text=live.name) for live in chosen)]
+    return table(titles, [[Cell(text=key), *(Cell(text=side.get(key, "default")) for side in both)] for key in keys])
+
+
+def _both(chosen: list[LiveRun], title: str, y: str, curve: Curve) -> Panel:
+    """One curve of each."""
+
+    def read() -> tuple[Options, str]:
+        curves = {
+            f"{place}: {live.name}": (curve(live.series()), colour)
+            for place, live, colour in zip((1, 2), chosen, RUN_COLOURS, strict=True)
+        }
+        return charts.lines(curves, x="step", y=y), ""
+
+    return chart_panel(title, "", read)
+
+
+def _choose(names: list[str], name: str, both: tuple[str, str], place: int) -> None:
+    """A list to choose the first or second run from."""
+
+    def go(chosen: str) -> None:
+        picked = [chosen if p == place else other for p, other in enumerate(both)]
+        ui.navigate.to(address("compare", a=picked[0], b=picked[1]))
+
+    label = ("first run", "second run")[place]
+    ui.select(
+        names, value=name if name in names else None, label=label, on_change=lambda event: go(event.value)
+    ).classes("field").props("outlined dense options-dense")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _ago(then: datetime) -> str:
+    return f"{duration(max(0.0, (datetime.now() - then).total_seconds()))} ago"

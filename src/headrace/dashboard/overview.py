@@ -1,0 +1,100 @@
+"""The overview's numbers and the table of accounts: what they are called, and what they mean to a newcomer."""
+
+from __future__ import annotations
+
+from headrace.dashboard.books import Flow
+from headrace.dashboard.markup import Cell, address, dollars, duration, short, table
+from headrace.dashboard.series import RECENT_STEPS
+from headrace.dashboard.site import Overview
+from headrace.ledger.runs import RunState
+
+Number = tuple[str, str, str]  # its name, the number, what it means
+
+_STATE_WORDS = {
+    RunState.FINISHED: "finished",
+    RunState.RUNNING: "running now",
+    RunState.STOPPED: "stopped before its end",
+    RunState.UNREADABLE: "cannot be read",
+}
+
+
+def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
+    """The numbers of the overview, with what they mean."""
+    facts = seen.facts
+    scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
+    held_out = f"; held-out score {' → '.join(scores)}" if scores else ""
+    recent = f"over the last {min(seen.steps, RECENT_STEPS)} steps"
+    numbers = [
+        ("Reward", _or_dash(seen.now_reward, "{:.3f}"), f"mean of all scored answers {recent}{held_out}"),
+        (
+            "Goodput",
+            _or_dash(seen.now_goodput_tokens_per_s, "{}"),
+            f"tokens trained on per second, {recent}; {_or_dash(seen.goodput_tokens_per_s, '{}')} over the whole run",
+        ),
+    ]
+    if seen.now_stage_s is not None and seen.now_step_s:
+        wall = seen.now_stage_s.wall
+        share = min(1.0, getattr(seen.now_stage_s, wall) / seen.now_step_s)
+        numbers.append(
+            ("Wall", wall, f"the stage that sets the pace: busy {share:.0%} of a step of {seen.now_step_s:.2f} s")
+        )
+    allowed = "" if max_lag is None else f"; {max_lag} allowed"
+    numbers += [
+        (
+            "Lag",
+            _or_dash(seen.now_lag_mean, "{:.2f}"),
+            f"updates between sampling and training; at most {seen.lag_max} seen{allowed}",
+        ),
+        (
+            "Useful",
+            _or_dash(seen.useful_share, "{:.0%}"),
+            "of the finished tokens were trained on; the rest was dropped",
+        ),
+        (
+            "Steps",
+            f"{seen.steps:,}",
+            f"of {facts.wanted_steps:,}; {_STATE_WORDS[facts.state]}, after {duration(seen.elapsed_s)}",
+        ),
+    ]
+    if seen.dollars is not None:
+        per_million = "-" if seen.dollars_per_million is None else dollars(seen.dollars_per_million)
+        numbers.append(("Cost so far", dollars(seen.dollars), f"{per_million} per million trained tokens"))
+    if seen.num_damaged:
+        numbers.append(("Damaged", str(seen.num_damaged), "rows of the ledger cannot be read and are left out"))
+    return numbers
+
+
+def flow_table(name: str, flows: list[Flow]) -> str:
+    """The accounts, each with a link to its trajectories."""
+    total = sum(flow.tokens for flow in flows) or 1
+    titles = [
+        Cell(text="account"),
+        Cell(text="tokens", number=True),
+        Cell(text="share", number=True),
+        Cell(text="answers", number=True),
+        Cell(text="mean length", number=True, wide=True),
+        Cell(text="because", wide=True),
+    ]
+    rows = []
+    for flow in flows:
+        reason = flow.name.removeprefix("dropped: ") if flow.kind == "dropped" else None
+        link = "" if flow.kind == "in_flight" else address("run", name, "trajectories", state=flow.kind, reason=reason)
+        length = flow.tokens / flow.trajectories if flow.trajectories else None
+        rows.append(
+            [
+                Cell(text=flow.name, link=link),
+                Cell(text=f"{flow.tokens:,}", number=True),
+                Cell(text=f"{flow.tokens / total:.1%}", number=True),
+                Cell(text=f"{flow.trajectories:,}", number=True),
+                Cell(text="-" if length is None else f"{length:.1f}", number=True, wide=True),
+                Cell(text=flow.says, wide=True),
+            ]
+        )
+    return table(titles, rows)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    """The number in this form; `{}` alone means few digits."""
+    if value is None:
+        return "-"
+    return form.format(short(value)) if "{}" in form else form.format(value)

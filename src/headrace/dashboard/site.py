@@ -1,0 +1,157 @@
+"""The runs that a page may show, and what was read of each: kept, and shared by all who look."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, update_lag_shares
+from headrace.dashboard.series import Series, read_series
+from headrace.errors import ConfigError, RunError
+from headrace.ledger.runs import RunFacts, RunState, is_run, read_run, read_runs, run_config
+from headrace.types import StageTimes
+
+FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """A run in a few numbers; `now` means the last steps. What is not known yet is None.
+
+    Example:
+        Overview(facts=RunFacts(...), steps=94, trained_tokens=81920, now_reward=0.62,
+            now_goodput_tokens_per_s=2150.0, goodput_tokens_per_s=2080.0, now_lag_mean=0.4, lag_max=2, now_step_s=1.9,
+            now_stage_s=StageTimes(...), useful_share=0.83, elapsed_s=310.0, dollars=0.17, num_damaged=0)
+    """
+
+    facts: RunFacts  # a few seconds old
+    steps: int
+    trained_tokens: int
+    now_reward: float | None
+    now_goodput_tokens_per_s: float | None
+    goodput_tokens_per_s: float | None
+    now_lag_mean: float | None
+    lag_max: int
+    now_step_s: float | None
+    now_stage_s: StageTimes | None
+    useful_share: float | None  # of the tokens whose fate is decided
+    elapsed_s: float
+    dollars: float | None  # None without a price
+    num_damaged: int
+
+    @property
+    def dollars_per_million(self) -> float | None:
+        """What a million trained tokens have cost."""
+        if self.dollars is None or not self.trained_tokens:
+            return None
+        return self.dollars / self.trained_tokens * 1e6
+
+
+class LiveRun:
+    """One run. Any thread may ask, and what has not changed is not read again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir
+        self._lock = threading.Lock()
+        self._series = Series()
+        self._lags = LagShares()
+        self._facts: RunFacts | None = None
+        self._facts_at_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """What the run is called on the page."""
+        return self.path.name
+
+    def facts(self) -> RunFacts:
+        """How the run stands, as of a few seconds ago."""
+        with self._lock:
+            if self._facts is None or time.monotonic() - self._facts_at_s > FACTS_LAST_S:
+                self._facts, self._facts_at_s = read_run(self.path), time.monotonic()
+            return self._facts
+
+    def series(self) -> Series:
+        """The curves up to the newest row."""
+        with self._lock:
+            self._series = read_series(self.path, self._series)
+            return self._series
+
+    def lag_shares(self) -> LagShares:
+        """Trained tokens by step and lag."""
+        with self._lock:
+            update_lag_shares(self.path, self._lags)
+            return replace(self._lags, tokens=self._lags.tokens.copy())
+
+    def overview(self, dollars_per_hour: float | None) -> Overview:
+        """The run in a few numbers."""
+        facts = self.facts()
+        if facts.state is RunState.UNREADABLE:
+            raise RunError(facts.problem)
+        series, flows, elapsed_s = self.series(), read_flows(self.path), read_elapsed_s(self.path)
+        now = series.recent
+        tokens = {kind: sum(f.tokens for f in flows if f.kind == kind) for kind in ("trained", "dropped")}
+        decided = sum(tokens.values())
+        return Overview(
+            facts=facts,
+            steps=series.last_step,
+            trained_tokens=tokens["trained"],
+            now_reward=now.values["reward_mean"] if now else None,
+            now_goodput_tokens_per_s=now.goodput_tokens_per_s if now else None,
+            goodput_tokens_per_s=series.goodput_tokens_per_s,
+            now_lag_mean=now.values["lag_mean"] if now else None,
+            lag_max=int(max((bucket.values["lag_max"] or 0 for bucket in series.buckets), default=0)),
+            now_step_s=now.step_s if now else None,
+            now_stage_s=now.stage_s if now else None,
+            useful_share=tokens["trained"] / decided if decided else None,
+            elapsed_s=elapsed_s,
+            dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
+            num_damaged=series.num_damaged,
+        )
+
+    def wanted_lag(self) -> int | None:
+        """`loop.max_lag` of the run; None where its settings cannot be read."""
+        try:
+            return run_config(self.path).loop.max_lag
+        except (RunError, ConfigError, OSError):
+            return None
+
+
+class Site:
+    """A directory of runs, or a single run, and nothing outside it."""
+
+    def __init__(self, root: Path, dollars_per_hour: float | None = None) -> None:
+        self.root = root.resolve()
+        self.dollars_per_hour = dollars_per_hour
+        self._runs: dict[str, LiveRun] = {}
+
+    def facts(self) -> list[RunFacts]:
+        """All runs, the newest first; none is no error, as the first may be about to start."""
+        try:
+            return read_runs(self.root)
+        except RunError:
+            return []
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the directory is a run itself."""
+        return is_run(self.root)
+
+    def run(self, name: str) -> LiveRun:
+        """The run of this name. A name is one part of a path, so it cannot lead out of the directory."""
+        path = self.root if name == self.root.name and self.is_one_run else self.root / name
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
+            raise RunError(f"There is no run {name!r} in {self.root}.")
+        if name not in self._runs:
+            self._runs[name] = LiveRun(path)
+        return self._runs[name]
+
+    def measured(self, name: str = "") -> LiveRun:
+        """The run of that name; without a name the only one there is, or the one that was written last."""
+        if name or self.is_one_run:
+            return self.run(name or self.root.name)
+        found = self.facts()
+        if not found:
+            raise RunError(f"There is no run in {self.root} yet.")
+        return self.run(max(found, key=lambda facts: facts.written).path.name)

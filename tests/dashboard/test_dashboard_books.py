@@ -1,0 +1,166 @@
+"""What the page tells of tokens, spans, lag, rewards and trajectories is what the ledger says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tiny_runs import select
+
+from headrace.dashboard import books as module
+from headrace.dashboard.answers import read_answer
+from headrace.dashboard.books import (
+    LagShares,
+    Wanted,
+    read_flows,
+    read_page,
+    read_rewards,
+    read_timeline,
+    update_lag_shares,
+)
+from headrace.ledger.audit import books
+from headrace.ledger.clock import StageSpan
+from headrace.ledger.ledger import Ledger
+from headrace.ledger.show import read_trajectory
+
+
+def test_flows_add_up_to_what_was_generated(real_run: Path):
+    flows, totals = read_flows(real_run), books(real_run)
+    assert sum(flow.tokens for flow in flows) == totals.generated.tokens
+    assert sum(flow.trajectories for flow in flows) == totals.generated.trajectories
+    assert flows[0].name == "trained"
+    assert {flow.name for flow in flows if flow.kind == "dropped"} == {
+        f"dropped: {reason}" for reason in totals.dropped
+    }
+    assert all(flow.says for flow in flows)
+
+
+def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path: Path):
+    with Ledger.create(tmp_path) as ledger:
+        ledger.spans([StageSpan(stage="train", start_s=6.0, end_s=8.0, version=2)])
+        ledger.spans([StageSpan(stage="reward", worker="b", start_s=3.0, end_s=4.0)])
+        ledger.spans(
+            [StageSpan(stage="reward", worker="a", start_s=i / 1000, end_s=(i + 2) / 1000) for i in range(2000)]
+        )
+        ledger.spans([StageSpan(stage="evaluate", start_s=9.0, end_s=10.0, version=4)])
+    shown = read_timeline(tmp_path, 5)
+    assert shown.lanes == ("reward · a", "reward · b", "train", "evaluate")
+    assert (shown.start_s, shown.end_s) == (0.0, 10.0)
+    assert shown.busy == pytest.approx({"reward · a": 0.2001, "reward · b": 0.1, "train": 0.2, "evaluate": 0.1})
+    first = shown.bars[0]
+    assert (first.lane, first.start_s, first.end_s, first.num_spans) == ("reward · a", 0.0, 2.001, 2000)
+    assert [bar.versions for bar in shown.bars] == [None, None, (2, 2), (4, 4)]
+
+
+def test_timeline_shows_the_last_steps_only(real_run: Path):
+    all_steps, last = read_timeline(real_run, 1000), read_timeline(real_run, 1)
+    (wall_s,) = select(real_run, "SELECT wall_s FROM rows ORDER BY step DESC LIMIT 1")[0]
+    assert last.end_s - last.start_s == pytest.approx(wall_s)
+    assert last.end_s == all_steps.end_s
+    assert last.start_s > all_steps.start_s
+
+
+def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST_LAG_BUCKETS", 3)
+    shares = LagShares()
+    update_lag_shares(real_run, shares)
+    expected: Counter[tuple[int, int]] = Counter()
+    for step, lag, tokens in select(
+        real_run, "SELECT trained_step, lag, num_tokens FROM trajectories WHERE state = 'trained'"
+    ):
+        expected[(step - 1) // 2, lag] += tokens
+    assert shares.width == 2
+    assert shares.tokens == expected
+    update_lag_shares(real_run, shares)
+    assert shares.tokens == expected
+
+
+def test_lag_shares_read_in_pieces_are_those_read_at_once(real_run: Path, monkeypatch: pytest.MonkeyPatch):
+    at_once, in_pieces = LagShares(), LagShares()
+    update_lag_shares(real_run, in_pieces)
+    for num_buckets in (3, 2, 1):  # as if steps had been added: buckets are joined, two and two
+        monkeypatch.setattr(module, "MOST_LAG_BUCKETS", num_buckets)
+        update_lag_shares(real_run, in_pieces)
+    update_lag_shares(real_run, at_once)
+    assert in_pieces == at_once
+
+
+def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
+    shape = read_rewards(real_run)
+    rewards = [reward for (reward,) in select(real_run, "SELECT reward FROM trajectories ORDER BY rowid")]
+    half = (len(rewards) + 1) // 2
+    assert shape.labels == ("0", "1")
+    for side, shares, number in (
+        (rewards[:half], shape.first, shape.num_first),
+        (rewards[-half:], shape.newest, shape.num_newest),
+    ):
+        scored = [reward for reward in side if reward is not None]
+        assert shares == pytest.approx((scored.count(0.0) / len(scored), scored.count(1.0) / len(scored)))
+        assert number == len(scored)
+
+
+def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
+    first, newest = [i / 100 for i in range(100)], [0.5, 2.0]
+    labels, shares = module._histogram(first, newest)
+    assert len(labels) == module.MOST_BARS
+    assert sum(shares[0]) == pytest.approx(1.0)
+    assert shares[1][5] == shares[1][19] == 0.5
+    assert module._histogram([], []) == ((), ((), ()))
+
+
+def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "PAGE_SIZE", 7)
+    places = [place for (place,) in select(real_run, "SELECT rowid FROM trajectories ORDER BY rowid DESC")]
+    page, seen = read_page(real_run, Wanted()), []
+    assert not page.has_newer
+    while True:
+        seen += [line.place for line in page.lines]
+        if not page.has_older:
+            break
+        page = read_page(real_run, Wanted(older_than=page.lines[-1].place))
+    assert seen == places
+    back = list(page.lines)
+    while page.has_newer:
+        page = read_page(real_run, Wanted(newer_than=page.lines[0].place))
+        back = [*page.lines, *back]
+    assert [line.place for line in back] == places
+
+
+def test_pages_are_filtered(real_run: Path):
+    assert {line.state for line in read_page(real_run, Wanted(state="trained")).lines} == {"trained"}
+    dull = read_page(real_run, Wanted(state="dropped", reason="no_signal")).lines
+    assert {line.drop_reason for line in dull} == {"no_signal"}
+    assert {line.trained_step for line in read_page(real_run, Wanted(step=3)).lines} == {3}
+    assert read_page(real_run, Wanted(state="'; DROP TABLE rows")).lines == []
+
+
+def test_an_answer_has_its_tokens_with_version_mask_and_log_prob(real_run: Path):
+    id = select(real_run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
+    answer, whole = read_answer(real_run, id), read_trajectory(real_run, id).whole
+    assert whole is not None
+    assert [token.id for token in answer.tokens] == whole.token_ids.tolist()
+    assert [token.sampled for token in answer.tokens] == whole.sampled.tolist()
+    assert [token.logprob or 0.0 for token in answer.tokens] == whole.logprobs.tolist()
+    versions = [span.version for span in whole.spans for _ in range(span.end - span.start)]
+    assert [token.version for token in answer.tokens if token.sampled] == versions
+    assert "".join(token.text for token in answer.tokens).startswith(answer.prompt or "-")
+    assert "trained on in step" in answer.facts["fate"]
+    assert answer.facts["reward part: score"] == answer.facts["reward"]
+
+
+def test_a_long_answer_is_shown_in_pieces(real_run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.dashboard.answers.TOKENS_SHOWN", 4)
+    id = select(real_run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
+    whole = read_trajectory(real_run, id).whole
+    assert whole is not None
+    pieces = [read_answer(real_run, id, start).tokens for start in range(0, len(whole.token_ids), 4)]
+    assert [token.id for piece in pieces for token in piece] == whole.token_ids.tolist()
+    assert read_answer(real_run, id, 10**9).tokens == pieces[-1]
+
+
+def test_an_answer_that_was_dropped_says_why(real_run: Path):
+    id = select(real_run, "SELECT id FROM trajectories WHERE drop_reason = 'no_signal'")[0][0]
+    answer = read_answer(real_run, id)
+    assert "all answers of its group got the same reward" in answer.facts["fate"]
+    assert "never reached the buffer" in answer.why_no_tokens
