@@ -41,11 +41,9 @@ def test_long_answers_are_named(workshop: Workshop) -> None:
     assert wall in (Wall.GENERATION, Wall.TAIL)
 
 
-def test_heavy_training_is_named_and_fuller_passes_proposed(workshop: Workshop) -> None:
+def test_heavy_training_is_named(workshop: Workshop) -> None:
     settings = ("learner.micro_batch_tokens=8", "rollout.max_new_tokens=4", "loop.groups_per_step=8")
-    wall, moves = wall_of(workshop, "heavy", *settings)
-    assert wall is Wall.LEARNER
-    assert ("learner.micro_batch_tokens=32",) in [move.settings for move in moves]
+    assert wall_of(workshop, "heavy", *settings)[0] is Wall.LEARNER
 
 
 def test_a_run_without_a_step_says_so(workshop: Workshop, tmp_path: Path) -> None:
