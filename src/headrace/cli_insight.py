@@ -26,7 +26,7 @@ from headrace.terminal_plan import as_json as plan_as_json
 from headrace.terminal_simulation import SimulationTerminal, simulations_json
 from headrace.terminal_triage import TriageTerminal
 from headrace.terminal_triage import as_json as triage_as_json
-from headrace.types import StageTimes
+from headrace.types import STAGES, StageTimes
 
 
 def _print_json(found: dict[str, Any]) -> None:
@@ -58,16 +58,18 @@ def triage_command(
         if run is None:
             if all(time is None for time in typed):
                 raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
-            times = StageTimes(
-                **dict(
-                    zip(("rollout", "reward", "reference", "train", "publish"), [t or 0.0 for t in typed], strict=True)
-                )
-            )
+            times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
             found = triage_typed(times, placement)
-            _print_json(triage_as_json(found)) if as_json else terminal.typed(found)
+            if as_json:
+                _print_json(triage_as_json(found))
+            else:
+                terminal.typed(found)
             return
         verdict = triage(run, last_steps=last_steps)
-        _print_json(triage_as_json(verdict)) if as_json else terminal.run(verdict)
+        if as_json:
+            _print_json(triage_as_json(verdict))
+        else:
+            terminal.run(verdict)
 
 
 @app.command("plan")
@@ -94,22 +96,23 @@ def plan_command(
     """Work out a layout for a model, a workload and a number of GPUs: stage times, wall, memory, lag, cost."""
     with messages(), PlanTerminal() as terminal:
         number, device = _gpus(gpus)
+        cap = amount(max_tokens, "--max-tokens") or float("inf")
         question = Question(
             model=model_shape(params),
             device=find_device(device, read_hardware(hardware)),
             num_devices=number,
             num_prompts=prompts,
             num_samples=samples,
-            lengths=LogNormal(amount(mean_tokens), cv, amount(max_tokens) or float("inf")),
-            prompt_tokens=amount(prompt_tokens),
-            reward_s=seconds(reward_p95),
+            lengths=LogNormal(amount(mean_tokens, "--mean-tokens"), cv, cap),
+            prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
+            reward_s=seconds(reward_p95, "--reward-p95"),
             max_lag=max_lag,
             reference=kl,
             adapter=adapter,
             useful=useful,
         )
         if target is not None:
-            question, found = search(question, amount(target))
+            question, found = search(question, amount(target, "--search"))
         else:
             found = plan(question)
         others = others_that_fit(found[0].wall, num_params=question.model.num_params, may_lag=max_lag > 0)
@@ -143,19 +146,19 @@ def simulate(
     """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
     with messages(), SimulationTerminal() as terminal:
         recipe = settings_from(settings)
+        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
         typed = Typed(
-            mean_tokens=amount(mean_tokens),
+            mean_tokens=amount(mean_tokens, "--mean-tokens"),
             cv=cv,
-            reward_s=seconds(reward_mean),
-            reward_p95_s=seconds(reward_p95),
-            decode_s=seconds(decode),
-            rollout_tokens_s=amount(rollout_tokens_s),
-            train_tokens_s=amount(train_tokens_s),
-            publish_s=seconds(publish),
+            reward_s=seconds(reward_mean, "--reward-mean"),
+            reward_p95_s=seconds(reward_p95, "--reward-p95"),
+            decode_s=seconds(decode, "--decode"),
+            rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
+            train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
+            publish_s=seconds(publish, "--publish"),
         )
         layout = Layout(gpus=gpus, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
         work, cluster = scenario(recipe, typed, layout, run)
-        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
         found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
         if as_json:
             print(simulations_json(work, cluster, layout, found))

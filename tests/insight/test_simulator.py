@@ -18,12 +18,12 @@ from headrace.errors import ConfigError, StalledError
 from headrace.insight.simulated import Simulated
 from headrace.insight.simulator import simulate
 from headrace.insight.virtual_clock import run_virtually
-from headrace.insight.workload import Cluster, Recorded, Spread, Workload
+from headrace.insight.workload import Cluster, Drawn, Recorded, Workload
 
 ROLLOUT_S, REFERENCE_S, TRAIN_S, PUBLISH_S = 30.0, 3.0, 8.0, 1.0
 STEP_TOKENS = 16 * 301  # four prompts with four answers; 301 tokens are 300 decode steps after the first one
 
-WORK = Workload(groups_per_step=4, samples=4, tokens=Spread(mean=301.0))
+WORK = Workload(groups_per_step=4, samples=4, tokens=Drawn(mean=301.0))
 
 
 def machine(*, train_s: float = TRAIN_S, reference_s: float = REFERENCE_S, **changes: Any) -> Cluster:
@@ -56,8 +56,8 @@ def rough(**changes: Any) -> Cluster:
 UNEVEN = Workload(
     groups_per_step=8,
     samples=4,
-    tokens=Spread(mean=200.0, cv=1.2, cap=2000.0),
-    reward_s=Spread.of_p95(0.2, 0.6),
+    tokens=Drawn(mean=200.0, cv=1.2, cap=2000.0),
+    reward_s=Drawn.of_p95(0.2, 0.6),
     prompt_tokens=50.0,
     no_signal_share=0.25,
 )
@@ -74,7 +74,7 @@ def off_balance(run: Simulated) -> int:
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_colocated_is_the_sum_of_the_stages(max_lag: int):
-    work = replace(WORK, reward_s=Spread(mean=2.0))
+    work = replace(WORK, reward_s=Drawn(mean=2.0))
     run = simulate(work, machine(colocated=True, batchwise=True), max_lag=max_lag, steps=6)
     busy = ROLLOUT_S + REFERENCE_S + TRAIN_S + PUBLISH_S
     # while one step's answers wait for their verdicts, the device may train on another's
@@ -94,7 +94,7 @@ def test_overlapped_is_the_longer_side_and_the_exposed_publish(train_s: float, s
 
 
 def test_overlapped_counts_the_rewards_of_a_batch():
-    work = replace(WORK, reward_s=Spread(mean=5.0))
+    work = replace(WORK, reward_s=Drawn(mean=5.0))
     run = simulate(work, machine(batchwise=True, reference_on="rollout"), max_lag=1, steps=8)
     assert run.step_s == pytest.approx(30 + 5 + 3 + 1)
 
@@ -106,7 +106,7 @@ def test_overlapped_counts_the_rewards_of_a_batch():
 def test_fully_asynchronous_is_the_longest_stage(
     reward_s: float, reference_s: float, train_s: float, publish_s: float, step_s: float
 ):
-    work = replace(WORK, reward_s=Spread(mean=reward_s / 16))
+    work = replace(WORK, reward_s=Drawn(mean=reward_s / 16))
     cluster = machine(
         train_s=train_s,
         reference_s=reference_s,
@@ -186,7 +186,7 @@ def test_any_machine_keeps_the_promises(
     mtbf_s: float,
     seed: int,
 ):
-    work = replace(UNEVEN, groups_per_step=groups, samples=samples, tokens=Spread(mean=40.0, cv=1.5, cap=400.0))
+    work = replace(UNEVEN, groups_per_step=groups, samples=samples, tokens=Drawn(mean=40.0, cv=1.5, cap=400.0))
     cluster = rough(
         rollout_workers=workers,
         rows_per_worker=rows,
@@ -214,7 +214,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 def test_what_becomes_too_old_is_ended_and_booked_as_stale():
     """One worker with one row for a group at a time and a learner that never waits: old answers lose."""
-    work = Workload(groups_per_step=1, samples=2, tokens=Spread(mean=100.0, cv=3.0, cap=5000.0))
+    work = Workload(groups_per_step=1, samples=2, tokens=Drawn(mean=100.0, cv=3.0, cap=5000.0))
     cluster = Cluster(rollout_workers=4, rows_per_worker=2, decode_s=0.1, optimizer_s=0.1)
     run = simulate(work, cluster, max_lag=1, steps=60)
     assert run.dropped_tokens["stale"] > 0
@@ -275,15 +275,15 @@ def test_recorded_answers_are_drawn_group_by_group():
 
 
 def test_a_spread_has_the_mean_and_the_p95_that_were_asked_for():
-    drawn = Spread.of_p95(2.0, 5.0).draw(np.random.default_rng(0), 200_000)
+    drawn = Drawn.of_p95(2.0, 5.0).draw(np.random.default_rng(0), 200_000)
     assert drawn.mean() == pytest.approx(2.0, rel=0.01)
     assert np.quantile(drawn, 0.95) == pytest.approx(5.0, rel=0.01)
     with pytest.raises(ConfigError, match=r"between 1 and 3\.8"):
-        Spread.of_p95(1.0, 9.0)
+        Drawn.of_p95(1.0, 9.0)
 
 
 def test_a_thousand_gpus_take_less_than_a_minute_for_a_hundred_steps():
-    work = Workload(groups_per_step=512, samples=16, tokens=Spread(mean=4096.0, cv=1.0, cap=32768.0))
+    work = Workload(groups_per_step=512, samples=16, tokens=Drawn(mean=4096.0, cv=1.0, cap=32768.0))
     cluster = Cluster(
         rollout_workers=96,  # of eight GPUs each
         rows_per_worker=256,

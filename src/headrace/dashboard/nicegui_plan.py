@@ -11,10 +11,10 @@ from nicegui import ui
 from headrace.dashboard import charts
 from headrace.dashboard.markup import address
 from headrace.dashboard.nicegui_frame import card, frame, message
-from headrace.dashboard.plan import EXAMPLE, PLACEMENT_WORDS, predict
+from headrace.dashboard.plan import EXAMPLE, predict
 from headrace.dashboard.site import Site
 from headrace.errors import HeadraceError
-from headrace.insight.equation import SYMBOLS, Placement
+from headrace.insight.equation import PLACEMENT_WORDS, SYMBOLS, Placement
 from headrace.types import STAGES, StageTimes
 
 STAGE_WORDS = {

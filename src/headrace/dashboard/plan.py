@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from headrace.insight.equation import SYMBOLS, Placement, binding_stage, step_s
+from headrace.insight.equation import PLACEMENT_WORDS, SYMBOLS, Placement, binding_stage, step_s
 from headrace.types import STAGES, StageTimes
 
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
-PLACEMENT_WORDS = {
-    Placement.COLOCATED: "one machine takes turns: every stage waits for the others",
-    Placement.STREAMED: "own machines, max_lag = 0: the learner begins with the groups that are finished",
-    Placement.OVERLAPPED: "own machines, max_lag = 1: the next answers are written while the learner trains",
-    Placement.ASYNCHRONOUS: "own machines, as much lag as it takes: only the slowest stage counts",
-}
 STAGE_FIXES = {
     "rollout": "more or faster machines for generation, shorter answers, or speculation",
     "reward": "more reward workers, a faster reward function, or a cache of its verdicts",

@@ -19,7 +19,7 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.insight.workload import Cluster, Numbers, Recorded, Spread, Workload
+from headrace.insight.workload import Cluster, Drawn, Numbers, Recorded, Workload
 from headrace.ledger.clock import union_length
 from headrace.ledger.runs import reading, run_config
 from headrace.types import DropReason, FinishReason
@@ -176,7 +176,7 @@ def _answers_as_workload(groups: list[list[Answer]], config: Config) -> Workload
         groups_per_step=config.loop.groups_per_step,
         samples=config.rollout.samples,
         tokens=Recorded(groups=tuple(np.array([float(a.num_tokens) for a in group]) for group in groups)),
-        reward_s=Recorded(groups=tuple(r for r in rewards if len(r))) if service_s else Spread(mean=0.0),
+        reward_s=Recorded(groups=tuple(r for r in rewards if len(r))) if service_s else Drawn(mean=0.0),
         prompt_tokens=float(np.mean([group[0].num_prompt_tokens for group in groups])),
         no_signal_share=len(barren) / (len(scored) + 1),  # never all: the simulation would have nothing to train on
     )

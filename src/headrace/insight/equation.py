@@ -30,6 +30,14 @@ class Placement(StrEnum):
     ASYNCHRONOUS = "asynchronous"  # as much lag as it takes: everything with everything
 
 
+PLACEMENT_WORDS = {
+    Placement.COLOCATED: "one machine takes turns: every stage waits for the others",
+    Placement.STREAMED: "own machines, max_lag = 0: the learner begins with the groups that are finished",
+    Placement.OVERLAPPED: "own machines, max_lag = 1: the next answers are written while the learner trains",
+    Placement.ASYNCHRONOUS: "own machines, as much lag as it takes: only the slowest stage counts",
+}
+
+
 def exposed(
     times: StageTimes, placement: Placement, *, hidden_share: float = 0.0, exposed_publish: float = 1.0
 ) -> StageTimes:

@@ -323,11 +323,10 @@ def _stage_times(
             hidden = min(0.99, hidden_share_of(groups, training_s))
     else:
         rollout_s = _steady_s(question, layout, num_running)
-    scored_by = layout.learner_devices
     times = StageTimes(
         rollout=rollout_s,
         reward=question.reward_s,
-        reference=_forward_s(question, scored_by) if question.reference else 0.0,
+        reference=_forward_s(question, layout.learner_devices) if question.reference else 0.0,
         train=training_s,
         publish=sync.exposed_s if sync else 0.0,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import calibrate, workload_of
-from headrace.insight.workload import Cluster, Spread, Workload
+from headrace.insight.workload import Cluster, Drawn, Workload
 
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
@@ -100,7 +100,7 @@ def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
             f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN to take "
             "them from a run's ledger"
         )
-    blank = Workload(groups_per_step=1, samples=1, tokens=Spread(mean=typed.mean_tokens))
+    blank = Workload(groups_per_step=1, samples=1, tokens=Drawn(mean=typed.mean_tokens))
     cluster = Cluster(
         rollout_workers=1,
         rows_per_worker=config.rollout.max_running,
@@ -113,13 +113,13 @@ def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
 
 def _with_typed_answers(work: Workload, typed: Typed) -> Workload:
     if typed.mean_tokens:
-        work = replace(work, tokens=Spread(mean=typed.mean_tokens, cv=typed.cv))
+        work = replace(work, tokens=Drawn(mean=typed.mean_tokens, cv=typed.cv))
     if typed.reward_p95_s and typed.reward_s:
-        work = replace(work, reward_s=Spread.of_p95(typed.reward_s, typed.reward_p95_s))
+        work = replace(work, reward_s=Drawn.of_p95(typed.reward_s, typed.reward_p95_s))
     elif typed.reward_p95_s:  # with as much spread as a mean of half of it has
-        work = replace(work, reward_s=Spread.of_p95(typed.reward_p95_s / 2, typed.reward_p95_s))
+        work = replace(work, reward_s=Drawn.of_p95(typed.reward_p95_s / 2, typed.reward_p95_s))
     elif typed.reward_s:
-        work = replace(work, reward_s=Spread(mean=typed.reward_s))
+        work = replace(work, reward_s=Drawn(mean=typed.reward_s))
     return work
 
 
@@ -139,19 +139,19 @@ def _with_typed_speeds(cluster: Cluster, typed: Typed) -> Cluster:
     return cluster
 
 
-def amount(text: str) -> float:
-    """A number as people write it: '8k', '1.5M', '4096'."""
+def amount(text: str, option: str = "") -> float:
+    """A number as people write it, for this option: '8k', '1.5M', '4096'."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?)\s*", text)
     if found is None:
-        raise ConfigError(f"'{text}' is not a number like 4096, 8k or 1.5M")
+        raise ConfigError(f"{option} '{text}' is not a number like 4096, 8k or 1.5M".strip())
     return float(found[1]) * _SUFFIXES[found[2].lower()]
 
 
-def seconds(text: str) -> float:
-    """A time as people write it: '4s', '250ms', '2min', '1.5'."""
+def seconds(text: str, option: str = "") -> float:
+    """A time as people write it, for this option: '4s', '250ms', '2min', '1.5'."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
     if found is None or found[2] not in _SECONDS:
-        raise ConfigError(f"'{text}' is not a time like 4s, 250ms or 2min")
+        raise ConfigError(f"{option} '{text}' is not a time like 4s, 250ms or 2min".strip())
     return float(found[1]) * _SECONDS[found[2]]
 
 

@@ -7,7 +7,7 @@ would be with another setting, which ranks the moves. What is typed by hand goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +15,12 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.insight.calibration import Calibration, calibrate
-from headrace.insight.equation import Placement, binding_stage, step_s
+from headrace.insight.equation import PLACEMENT_WORDS, Placement, binding_stage, step_s
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulated import Simulated
 from headrace.insight.simulator import simulate
 from headrace.insight.walls import WALL_OF_STAGE, Wall
-from headrace.insight.workload import Cluster, Recorded, Spread, Workload
+from headrace.insight.workload import Cluster, Drawn, Recorded, Workload
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6
@@ -103,7 +103,7 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
             found.append(Move(text=f"{halved} in half the time", settings=(), step_s=faster_s, gain=now_s / faster_s))
     for other in Placement:
         other_s = step_s(times, other)
-        found.append(Move(text=_PLACED[other], settings=(), step_s=other_s, gain=now_s / other_s))
+        found.append(Move(text=PLACEMENT_WORDS[other], settings=(), step_s=other_s, gain=now_s / other_s))
     return TypedTriage(
         times=times,
         placement=placement,
@@ -113,20 +113,12 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
     )
 
 
-_PLACED = {
-    Placement.COLOCATED: "everything in turns on the same devices",
-    Placement.STREAMED: "devices of their own for generation and learner, strictly on-policy",
-    Placement.OVERLAPPED: "devices of their own and one version of lag: training hides behind generation, or it behind",
-    Placement.ASYNCHRONOUS: "devices of their own and as much lag as it takes: the slowest stage sets the pace",
-}
-
-
 def _without_each(calibration: Calibration) -> dict[Wall, float]:
     """How long a step would be if one thing cost nothing."""
     work, cluster = calibration.workload, calibration.cluster
     cases: dict[Wall, tuple[Workload, Cluster]] = {
         Wall.GENERATION: (work, replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_token_s=0.0)),
-        Wall.REWARD: (replace(work, reward_s=Spread(mean=0.0)), cluster),
+        Wall.REWARD: (replace(work, reward_s=Drawn(mean=0.0)), cluster),
         Wall.LEARNER: (
             work,
             replace(cluster, train_token_s=0.0, train_pass_s=0.0, optimizer_s=0.0, reference_token_s=0.0),
@@ -138,12 +130,12 @@ def _without_each(calibration: Calibration) -> dict[Wall, float]:
     return {wall: _simulated(*case, calibration.max_lag).step_s for wall, case in cases.items()}
 
 
-def _all_alike(tokens: Spread | Recorded) -> Spread:
+def _all_alike(tokens: Drawn | Recorded) -> Drawn:
     """The same number of tokens, spread evenly."""
     if isinstance(tokens, Recorded):
-        return Spread(mean=tokens.mean)
+        return Drawn(mean=tokens.mean)
     rng = np.random.default_rng(0)
-    return Spread(mean=float(tokens.draw(rng, 4096).mean()))
+    return Drawn(mean=float(tokens.draw(rng, 4096).mean()))
 
 
 def _wall(without: dict[Wall, float], now_s: float) -> Wall:
@@ -207,7 +199,7 @@ def _simulated(work: Workload, cluster: Cluster, max_lag: int) -> Simulated:
     return simulate(work, cluster, max_lag=max_lag, steps=STEPS)
 
 
-def _ranked(moves: Iterator[Move] | list[Move]) -> tuple[Move, ...]:
+def _ranked(moves: Iterable[Move]) -> tuple[Move, ...]:
     """The best first; of moves that change the same settings only the smallest that brings about as much."""
     kept: list[Move] = []
     for move in moves:  # those that change the same settings come smallest first, and two together after each alone

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ConfigError
+from headrace.insight.tails import LogNormal
 
 Numbers = npt.NDArray[np.float64]
 
@@ -22,13 +23,13 @@ _LARGEST_RATIO = math.exp(_Z95**2 / 2)  # of a log-normal's p95 to its mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Drawn:
     """Numbers around a mean, log-normal: `cv` is their standard deviation over the mean, 0 for always the mean.
 
     What is drawn above `cap` is cut to it, so a cap lowers the mean of what is drawn.
 
     Example:
-        Spread(mean=4096.0, cv=1.0, cap=32768.0)
+        Drawn(mean=4096.0, cv=1.0, cap=32768.0)
     """
 
     mean: float
@@ -36,7 +37,7 @@ class Spread:
     cap: float = math.inf
 
     @classmethod
-    def of_p95(cls, mean: float, p95: float) -> Spread:
+    def of_p95(cls, mean: float, p95: float) -> Drawn:
         """With 95 in 100 numbers below `p95`."""
         if not 0 < mean <= p95 <= mean * _LARGEST_RATIO:
             raise ConfigError(
@@ -50,9 +51,7 @@ class Spread:
         """So many of them."""
         if self.cv == 0 or self.mean == 0:
             return np.full(count, min(self.mean, self.cap))
-        variance = math.log1p(self.cv**2)
-        drawn = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), count)
-        return np.minimum(drawn, self.cap)
+        return LogNormal(self.mean, self.cv, self.cap).sample(rng, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +80,14 @@ class Workload:
     """What a step consists of.
 
     Example:
-        Workload(groups_per_step=512, samples=16, tokens=Spread(mean=4096.0, cv=1.0, cap=32768.0),
-            reward_s=Spread.of_p95(1.0, 4.0), prompt_tokens=512.0, no_signal_share=0.3)
+        Workload(groups_per_step=512, samples=16, tokens=Drawn(mean=4096.0, cv=1.0, cap=32768.0),
+            reward_s=Drawn.of_p95(1.0, 4.0), prompt_tokens=512.0, no_signal_share=0.3)
     """
 
     groups_per_step: int
     samples: int
-    tokens: Spread | Recorded  # that an answer has
-    reward_s: Spread | Recorded = Spread(mean=0.0)  # that a verdict takes, once a reward worker has the answer
+    tokens: Drawn | Recorded  # that an answer has
+    reward_s: Drawn | Recorded = Drawn(mean=0.0)  # that a verdict takes, once a reward worker has the answer
     prompt_tokens: float = 0.0
     no_signal_share: float = 0.0  # of the groups: all their rewards are equal, so they are dropped
     max_new_tokens: int = 0  # answers of so many tokens were cut; 0: none is
