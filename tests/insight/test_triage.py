@@ -8,10 +8,14 @@ import pytest
 from tiny_runs import Workshop, write_prompts
 
 from headrace import api
+from headrace.config import Config, LearnerSection, LoopSection, RolloutSection
 from headrace.errors import RunError
+from headrace.insight.calibration import Calibration
 from headrace.insight.equation import Placement
-from headrace.insight.triage import Move, _ranked, triage, triage_typed
+from headrace.insight.simulator import simulate
+from headrace.insight.triage import Move, _moves, _ranked, triage, triage_typed
 from headrace.insight.walls import Wall
+from headrace.insight.workload import Cluster, Drawn, Workload
 from headrace.types import StageTimes
 
 STEPS = ("loop.steps=5", "prompts.shuffle=false")
@@ -69,3 +73,22 @@ def test_of_like_moves_the_smallest_that_is_as_good_stays() -> None:
     assert [one.settings for one in found] == [("a=1",), ()]
     found = _ranked([move(1.5, "a=1"), move(1.7, "a=2"), move(1.3, "b=1"), move(2.0, "a=2", "b=1")])
     assert [one.settings for one in found] == [("a=2", "b=1"), ("a=2",), ("b=1",)]
+
+
+def test_fuller_passes_are_proposed_where_passes_cost_more_than_tokens() -> None:
+    """16 answers of 20 tokens: 10 ms a pass of one answer each, next to nothing a token; four to a pass save 0.12 s."""
+    config = Config(
+        rollout=RolloutSection(samples=4),
+        loop=LoopSection(groups_per_step=4),
+        learner=LearnerSection(micro_batch_tokens=20),
+    )
+    cluster = Cluster(
+        rollout_workers=1, rows_per_worker=16, decode_s=1e-3, train_pass_s=0.01, pass_tokens=20, colocated=True
+    )
+    work = Workload(groups_per_step=4, samples=4, tokens=Drawn(mean=20.0))
+    calibration = Calibration(workload=work, cluster=cluster, max_lag=0, num_steps=1, step_s=0.18)
+    now = simulate(work, cluster, max_lag=0)
+    found = {move.settings: move for move in _moves(calibration, config, now)}
+    fuller = found[("learner.micro_batch_tokens=80",)]
+    assert now.step_s - fuller.step_s == pytest.approx(0.12)
+    assert fuller in _ranked(found.values())
