@@ -16,7 +16,7 @@ from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import find_device, read_hardware
 from headrace.insight.model_shape import model_shape
 from headrace.insight.planner import Question, plan, search
-from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds
+from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import simulate as simulate_run
 from headrace.insight.tails import LogNormal
 from headrace.insight.trace import VIEWERS, write_trace
@@ -127,12 +127,14 @@ def simulate(
     settings: Settings = None,
     run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
     max_lag: Annotated[str, typer.Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")] = 1,
+    params: Annotated[str, typer.Option(help="speeds of a model of this size, 7B, or of this config.json")] = "",
+    gpus: Annotated[str, typer.Option(help="in all, 1024 or 64xH200; H100 if it matters and nobody says")] = "1",
     gpus_per_worker: Annotated[int, typer.Option(min=1, help="GPUs of one rollout worker")] = 1,
     rollout_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
     colocated: Annotated[bool, typer.Option(help="generate and train in turns, on all GPUs")] = False,
     mean_tokens: Annotated[str, typer.Option(help="of an answer, e.g. 8k")] = "0",
     cv: Annotated[float, typer.Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
+    prompt_tokens: Annotated[str, typer.Option(help="of a prompt")] = "0",
     reward_mean: Annotated[str, typer.Option(help="seconds of a verdict, e.g. 200ms")] = "0",
     reward_p95: Annotated[str, typer.Option(help="that 95 in 100 verdicts stay below")] = "0",
     decode: Annotated[str, typer.Option(help="seconds of a decode step with one row")] = "0",
@@ -150,6 +152,7 @@ def simulate(
         typed = Typed(
             mean_tokens=amount(mean_tokens, "--mean-tokens"),
             cv=cv,
+            prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
             reward_s=seconds(reward_mean, "--reward-mean"),
             reward_p95_s=seconds(reward_p95, "--reward-p95"),
             decode_s=seconds(decode, "--decode"),
@@ -157,7 +160,11 @@ def simulate(
             train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
             publish_s=seconds(publish, "--publish"),
         )
-        layout = Layout(gpus=gpus, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+        number, device = _gpus(gpus, "H100")
+        layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+        model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
+        if model:
+            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device))
         work, cluster = scenario(recipe, typed, layout, run)
         found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
         if as_json:
@@ -181,8 +188,8 @@ def trace(
             print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
 
 
-def _gpus(text: str) -> tuple[int, str]:
-    found = re.fullmatch(r"\s*(\d+)\s*[x×]\s*(\S.*?)\s*", text)
-    if found is None or int(found[1]) < 1:
+def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
+    found = re.fullmatch(r"\s*(\d+)\s*(?:[x×]\s*(\S.*?)\s*)?", text)
+    if found is None or int(found[1]) < 1 or (found[2] or default) is None:
         raise ConfigError(f"--gpus {text}: write how many of which, such as 8xH100")
-    return int(found[1]), found[2]
+    return int(found[1]), found[2] or default or ""

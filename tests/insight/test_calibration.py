@@ -15,7 +15,10 @@ from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import Answer, Pass, calibrate, decode_speed, service_seconds, training_speed
-from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds
+from headrace.insight.hardware import find_device
+from headrace.insight.model_shape import model_shape
+from headrace.insight.roofline import decode_step_s, train_s
+from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 
 STEP_S, ROW_S = 0.01, 0.0005
 
@@ -64,6 +67,36 @@ def test_a_speed_that_no_answer_tells_apart_is_never_negative():
     step_s, row_s = decode_speed(alike, [])
     assert min(step_s, row_s) >= 0
     assert 10 * step_s + 40 * row_s == pytest.approx(1.0)
+
+
+def test_equal_batches_are_shared_out_by_what_a_row_is_like():
+    """Sixteen rows always: 5 ms a step are 3.4 + 16 x 0.1, as well as anything else."""
+    answers = [answer(i, 101, 0.0, 0.5) for i in range(16)]
+    step_s, row_s = decode_speed(answers, [], like_row_s=1e-4)
+    assert step_s == pytest.approx(0.005 - 16e-4, rel=0.01)
+    assert row_s == pytest.approx(1e-4, rel=0.01)
+
+
+def test_equal_passes_are_shared_out_by_what_a_pass_is_like():
+    passes = [Pass(0.05, 1000)] * 8
+    _, pass_s, token_s = training_speed(passes, 2, like_pass_s=0.01)
+    assert (pass_s, token_s) == pytest.approx((0.01, 4e-5), rel=0.01)
+
+
+def test_unequal_passes_tell_themselves():
+    passes = [Pass(0.01 + 4e-5 * n, n) for n in (100, 500, 2000, 8000)]
+    _, pass_s, token_s = training_speed(passes, 4, like_pass_s=0.002)
+    assert (pass_s, token_s) == pytest.approx((0.01, 4e-5), rel=0.01)
+
+
+def test_speeds_are_worked_out_from_a_model_and_a_device():
+    config = load_config(None, ["prompts.source=x.jsonl", "model.path=m", "rollout.max_new_tokens=8192"])
+    model, device = model_shape("7B"), find_device("H100")
+    typed = worked_out(Typed(publish_s=3.0), config, Layout(gpus=16, gpus_per_worker=2), model, device)
+    assert (typed.mean_tokens, typed.prompt_tokens, typed.publish_s) == (4096.0, 512.0, 3.0)
+    full_s = decode_step_s(model, device, batch=256, context_tokens=512 + 2048, tensor_parallel=2)
+    assert typed.rollout_tokens_s == pytest.approx(256 / full_s)
+    assert 1 / typed.train_tokens_s == pytest.approx(train_s(model, device, num_tokens=1, sequence_tokens=4608))
 
 
 def test_seconds_of_a_verdict_leave_out_the_wait_for_a_worker():

@@ -71,6 +71,8 @@ def test_of_like_moves_the_smallest_that_is_as_good_stays() -> None:
 
     found = _ranked([move(1.5, "a=1"), move(1.51, "a=2"), move(1.0, "b=1"), move(1.52, "a=1", "b=1"), move(1.2)])
     assert [one.settings for one in found] == [("a=1",), ()]
+    found = _ranked([move(1.9), move(1.2, "a=1")])  # what can be done now comes before what must be bought
+    assert [one.settings for one in found] == [("a=1",), ()]
     found = _ranked([move(1.5, "a=1"), move(1.7, "a=2"), move(1.3, "b=1"), move(2.0, "a=2", "b=1")])
     assert [one.settings for one in found] == [("a=2", "b=1"), ("a=2",), ("b=1",)]
 

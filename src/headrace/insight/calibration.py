@@ -29,6 +29,8 @@ _ANSWERS = (
     "COALESCE(trained_step, 0) FROM trajectories WHERE finish IS NOT NULL AND num_tokens > 0 ORDER BY finished_s"
 )
 _ROUNDS = 8
+ROW_TOKENS = 2 / 3  # of training cost as much as a row of a decode step: a third of the work, at half the efficiency
+PASS_STEPS = 5  # a pass of the learner, forward and backward, costs about so many decode steps, whatever its tokens
 
 Interval = tuple[float, float]
 
@@ -112,10 +114,11 @@ def calibrate(run_dir: Path) -> Calibration:
     groups = _by_group(answers)
     num_prompt_tokens = sum(group[0].num_prompt_tokens for group in groups)
     elsewhere = [interval for stage in ("train", "reference", "publish", "evaluate") for interval in spans[stage]]
-    decode_s, decode_row_s = decode_speed(answers, elsewhere)
-    optimizer_s, pass_s, token_s = training_speed(passes, len(spans["publish"]))
+    decode_s, decode_row_s = decode_speed(answers, elsewhere, like_row_s=ROW_TOKENS * _mean_token_s(passes))
+    optimizer_s, pass_s, token_s = training_speed(passes, len(spans["publish"]), like_pass_s=PASS_STEPS * decode_s)
     trained_tokens = sum(a.num_tokens + a.num_prompt_tokens for a in answers if a.step)
     running = [(a.started_s, a.finished_s) for a in answers]
+    forward_s = token_s / 3  # the backward pass has twice the products
     prefill_s = union_length(spans["rollout"] + running) - union_length(running)
     scoring = [(a.finished_s, a.scored_s) for a in answers if a.scored_s is not None]
     everything = running + scoring + [i for stage in spans for i in spans[stage]]
@@ -125,7 +128,8 @@ def calibrate(run_dir: Path) -> Calibration:
         rows_per_worker=config.rollout.max_running,
         decode_s=decode_s,
         decode_row_s=decode_row_s,
-        prefill_token_s=prefill_s / num_prompt_tokens,
+        prefill_s=max(0.0, prefill_s - forward_s * num_prompt_tokens) / len(groups),
+        prefill_token_s=min(forward_s, prefill_s / num_prompt_tokens),
         train_token_s=token_s,
         train_pass_s=pass_s,
         pass_tokens=config.learner.micro_batch_tokens,
@@ -198,8 +202,10 @@ def service_seconds(answers: Sequence[Answer], num_workers: int) -> dict[str, fl
     return found
 
 
-def decode_speed(answers: Sequence[Answer], elsewhere: list[Interval]) -> tuple[float, float]:
-    """Seconds of a decode step, and of each row in it."""
+def decode_speed(
+    answers: Sequence[Answer], elsewhere: list[Interval], *, like_row_s: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of a decode step, and of each row in it: about `like_row_s`, where the answers do not tell."""
     edges, taken = _cumulative(elsewhere)
     start_s, end_s = np.array([(a.started_s, a.finished_s) for a in answers]).T
     # from here on, time is the engine's: what the device did elsewhere is taken out
@@ -219,7 +225,8 @@ def decode_speed(answers: Sequence[Answer], elsewhere: list[Interval]) -> tuple[
         taken_steps, in_all = (np.interp(end_s, times, c) - np.interp(start_s, times, c) for c in (paces, tokens))
         columns = np.stack([steps, in_all * steps / taken_steps], axis=1)
         alike = float(in_all.sum() / taken_steps.sum())  # as many as run together
-        step_s, row_s = _fit(columns, end_s - start_s, (0.5, 0.5), alike=alike)
+        expected = min(like_row_s * columns[:, 1].sum() / (end_s - start_s).sum(), 0.9)
+        step_s, row_s = _fit(columns, end_s - start_s, (1 - expected, expected), (0.5, 0.5), alike=alike)
     return step_s, row_s
 
 
@@ -235,33 +242,45 @@ def _cumulative(intervals: list[Interval]) -> tuple[Numbers, Numbers]:
     return np.array(edges), np.array(taken)
 
 
-def training_speed(passes: Sequence[Pass], num_steps: int) -> tuple[float, float, float]:
+def _mean_token_s(passes: Sequence[Pass]) -> float:
+    """Seconds that a token of a micro-batch took."""
+    batches = [one for one in passes if one.num_tokens]
+    return sum(one.seconds for one in batches) / max(1, sum(one.num_tokens or 0 for one in batches))
+
+
+def training_speed(passes: Sequence[Pass], num_steps: int, *, like_pass_s: float = 0.0) -> tuple[float, float, float]:
     """Seconds of the optimizer's part of a step, of a micro-batch, and of each token in it.
 
-    What is no micro-batch is the optimizer's.
+    What is no micro-batch is the optimizer's. A micro-batch takes about `like_pass_s`, where they do not tell.
     """
     optimizer_s = sum(one.seconds for one in passes if one.num_tokens is None) / num_steps
     batches = [one for one in passes if one.num_tokens]
     if not batches:
         return optimizer_s, 0.0, 0.0
     columns = np.array([(1.0, float(one.num_tokens or 0)) for one in batches])
-    pass_s, token_s = _fit(columns, np.array([one.seconds for one in batches]), (0.0, 1.0))
+    values = np.array([one.seconds for one in batches])
+    expected = min(like_pass_s * len(values) / values.sum(), 0.9)
+    pass_s, token_s = _fit(
+        columns, values, (expected, 1 - expected), (max(expected, 0.01), 0.5), alike=len(values) / num_steps
+    )
     return optimizer_s, pass_s, token_s
 
 
-def _fit(columns: Numbers, values: Numbers, shares: tuple[float, float], *, alike: float = 1.0) -> tuple[float, float]:
+def _fit(
+    columns: Numbers, values: Numbers, shares: tuple[float, float], spreads: tuple[float, float], *, alike: float = 1.0
+) -> tuple[float, float]:
     """The two factors, neither below zero, with which the columns come nearest to the values.
 
     What the values do not tell apart is shared out: before they are looked at, each factor is taken to make up its
-    share of their sum, give or take half of that sum. So many values as are `alike` count as one: they err together.
+    share of their sum, give or take its spread. So many values as are `alike` count as one: they err together.
     """
     whole = values.sum() / columns.sum(axis=0)
-    expected, scale = np.array(shares), 0.5
+    expected, certain = np.array(shares), 1 / np.array(spreads) ** 2
     scaled = columns * whole  # a factor of 1 makes up all of the sum
     best = np.linalg.lstsq(scaled, values, rcond=None)[0]
     noise = max(float(np.mean((scaled @ best - values) ** 2)), 1e-12 * float(np.mean(values**2))) * alike
     factors = np.linalg.solve(
-        scaled.T @ scaled / noise + np.eye(2) / scale**2, scaled.T @ values / noise + expected / scale**2
+        scaled.T @ scaled / noise + np.diag(certain), scaled.T @ values / noise + certain * expected
     )
     if (factors < 0).any():
         kept = int(np.argmax(factors))

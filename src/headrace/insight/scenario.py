@@ -1,6 +1,7 @@
 """From a recipe and a few numbers to what a simulation is told.
 
-The recipe says what a step consists of. How long things take comes from a run's ledger, or is typed.
+The recipe says what a step consists of. How long things take comes from a run's ledger, is typed, or is worked out from
+a model's shape and a device's datasheet.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import calibrate, workload_of
+from headrace.insight.hardware import Device
+from headrace.insight.model_shape import ModelShape
+from headrace.insight.roofline import decode_step_s, train_s
+from headrace.insight.sync import Transfer, sync_times
 from headrace.insight.workload import Cluster, Drawn, Workload
 
+DEFAULT_PROMPT_TOKENS = 512.0
+BUCKET_BYTES = 512e6
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
@@ -31,6 +38,7 @@ class Typed:
     cv: float = 0.0
     reward_s: float = 0.0  # mean
     reward_p95_s: float = 0.0
+    prompt_tokens: float = 0.0
     decode_s: float = 0.0  # one decode step of a rollout worker with a single row
     rollout_tokens_s: float = 0.0  # a rollout worker with all its rows
     train_tokens_s: float = 0.0  # one GPU of the learner
@@ -91,6 +99,41 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
     )
 
 
+def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Device) -> Typed:
+    """What was typed, and the rest by the datasheet; answers are half as long as they may be, if nobody says."""
+    mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
+    rows, prompt_tokens = config.rollout.max_running, typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
+    full_s, alone_s = (
+        decode_step_s(
+            model,
+            device,
+            batch=batch,
+            context_tokens=prompt_tokens + mean_tokens / 2,
+            tensor_parallel=layout.gpus_per_worker,
+        )
+        for batch in (rows, 1)
+    )
+    transfer = Transfer(
+        num_copies=layout.rollout_workers,
+        num_learners=layout.learner_gpus,
+        tensor_parallel=layout.gpus_per_worker,
+        bucket_bytes=BUCKET_BYTES,
+        relay=True,
+        same_node=layout.gpus <= device.num_per_node,
+    )
+    publish_s = 0.0 if layout.turns else sync_times(model, device, transfer).exposed_s
+    trained_s = train_s(model, device, num_tokens=1, sequence_tokens=prompt_tokens + mean_tokens)
+    return replace(
+        typed,
+        mean_tokens=mean_tokens,
+        prompt_tokens=prompt_tokens,
+        decode_s=typed.decode_s or (alone_s if not typed.rollout_tokens_s else 0.0),
+        rollout_tokens_s=typed.rollout_tokens_s or rows / full_s,
+        train_tokens_s=typed.train_tokens_s or 1 / trained_s,
+        publish_s=typed.publish_s or publish_s,
+    )
+
+
 def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
     needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
     needed |= {"--train-tokens-s": typed.train_tokens_s}
@@ -98,7 +141,7 @@ def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
     if missing:
         raise ConfigError(
             f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN to take "
-            "them from a run's ledger"
+            "them from a run's ledger, or --params 7B to work them out"
         )
     blank = Workload(groups_per_step=1, samples=1, tokens=Drawn(mean=typed.mean_tokens))
     cluster = Cluster(
@@ -114,6 +157,8 @@ def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
 def _with_typed_answers(work: Workload, typed: Typed) -> Workload:
     if typed.mean_tokens:
         work = replace(work, tokens=Drawn(mean=typed.mean_tokens, cv=typed.cv))
+    if typed.prompt_tokens:
+        work = replace(work, prompt_tokens=typed.prompt_tokens)
     if typed.reward_p95_s and typed.reward_s:
         work = replace(work, reward_s=Drawn.of_p95(typed.reward_s, typed.reward_p95_s))
     elif typed.reward_p95_s:  # with as much spread as a mean of half of it has

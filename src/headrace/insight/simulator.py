@@ -120,7 +120,7 @@ class _Simulation:
         self.pool = EnginePool(
             cluster,
             np.random.default_rng([seed, 1]),
-            prefill_s=cluster.prefill_token_s * workload.prompt_tokens,
+            prefill_s=cluster.prefill_s + cluster.prefill_token_s * workload.prompt_tokens,
             on_begin=self._on_begin,
             on_end=self._on_end,
             on_lost=self._on_lost,

@@ -116,8 +116,12 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
 def _without_each(calibration: Calibration) -> dict[Wall, float]:
     """How long a step would be if one thing cost nothing."""
     work, cluster = calibration.workload, calibration.cluster
+    no_engine = {"decode_s": NO_TIME_S, "decode_row_s": 0.0, "prefill_s": 0.0, "prefill_token_s": 0.0}
     cases: dict[Wall, tuple[Workload, Cluster]] = {
-        Wall.GENERATION: (work, replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_token_s=0.0)),
+        Wall.GENERATION: (
+            work,
+            replace(cluster, **no_engine),
+        ),
         Wall.REWARD: (replace(work, reward_s=Drawn(mean=0.0)), cluster),
         Wall.LEARNER: (
             work,
@@ -200,14 +204,16 @@ def _simulated(work: Workload, cluster: Cluster, max_lag: int) -> Simulated:
 
 
 def _ranked(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """The best first; of moves that change the same settings only the smallest that brings about as much."""
+    """Settings before other devices, the best first; of moves that change the same settings only the smallest that
+    brings about as much.
+    """
     kept: list[Move] = []
     for move in moves:  # those that change the same settings come smallest first, and two together after each alone
         changed = _keys(move)
         least = max((k.gain for k in kept if _keys(k) and _keys(k) <= changed), default=1.0) * LEAST_GAIN
         if move.gain >= (least if changed else LEAST_GAIN):
             kept = [k for k in kept if not changed or _keys(k) != changed] + [move]
-    return tuple(sorted(kept, key=lambda move: -move.gain)[:MOVES_SHOWN])
+    return tuple(sorted(kept, key=lambda move: (not move.settings, -move.gain))[:MOVES_SHOWN])
 
 
 def _keys(move: Move) -> set[str]:

@@ -120,7 +120,8 @@ class Cluster:
     rows_per_worker: int
     decode_s: float  # of one decode step, whatever its batch
     decode_row_s: float = 0.0  # on top, for each row of the batch
-    prefill_token_s: float = 0.0  # a group's prompt is computed once
+    prefill_s: float = 0.0  # of a group's prompt, which is computed once
+    prefill_token_s: float = 0.0  # on top, for each of its tokens
     train_token_s: float = 0.0  # forward and backward, of the whole learner, prompt tokens too
     train_pass_s: float = 0.0  # on top, for each micro-batch
     pass_tokens: int = 0  # of a micro-batch of the whole learner; 0: each group is one
