@@ -27,11 +27,13 @@ from headrace.config import BufferSection, Config, LoopSection, RecoverySection,
 from headrace.learner.corrections import MismatchSums
 from headrace.learner.learner import StepStats
 from headrace.ledger.ledger import Ledger
-from headrace.loop.loop import Loop, Stages
+from headrace.loop.loop import Loop
 from headrace.loop.resume import resume
+from headrace.loop.stages import Stages
 from headrace.place.device import DeviceThread
 from headrace.prompts.cursor import Cursor
 from headrace.rollout.actor import trajectory_id
+from headrace.rollout.request import EngineCounts
 from headrace.types import Completion, DropReason, FinishReason, Group, Prompt, Score, Span, Timing, Trajectory
 
 SAMPLES = 3
@@ -222,9 +224,7 @@ class Actor:
 
     def __init__(self, world: World, ledger: Ledger, exact: bool) -> None:
         self._world, self._ledger = world, ledger
-        self.engine = SimpleNamespace(
-            preemptions=0, parks=0, policy=SimpleNamespace(exact=exact), likeliest=lambda prompt: None
-        )
+        self.exact, self.counts = exact, EngineCounts()
         self.version = 0
         self.on_begun: Callable[[int, int], None]
         self.answers: list[Answer] = []
@@ -306,7 +306,7 @@ class Scorer:
 class Learner:
     """Its weights are a digest of everything they were trained on, in order."""
 
-    uses_reference, policy = False, None
+    uses_reference = False
 
     def __init__(self, world: World) -> None:
         self._world, self._groups, self._version = world, [], 0
@@ -407,6 +407,7 @@ class Process:
             "scorer": self.scorer,
             "learner": Learner(world),
             "publisher": publisher,
+            "canary": SimpleNamespace(check=lambda version: None),
             "checkpoints": checkpoints,
         }
         self.loop = Loop(

@@ -86,7 +86,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
 
 def _redoes_waves(loop: Loop) -> bool:
     """Company changes bits: strictly on-policy, a wave is generated again as a whole, or not at all."""
-    return loop.config.loop.max_lag == 0 and not loop.stages.actor.engine.policy.exact
+    return loop.config.loop.max_lag == 0 and not loop.stages.actor.exact
 
 
 def _rule(loop: Loop) -> str:

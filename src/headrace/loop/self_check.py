@@ -15,7 +15,7 @@ from headrace.errors import ModelError
 from headrace.learner.corrections import NEAR, MismatchSums
 from headrace.learner.learner import Learner
 from headrace.roles import Device
-from headrace.rollout.actor import RolloutActor
+from headrace.rollout.rollouts import Rollouts
 from headrace.rollout.sampling import Sampling
 from headrace.types import Prompt
 
@@ -27,7 +27,7 @@ LARGE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.01, torch.bf
 
 
 async def self_check(
-    actor: RolloutActor, learner: Learner, device: Device, prompts: list[Prompt], sampling: Sampling
+    actor: Rollouts, learner: Learner, device: Device, prompts: list[Prompt], sampling: Sampling
 ) -> MismatchSums:
     """The mismatch of a small batch. The actor must be running."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))

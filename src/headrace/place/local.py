@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,10 @@ from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import REFERENCE, START
+from headrace.loop.canary import Canary, next_logprob
 from headrace.loop.checkpoint import Checkpoints, snapshot
-from headrace.loop.loop import Loop, Stages
+from headrace.loop.loop import Loop
+from headrace.loop.stages import Stages
 from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.demo import build_demo
@@ -26,7 +29,7 @@ from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
-from headrace.types import Group, Trajectory
+from headrace.types import Group, IntArray, Trajectory
 
 
 class LocalPlace:
@@ -99,6 +102,12 @@ class LocalPlace:
             buffer=buffer,
             learner=learner,
             publisher=SharedPublisher(self.engine),
+            canary=Canary(
+                self._likeliest,
+                partial(next_logprob, self.policy),
+                self.prompts.held_out[0].token_ids,
+                dtype=self.policy.dtype,
+            ),
             ledger=self.ledger,
             clock=self.clock,
             device=self.device,
@@ -113,7 +122,7 @@ class LocalPlace:
         Of the engine its tokens count, not its steps: it could step for ever without coming further.
         """
         moves = {stage: n for stage, n in self.clock.moves().items() if stage not in ("rollout", "evaluate")}
-        return self.engine.computed_tokens, self.scorer.moves, moves
+        return self.engine.counts.computed_tokens, self.scorer.moves, moves
 
     async def close(self, *, hung: bool = False) -> None:
         """End the reward processes and the device thread, close the books. What hangs is not waited for."""
@@ -172,6 +181,10 @@ class LocalPlace:
                 f"rollout.max_new_tokens = {answer} leaves no room for a prompt: the model's context is {context}"
             )
         return context - answer
+
+    def _likeliest(self, prompt: IntArray) -> list[tuple[int, float]]:
+        found = self.engine.likeliest(prompt)
+        return [] if found is None else [found]
 
     def _on_sampled(self, num_tokens: int) -> None:
         assert self.ledger is not None
