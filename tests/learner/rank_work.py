@@ -54,7 +54,9 @@ def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable
     torch.set_num_threads(1)
     try:
         device = torch.device("cpu")
-        sharding = Sharding(rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, device=device, timeout_s=WAIT_S)
+        sharding = Sharding(
+            rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, device=device, timeout_s=WAIT_S
+        )
         pipe.send((work(sharding, *args),))
         sharding.close()
     except BaseException:
@@ -111,5 +113,7 @@ def references_of(learner: Learner, group: Group) -> list[Any]:
     mine = learner.reference_logprobs(replace(group, trajectories=tuple(parts[learner.sharding.rank])))
     told: list[Any] = [None] * num_ranks
     torch.distributed.all_gather_object(told, mine)
-    known = {t.id: found for part, values in zip(parts, told, strict=True) for t, found in zip(part, values, strict=True)}
+    known = {
+        t.id: found for part, values in zip(parts, told, strict=True) for t, found in zip(part, values, strict=True)
+    }
     return [known[t.id] for t in group.trajectories]

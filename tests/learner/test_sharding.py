@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from hand_made import group_of, trajectory
-from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
+from rank_work import Outcome, on_ranks, take_steps
 
 from headrace.config import LearnerSection
-from headrace.learner.sharding import Sharding, split
 from headrace.policy.policy import Policy
 from headrace.types import Group, Replay
 

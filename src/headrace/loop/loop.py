@@ -21,7 +21,6 @@ from headrace.learner.batch import Item
 from headrace.learner.learner import StepStats
 from headrace.ledger.clock import STALL
 from headrace.ledger.journal import Attempt
-from headrace.loop.checkpoint import snapshot
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
 from headrace.loop.stages import Stages
@@ -265,7 +264,7 @@ class Loop:
         stages, version = self.stages, self.version
         facts = {"prompts": stages.prompts.state()}
         with stages.clock.span("checkpoint", version=version, detail=STALL):
-            copies = await stages.device.run(snapshot, stages.learner.tensors())
+            write_tensors = await stages.device.run(stages.learner.snapshot)
             if self.config.recovery.in_flight == "resume":
                 stages.ledger.keep_partials(await self._under_way())
             stages.ledger.sync()  # a checkpoint must never be ahead of the books
@@ -273,7 +272,7 @@ class Loop:
         async def write() -> None:
             try:
                 with stages.clock.span("checkpoint", version=version):
-                    await beside(stages.checkpoints.write, version, copies, facts)
+                    await beside(stages.checkpoints.write, version, write_tensors, facts)
                 self._prune(version)
             except RunError as error:
                 self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")

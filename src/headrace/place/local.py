@@ -17,9 +17,9 @@ from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import REFERENCE, START
 from headrace.loop.canary import Canary, next_logprob
-from headrace.loop.checkpoint import Checkpoints, snapshot
+from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
-from headrace.loop.stages import Stages
+from headrace.loop.stages import LocalTrainer, Stages
 from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.demo import build_demo
@@ -67,14 +67,14 @@ class LocalPlace:
         """The loop of the run; a new one gets its ledger."""
         config = self.config
         with memory_for("the optimizer and the reference policy", LEARNER):
-            learner = self.device.call(self._learner)
+            learner = LocalTrainer(self.device.call(self._learner))
         checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
         if self.ledger is None:
             facts = {"prompts": self.prompts.state()}
-            self.device.call(lambda: checkpoints.write(0, snapshot(learner.tensors()), facts))
+            self.device.call(lambda: checkpoints.write(0, learner.snapshot(), facts))
             if learner.uses_reference:
                 reference = Checkpoints(self.run_dir, 1, REFERENCE)
-                self.device.call(lambda: reference.write(0, snapshot(learner.reference_tensors()), {}))
+                self.device.call(lambda: reference.write(0, learner.snapshot_reference(), {}))
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
         self.scorer.verdicts.update(self.ledger.verdicts())
         self.scorer.on_verdict = self.ledger.judged
