@@ -1,0 +1,81 @@
+"""Which elements changed, and where: places as gaps between them, a byte each or a little more.
+
+A step of RL at a small learning rate leaves most bfloat16 weights as they were, to the bit. What changed is found by
+comparing bits, four weights at a time. A gap is written in groups of seven bits, the last one below 128: one byte up to
+127, two up to 16,383, three up to two million. The average stays below three bytes while more than one weight in half a
+million changes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.errors import PublishError
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GROUP = 7
+_MORE = 1 << _GROUP
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's own memory, flat, as integers of its element's size."""
+    return tensor.detach().view(-1).view(_BITS[tensor.element_size()])
+
+
+def changed_places(new: Tensor, old: Tensor) -> Tensor:
+    """Where two flat tensors of bits differ, in order."""
+    per_word = 8 // new.element_size()
+    num_paired = len(new) // per_word * per_word
+    places = _differing(_words(new[:num_paired]), _words(old[:num_paired]))
+    if per_word > 1:
+        within = torch.arange(per_word, device=new.device)
+        places = (places[:, None] * per_word + within).flatten()
+        places = places[new[places] != old[places]]
+    rest = _differing(new[num_paired:], old[num_paired:])
+    return torch.cat([places, rest + num_paired]) if len(rest) else places
+
+
+def _differing(new: Tensor, old: Tensor) -> Tensor:
+    return (new != old).nonzero().flatten()
+
+
+def _words(flat: Tensor) -> Tensor:
+    if flat.storage_offset() * flat.element_size() % 8:  # a view into a larger tensor may begin anywhere
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+def code_places(places: Tensor) -> Tensor:
+    """Places in rising order, as bytes."""
+    gaps = places.diff(prepend=places.new_full((1,), -1)) - 1  # elements passed over
+    lengths = torch.ones_like(gaps)
+    for length in range(1, 9):
+        longer = gaps >= 1 << (_GROUP * length)
+        if not bool(longer.any()):
+            break
+        lengths += longer
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    coded = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8, device=places.device)
+    for index in range(int(lengths.max()) if len(lengths) else 0):
+        here = (lengths > index).nonzero().flatten() if index else slice(None)
+        more = (lengths[here] > index + 1) * _MORE
+        coded[starts[here] + index] = ((gaps[here] >> (_GROUP * index)) % _MORE + more).to(torch.uint8)
+    return coded
+
+
+def read_places(coded: Tensor, num_places: int, num_elements: int) -> Tensor:
+    """The places again. Raises if they are not so many, or not all within the tensor."""
+    ends = (coded < _MORE).nonzero().flatten()
+    if len(ends) != num_places or (num_places and int(ends[-1]) != len(coded) - 1):
+        raise PublishError(f"{len(ends)} places are coded in place of {num_places}")
+    starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])[:num_places]
+    gaps = (coded[starts] % _MORE).long()
+    for index in range(1, int((ends - starts).max()) + 1 if num_places else 0):
+        here = (ends - starts >= index).nonzero().flatten()
+        gaps[here] += (coded[starts[here] + index] % _MORE).long() << (_GROUP * index)
+    places = (gaps + 1).cumsum(0) - 1
+    if num_places and not 0 <= int(places[-1]) < num_elements:
+        raise PublishError(f"place {int(places[-1])} is outside a tensor of {num_elements} elements")
+    return places
