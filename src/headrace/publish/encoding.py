@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
-from headrace.publish.delta import bits, changed_places, code_places, read_places
+from headrace.publish.delta import bits, changed_places, code_changes, code_places, read_changes, read_places
 from headrace.publish.payload import BUCKET_BYTES, BucketWriter, Manifest, Payload, TensorSpec, flat_bytes
 
 ADAPTER_MARK = "lora_"
@@ -122,11 +122,10 @@ class Encoder:
             places = changed_places(new, bits(old))
             changes[name] = places, new[places]
             if len(places):
-                coded = code_places(places)
-                writer.write(coded)
-                writer.write(flat_bytes(changes[name][1]))
-                num_bytes = len(coded) + len(places) * tensor.element_size()
-                specs.append(_spec(name, tensor, num_bytes, len(places), len(coded)))
+                parts = code_places(places), code_changes(changes[name][1], bits(old)[places])
+                for part in parts:
+                    writer.write(part)
+                specs.append(_spec(name, tensor, sum(map(len, parts)), len(places), len(parts[0])))
         if missing := self._held.keys() - changes.keys():
             raise PublishError(f"version {version} lacks '{min(missing)}', which version {self._committed} has")
         self._pending = _Pending(version, changes=changes)
@@ -180,12 +179,12 @@ class Update:
             self._writes.append(lambda part=part, piece=piece: part.copy_(piece))  # type: ignore[misc]
 
     def _change(self, payload: Payload, spec: TensorSpec, start: int, target: Tensor) -> None:
-        coded = payload.read(start, spec.place_bytes)
-        raw = payload.read(start + spec.place_bytes, spec.num_bytes - spec.place_bytes)
-        places = read_places(coded, spec.num_changed, target.numel()).to(target.device)
         flat = bits(target)
-        values = raw.clone().view(flat.dtype).to(target.device)  # a clone begins where its numbers may
-        self._writes.append(lambda: flat.index_put_((places,), values))
+        coded = payload.read(start, spec.place_bytes)
+        places = read_places(coded, spec.num_changed, len(flat)).to(target.device)
+        coded = payload.read(start + spec.place_bytes, spec.num_bytes - spec.place_bytes)
+        changes = read_changes(coded, spec.num_changed, flat.dtype).to(target.device)
+        self._writes.append(lambda: flat.index_put_((places,), flat[places] + changes))
 
 
 def _check_order(manifest: Manifest, held: int | None) -> None:
@@ -216,10 +215,6 @@ def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
             )
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' does not lie in one piece in memory")
-        size = (
-            target.numel() * target.element_size()
-            if manifest.encoding != Encoding.DELTA
-            else (spec.place_bytes + spec.num_changed * target.element_size())
-        )
-        if spec.num_bytes != size:
+        size = target.numel() * target.element_size()
+        if manifest.encoding != Encoding.DELTA and spec.num_bytes != size:
             raise PublishError(f"{where}: '{spec.name}' has {spec.num_bytes:,} bytes in place of {size:,}")
