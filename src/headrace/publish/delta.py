@@ -1,7 +1,7 @@
 """Which elements changed, where and by how much, in a byte or a little more for each of the two.
 
 A step of RL at a small learning rate leaves most bfloat16 weights as they were, to the bit, and moves the others to the
-next number or near it. What changed is found by comparing bits, four weights at a time. A place is the gap to the one
+next number or near it. A place is the gap to the one
 before; a change is the difference of the bits as integers. Both are written in groups of seven bits, the last group
 below 128: one byte up to 127, two up to 16,383, three up to two million. So a place takes less than three bytes on
 average while more than one weight in half a million changes.
@@ -9,6 +9,7 @@ average while more than one weight in half a million changes.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,25 +27,10 @@ def bits(tensor: Tensor) -> Tensor:
 
 def changed_places(new: Tensor, old: Tensor) -> Tensor:
     """Where two flat tensors of bits differ, in order."""
-    per_word = 8 // new.element_size()
-    num_paired = len(new) // per_word * per_word
-    places = _differing(_words(new[:num_paired]), _words(old[:num_paired]))
-    if per_word > 1:
-        within = torch.arange(per_word, device=new.device)
-        places = (places[:, None] * per_word + within).flatten()
-        places = places[new[places] != old[places]]
-    rest = _differing(new[num_paired:], old[num_paired:])
-    return torch.cat([places, rest + num_paired]) if len(rest) else places
-
-
-def _differing(new: Tensor, old: Tensor) -> Tensor:
-    return (new != old).nonzero().flatten()
-
-
-def _words(flat: Tensor) -> Tensor:
-    if flat.storage_offset() * flat.element_size() % 8:  # a view into a larger tensor may begin anywhere
-        flat = flat.clone()
-    return flat.view(torch.int64)
+    differs = new != old
+    if differs.is_cuda:
+        return differs.nonzero().flatten()
+    return torch.from_numpy(np.flatnonzero(differs.numpy()))  # several times as fast as torch's
 
 
 def code_places(places: Tensor) -> Tensor:
