@@ -136,9 +136,7 @@ class BucketWriter:
 def new_bucket(num_bytes: int, device: torch.device) -> Tensor:
     """Room for bytes."""
     if device.type == "cpu":
-        return torch.from_numpy(
-            np.empty(num_bytes, np.uint8)
-        )  # huge pages: filled in a third of the time
+        return torch.from_numpy(np.empty(num_bytes, np.uint8))  # huge pages: filled in a third of the time
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
