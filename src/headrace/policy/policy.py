@@ -177,10 +177,10 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
-    def save(self, directory: Path) -> None:
-        """Write a model directory that `transformers` loads."""
+    def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a model directory that `transformers` loads; with these weights, if its own are in parts."""
         with self._stock_attention():
-            self.model.save_pretrained(directory)
+            self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
@@ -378,7 +378,7 @@ def load_policy(section: ModelSection) -> Policy:
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)
-        tokenizer = _load_tokenizer(Path(section.tokenizer) if section.tokenizer else path)
+        tokenizer = load_tokenizer(section)
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
@@ -411,7 +411,9 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(section: ModelSection) -> Any:
+    """The model's own, or the one that the settings name."""
+    path = Path(section.tokenizer or section.path)
     load = gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
     tokenizer = load(path, **NOTHING_FOREIGN)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):

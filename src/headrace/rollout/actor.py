@@ -86,8 +86,7 @@ class RolloutActor:
         now_s = self._clock()
         requests, futures = [], []
         for index, sampling in zip(indices or range(len(samplings)), samplings, strict=True):
-            id = trajectory_id(serial, prompt, index, attempt)
-            id = id if counted else f"eval:{id}"
+            id = request_id(serial, prompt, index, attempt, counted=counted)
             future: asyncio.Future[Trajectory] = loop.create_future()
             futures.append(future)
             known = so_far.get(index) if so_far else None
@@ -211,6 +210,12 @@ def _generation(trajectory: Trajectory) -> Generation:
         finished_s=trajectory.timing.finished_s,
         replay=trajectory.replay,
     )
+
+
+def request_id(serial: int, prompt: Prompt, index: int, attempt: int, *, counted: bool) -> str:
+    """Of a trajectory, or of an answer that stays out of the books."""
+    id = trajectory_id(serial, prompt, index, attempt)
+    return id if counted else f"eval:{id}"
 
 
 def trajectory_id(serial: int, prompt: Prompt, index: int, attempt: int = 1) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from headrace.rollout.request import EngineCounts
@@ -13,6 +13,8 @@ from headrace.types import Prompt, Trajectory
 
 class Rollouts(Protocol):
     """Prompts in, trajectories out: one engine in this process, or many elsewhere."""
+
+    on_begun: Callable[[int, int], None]  # hears of a group's serial and the version that sampled its first token
 
     @property
     def exact(self) -> bool:
