@@ -93,3 +93,47 @@ def test_any_number_of_ranks_takes_the_same_steps(saved: Callable[..., Path], nu
     outcomes = on_ranks(num_ranks, take_steps, directory, section, steps)
     assert_all_ranks_agree(outcomes)
     assert_same(outcomes[0], take_steps(None, directory, section, steps))
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], LearnerSection, dict[str, Any]]] = {
+    "mixture": ("Qwen3Moe", {}, LearnerSection(lr=LR, micro_batch_tokens=32), {"routes": (2, 4, 2)}),
+    "outside the family": ("Starcoder2", {}, LearnerSection(lr=LR, micro_batch_tokens=32), {}),
+    "support and reference": (
+        "Llama",
+        {"tie_word_embeddings": False},
+        LearnerSection(lr=LR, micro_batch_tokens=32, kl_coef=0.1, loss="gspo", aggregation="sequence"),
+        {"supported": True},
+    ),
+    "recomputed": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True), {}),
+    "recomputed mixture": (
+        "Qwen3Moe",
+        {},
+        LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True),
+        {"routes": (2, 4, 2)},
+    ),
+    "recomputed outside the family": (
+        "Starcoder2",
+        {},
+        LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True),
+        {},
+    ),
+    "whole step": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=32, advantage="reinforce++"), {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_train_every_kind_of_model(saved: Callable[..., Path], variant: str):
+    architecture, changes, section, kind = VARIANTS[variant]
+    directory, steps = saved(architecture, **changes), make_steps(**kind)
+    outcomes = on_ranks(2, take_steps, directory, section, steps)
+    assert_all_ranks_agree(outcomes)
+    assert_same(outcomes[0], take_steps(None, directory, section, steps))
+
+
+def test_many_small_passes_add_up_to_one_large_one(saved: Callable[..., Path]):
+    directory, steps = saved(), make_steps()
+    small, large = (
+        on_ranks(2, take_steps, directory, LearnerSection(lr=LR, micro_batch_tokens=budget), steps)[0]
+        for budget in (16, 4096)
+    )
+    assert_same(small, large)

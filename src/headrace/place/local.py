@@ -20,7 +20,7 @@ from headrace.loop.loop import Loop, Stages
 from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.demo import build_demo
-from headrace.policy.policy import Policy, load_policy
+from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
@@ -129,7 +129,7 @@ class LocalPlace:
             if not (start / "config.json").exists():
                 build_demo(start, self.config.run.seed)
             section = section.model_copy(update={"path": str(start)})
-        return load_policy(section)
+        return load_policy(section, Lora.of(self.config.learner, self.config.run.seed))
 
     def _engine(self) -> Engine:
         r = self.config.rollout
