@@ -23,10 +23,10 @@ from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group
 
 WAIT_S = 60
-MODELS = ("qwen3", "qwen3_moe", "starcoder2", "llama")
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "starcoder2", "llama")]
 _context = multiprocessing.get_context("forkserver")
 # imported once, not by every rank
-_context.set_forkserver_preload(["headrace.learner.learner", *(f"transformers.models.{m}.modeling_{m}" for m in MODELS)])
+_context.set_forkserver_preload(["headrace.learner.learner", "headrace.loop.checkpoint", *MODELS])
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -56,9 +56,10 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     try:
-        device = torch.device("cpu")
-        sharding = Sharding(rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, device=device, timeout_s=WAIT_S)
-        pipe.send_bytes(pickle.dumps((work(sharding, *args),)))  # plainly: torch's own way needs this process to live on
+        place = {"host": "127.0.0.1", "port": port, "device": torch.device("cpu")}
+        sharding = Sharding(rank=rank, num_ranks=num_ranks, timeout_s=WAIT_S, **place)  # type: ignore[arg-type]
+        result = (work(sharding, *args),)
+        pipe.send_bytes(pickle.dumps(result))  # plainly: what torch does of itself needs a sender that lives on
         sharding.close()
     except BaseException:
         pipe.send_bytes(pickle.dumps(traceback.format_exc()))
@@ -114,5 +115,6 @@ def references_of(learner: Learner, group: Group) -> list[Any]:
     mine = learner.reference_logprobs(replace(group, trajectories=tuple(parts[learner.sharding.rank])))
     told: list[Any] = [None] * num_ranks
     torch.distributed.all_gather_object(told, mine)
-    known = {t.id: found for part, values in zip(parts, told, strict=True) for t, found in zip(part, values, strict=True)}
+    order = [trajectory.id for part in parts for trajectory in part]
+    known = dict(zip(order, (values for part in told for values in part), strict=True))
     return [known[t.id] for t in group.trajectories]

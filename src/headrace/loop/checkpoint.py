@@ -1,8 +1,8 @@
 """Checkpoints on disk: complete or not there at all.
 
-A checkpoint is a directory with tensors as safetensors, written by `torch.distributed.checkpoint`, and a manifest with the checksum of every file. It is written under another name, brought to the
-disk, and renamed; what a crash leaves half-written is never taken for one. What else a restart needs (groups, steps,
-the cursor) is in the ledger.
+A checkpoint is a directory with tensors as safetensors, written by `torch.distributed.checkpoint`, and a manifest with
+the checksum of every file. It is written under another name, brought to the disk, and renamed; what a crash leaves
+half-written is never taken for one. What else a restart needs (groups, steps, the cursor) is in the ledger.
 
 The ranks of a sharded learner write their parts side by side, into one directory that all of them see, and whoever has
 the run directory completes it (`Checkpoints.write_by`, `write_tensors`). Any number of ranks can read it.
