@@ -26,6 +26,14 @@ def ray_frame() -> Iterator[Callable[[], Frame]]:
         yield module.ObjectStoreFrame
 
 
+@pytest.fixture
+def collective() -> Iterator[CollectiveFrame]:
+    """That one alone."""
+    made = CollectiveFrame(_CONTEXT)
+    yield made
+    made.close()
+
+
 @pytest.fixture(params=["disk", "collective", "object_store"])
 def frame(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Frame]:
     """A transport."""

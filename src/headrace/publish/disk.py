@@ -11,12 +11,12 @@ Nothing is forced to the disk: what a crash of the machine loses, the checksums 
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -98,7 +98,7 @@ class DiskReceiver:
         try:
             if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
                 raise PublishError(f"{path} holds another version than the one that was announced")
-            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb") as file:
+            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(ticket.manifest)))
                 payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -124,11 +124,14 @@ def _header(manifest: Manifest) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read(file: BinaryIO, size: int) -> torch.Tensor:
-    bucket = new_bucket(size, torch.device("cpu"))
-    return bucket[: file.readinto(bucket.numpy().data)]  # type: ignore[attr-defined]
+def _read(file: io.FileIO, size: int) -> torch.Tensor:
+    bucket, end = new_bucket(size, torch.device("cpu")), 0
+    while num_bytes := file.readinto(bucket.numpy()[end:].data):  # a read may stop early
+        end += num_bytes
+    return bucket[:end]
 
 
 def _remove(path: Path) -> None:
-    (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
-    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
+        shutil.rmtree(path, ignore_errors=True)

@@ -76,7 +76,8 @@ class Publisher:
         if self._staged is not None:
             self.abandon(self._staged.version)
         gathered = _Timed(tensors)
-        converted = _Timed(cast(gathered, self._dtype))
+        wanted = ((name, tensor) for name, tensor in gathered if self._encoder.takes(name))
+        converted = _Timed(cast(wanted, self._dtype))
         started = time.perf_counter()
         payload = self._encoder.encode(version, converted)
         encoded = time.perf_counter()
