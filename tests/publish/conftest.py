@@ -16,9 +16,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["headrace.publish.collective", "headrace.publish.disk", "headrace.publish.publisher"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_frame() -> Iterator[Callable[[], Frame]]:
-    """One local Ray for all tests, started when the first of them asks."""
+    """One Ray for all tests here, started when the first of them asks."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed")
     module = import_module("transports_ray")
