@@ -27,7 +27,8 @@ def local_ray() -> Iterator[None]:
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+            cluster.add_node(wait=False, num_cpus=1, object_store_memory=100 << 20)
+        cluster.wait_for_nodes()
         environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
         yield
