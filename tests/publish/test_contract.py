@@ -158,7 +158,7 @@ def test_a_late_receiver_catches_up(frame: Frame, kind: str) -> None:
         truth = stepped(truth, version, share=0.02, only="lora_" if kind == "adapter" else "")
         everybody.publish(version, truth)
     newcomer = Subscriber(frame.receiver(), live := copied(START))
-    everybody.end.expect([""])
+    everybody.publisher.expect([""])
     tickets = everybody.publisher.catch_up()
     assert [t.manifest.encoding for t in tickets] == (["full", "delta", "delta"] if kind == "delta" else [kind])
     for ticket in tickets:
@@ -166,7 +166,7 @@ def test_a_late_receiver_catches_up(frame: Frame, kind: str) -> None:
         newcomer.commit(ticket.version)
     assert (newcomer.version, same_bits(live, truth)) == (3, True)
     everybody.subscribers.append(newcomer)
-    everybody.end.expect(["", ""])
+    everybody.publisher.expect(["", ""])
     truth = stepped(truth, 4, share=0.02, only="lora_" if kind == "adapter" else "")
     everybody.publish(4, truth)
     assert same_bits(live, truth)
