@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -52,23 +48,12 @@ def test_the_senders_kernel_counts_every_byte_once_however_many_receive(
     assert size <= sender.hear() < 1.01 * size
 
 
-def raylets_sent_bytes() -> Counter[str]:
-    """Bytes that the daemon of each Ray node has sent by TCP, by its process, from the kernel's count."""
-    told = subprocess.run(["ss", "-tinpOH"], capture_output=True, text=True, check=True)
-    sent: Counter[str] = Counter()
-    for line in told.stdout.splitlines():
-        if owner := re.search(r'"raylet",(pid=\d+)', line):
-            sent[owner[1]] += int((re.search(r"bytes_sent:(\d+)", line) or [0, 0])[1])
-    return sent
-
-
-@pytest.mark.skipif(shutil.which("ss") is None, reason="ss, which reads the kernel's count, is not installed")
 def test_through_the_object_store_no_node_sends_a_byte_twice(ray_frame: Callable[[], Any]) -> None:
     frame = ray_frame()
-    end, before = frame.sender(), raylets_sent_bytes()
+    end, before = frame.sender(), frame.sent_bytes_by_node()
     end.stage(payload := Encoder("full").encode(1, [("w", torch.arange(NUM_ELEMENTS))]))
     size = payload.manifest.num_bytes
     assert frame.fetched_by_others(end, 1) == [size, size]
-    idle, *busy = sorted((raylets_sent_bytes() - before).values())[-3:]
+    idle, *busy = sorted(after - b for after, b in zip(frame.sent_bytes_by_node(), before, strict=True))
     assert idle < 0.1 * size  # the last node has nobody to pass it on to
     assert all(size <= sent < 1.1 * size for sent in busy)

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transports import PATIENCE_S
 
+from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
 from headrace.publish.transport import Ticket
 
@@ -31,6 +32,7 @@ def local_ray() -> Iterator[None]:
         cluster.wait_for_nodes()
         environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
+        ObjectStoreFrame.daemons = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
         yield
     finally:
         ray.shutdown()
@@ -72,6 +74,8 @@ class _Elsewhere:
 
 
 class ObjectStoreFrame:
+    daemons: ClassVar[list[int]] = []  # the process of each node
+
     def __init__(self) -> None:
         self._workers: list[_Elsewhere] = []
 
@@ -93,6 +97,9 @@ class ObjectStoreFrame:
         ticket = end.ticket(version)
         there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         return ray.get([_fetched_bytes.options(scheduling_strategy=at).remote(ticket) for at in there])  # type: ignore[no-any-return]
+
+    def sent_bytes_by_node(self) -> list[int]:
+        return list(map(tcp_sent_bytes, self.daemons))
 
     def tear(self, ticket: Ticket) -> None:
         ticket.where[""][-1] = _die.remote()
