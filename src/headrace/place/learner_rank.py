@@ -22,9 +22,10 @@ from headrace.learner.sharding import Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.loop.canary import next_logprob
 from headrace.loop.checkpoint import Checkpoint, snapshot, write_tensors
-from headrace.place.build import make_learner
+from headrace.place.build import PolicyFacts, load, make_learner
 from headrace.place.device import DeviceThread
-from headrace.policy.policy import Policy, load_policy
+from headrace.place.memory import training_bytes
+from headrace.policy.policy import Policy
 from headrace.publish.encoding import Encoder, Encoding
 from headrace.publish.publisher import Publisher, PublishTimes
 from headrace.publish.transport import SendingEnd, Ticket
@@ -47,21 +48,6 @@ class RankSpec:
     sending: Callable[[], SendingEnd]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFacts:
-    """What the driver needs to know of a policy that it does not hold.
-
-    Example:
-        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype=torch.float32, max_context=1024)
-    """
-
-    name: str
-    num_weights: int
-    device: str
-    dtype: torch.dtype
-    max_context: int
-
-
 class LearnerRank:
     """Serves one rank."""
 
@@ -70,12 +56,18 @@ class LearnerRank:
         if spec.config.model.threads:
             torch.set_num_threads(spec.config.model.threads)
         self._device = device or DeviceThread()
-        self._policy: Policy = self._device.call(load_policy, spec.model)
+        self._policy: Policy = self._device.call(load, spec.config, spec.model)
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
+        self._end: SendingEnd | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # of the checkpoint that is to be written
+
+    @property
+    def held_bytes(self) -> int:
+        """What this rank's part of the training state will take."""
+        return training_bytes(self._policy, self._spec.config.learner) // self._spec.config.learner.ranks
 
     @property
     def learner(self) -> Learner:
@@ -87,14 +79,7 @@ class LearnerRank:
 
     def facts(self) -> PolicyFacts:
         """Of the whole policy."""
-        policy = self._policy
-        return PolicyFacts(
-            name=type(policy.model).__name__,
-            num_weights=sum(p.numel() for p in policy.model.parameters()),
-            device=policy.device.type,
-            dtype=policy.dtype,
-            max_context=policy.max_context,
-        )
+        return PolicyFacts.of(self._policy)
 
     def address(self) -> tuple[str, int]:
         """Where the ranks can meet, on this machine."""
@@ -124,7 +109,8 @@ class LearnerRank:
         if spec.rank == 0:
             section = spec.config.publish
             encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
-            self._publisher = Publisher(encoder, spec.sending(), self._policy.dtype)
+            self._end = spec.sending()
+            self._publisher = Publisher(encoder, self._end, self._policy.dtype)
 
     # ---- steps
 
@@ -191,18 +177,18 @@ class LearnerRank:
 
     # ---- new weights
 
-    async def stage(self, version: int, nodes: Sequence[str]) -> Ticket | None:
+    async def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         """Make a version ready for the receivers on these nodes; the first rank has the ticket for them."""
-        return await self._device.run(self._stage, version, nodes)
+        return await self._device.run(self._offer, version, nodes)
 
-    def _stage(self, version: int, nodes: Sequence[str]) -> Ticket | None:
+    def _offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         only = self._spec.config.publish.encoding == "adapter"
         weights = self.learner.weights(self._policy.dtype, trained_only=only)
-        if self._publisher is None:
+        if self._publisher is None or self._end is None:
             for _ in weights:  # to gather takes all ranks
                 pass
             return None
-        self._publisher.expect(nodes)
+        self._end.expect(nodes)
         return self._publisher.stage(version, weights)
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
@@ -214,13 +200,13 @@ class LearnerRank:
         finally:
             sending.close(wait=False)
 
-    def commit(self, version: int) -> PublishTimes:
+    def offered(self, version: int) -> PublishTimes:
         """All receivers hold it."""
         assert self._publisher is not None
         self._publisher.commit(version)
         return self._publisher.times
 
-    def abandon(self, version: int) -> None:
+    def withdraw(self, version: int) -> None:
         """It never was."""
         assert self._publisher is not None
         self._publisher.abandon(version)
@@ -228,6 +214,6 @@ class LearnerRank:
     async def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
         """For a receiver that holds nothing."""
         assert self._publisher is not None
-        self._publisher.expect(nodes)
+        assert self._end is not None
+        self._end.expect(nodes)
         return await self._device.run(self._publisher.catch_up)
-
