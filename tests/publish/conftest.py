@@ -16,9 +16,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["headrace.publish.collective", "headrace.publish.disk", "headrace.publish.publisher"])
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ray_frame() -> Iterator[Callable[[], Frame]]:
-    """One Ray for all tests here, started when the first of them asks."""
+    """One Ray for all tests of a module, started when the first of them asks; a process has one at a time."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed")
     module = import_module("transports_ray")
