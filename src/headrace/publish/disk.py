@@ -29,6 +29,7 @@ MANIFEST, COMPLETE = "manifest.json", "complete"
 CONTENT = {Encoding.FULL: "model.safetensors", Encoding.ADAPTER: "adapter.safetensors", Encoding.DELTA: "changes.bin"}
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+_BESIDE = {".json", ".txt", ".model", ".jinja"}  # configuration and tokenizer
 _POLL_S = 0.02
 
 
@@ -55,7 +56,7 @@ class DiskSender:
                     file.write(bucket.cpu().numpy().data)
             if self._model_dir is not None and manifest.encoding == Encoding.FULL:
                 for beside in self._model_dir.iterdir():
-                    if beside.is_file() and "safetensors" not in beside.name and beside.suffix != ".bin":
+                    if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
             (path / MANIFEST).write_text(json.dumps(manifest.to_json()))
             (path / COMPLETE).touch()
