@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import quote, urlencode
 
+Number = tuple[str, str, str]  # its name, the number, what it means
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -55,6 +57,36 @@ def facts(pairs: Mapping[str, str]) -> str:
     """Names and what they are."""
     lines = (f"<dt>{_shown(name)}</dt><dd>{_shown(text)}</dd>" for name, text in pairs.items())
     return f"<dl>{''.join(lines)}</dl>"
+
+
+def numbers(shown: Iterable[Number]) -> str:
+    """Numbers with their names and meanings, a box each."""
+    boxes = (
+        f"<section class='card'><div class='name'>{_shown(name)}</div><div class='value'>{_shown(value)}</div>"
+        f"<div class='says'>{_shown(says)}</div></section>"
+        for name, value, says in shown
+    )
+    return f"<div class='numbers'>{''.join(boxes)}</div>"
+
+
+def card(title: str, *content: str) -> str:
+    """A box around markup."""
+    return f"<section class='card'><h2>{_shown(title)}</h2>{''.join(content)}</section>"
+
+
+def paragraphs(*texts: str) -> str:
+    """Sentences, as text."""
+    return "".join(f"<p>{_shown(text)}</p>" for text in texts)
+
+
+def problem(text: str) -> str:
+    """What is wrong, or missing."""
+    return f"<p class='message' role='status'>{_shown(text)}</p>"
+
+
+def points(texts: Iterable[str]) -> str:
+    """A list of remarks."""
+    return f"<ul>{''.join(f'<li>{_shown(text)}</li>' for text in texts)}</ul>"
 
 
 def text_block(text: str) -> str:

@@ -105,6 +105,7 @@ def runs_table(found: list[RunFacts]) -> str:
 def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:
     """Totals of both runs."""
     both = [live.overview(dollars_per_hour) for live in chosen]
+    verdicts = [live.triage() for live in chosen]
     lines: Mapping[str, list[str]] = {
         "state": [str(seen.facts.state) for seen in both],
         "steps": [f"{seen.steps} / {seen.facts.wanted_steps}" for seen in both],
@@ -112,7 +113,7 @@ def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:
         "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
         "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
         "seconds per step": [_number(seen.now_step_s) for seen in both],
-        "wall": ["-" if seen.now_stage_s is None else seen.now_stage_s.wall for seen in both],
+        "wall": ["-" if isinstance(verdict, str) else str(verdict.wall) for verdict in verdicts],
         "largest lag": [str(seen.lag_max) for seen in both],
         "share trained on": ["-" if seen.useful_share is None else f"{seen.useful_share:.1%}" for seen in both],
         "time": [duration(seen.elapsed_s) for seen in both],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headrace.dashboard.books import Flow
-from headrace.dashboard.markup import Cell, address, dollars, duration, short, table
+from headrace.dashboard.markup import Cell, Number, address, dollars, duration, short, table
 from headrace.dashboard.series import RECENT_STEPS
 from headrace.dashboard.site import Overview
+from headrace.insight.triage import Triage
+from headrace.insight.walls import ADVICE
 from headrace.ledger.runs import RunState
-
-Number = tuple[str, str, str]  # its name, the number, what it means
 
 _STATE_WORDS = {
     RunState.FINISHED: "finished",
@@ -18,8 +18,8 @@ _STATE_WORDS = {
 }
 
 
-def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
-    """The numbers of the overview, with what they mean."""
+def overview_numbers(seen: Overview, max_lag: int | None, verdict: Triage | str) -> list[Number]:
+    """The numbers of the overview, with what they mean; `verdict` may be why there is none."""
     facts = seen.facts
     scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
     held_out = f"; held-out score {' → '.join(scores)}" if scores else ""
@@ -32,12 +32,10 @@ def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
             f"tokens trained on per second, {recent}; {_or_dash(seen.goodput_tokens_per_s, '{}')} over the whole run",
         ),
     ]
-    if seen.now_stage_s is not None and seen.now_step_s:
-        wall = seen.now_stage_s.wall
-        share = min(1.0, getattr(seen.now_stage_s, wall) / seen.now_step_s)
-        numbers.append(
-            ("Wall", wall, f"the stage that sets the pace: busy {share:.0%} of a step of {seen.now_step_s:.2f} s")
-        )
+    if isinstance(verdict, str):
+        numbers.append(("Wall", "-", verdict))
+    else:
+        numbers.append(("Wall", str(verdict.wall), f"what holds a step back most: {ADVICE[verdict.wall].sign}"))
     allowed = "" if max_lag is None else f"; {max_lag} allowed"
     numbers += [
         (

@@ -120,29 +120,33 @@ MIXTURES = (
     ),
 )
 
+MOST_PARAMS = 1e15
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])(?:-?a(\d+(?:\.\d+)?)([mbt]))?", re.IGNORECASE)
 
 
 def model_shape(text: str) -> ModelShape:
-    """The shape that is meant by 7B, 70B, 500M or 235B-A22B, or that a config.json or its directory has."""
+    """The shape that is meant by a size, or that a config.json or its directory has."""
+    if SIZE.fullmatch(text.strip()):
+        return sized_shape(text)
+    if not Path(text).exists():
+        raise ModelError(f"{text!r} is neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json")
+    return read_config(Path(text))
+
+
+def sized_shape(text: str) -> ModelShape:
+    """The shape that is meant by 7B, 70B, 500M or 235B-A22B."""
     size = SIZE.fullmatch(text.strip())
     if size is None:
-        path = Path(text)
-        if not path.exists():
-            raise ModelError(
-                f"{text!r} is neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json"
-            )
-        return read_config(path)
+        raise ModelError(f"{text!r} is not a size, such as 7B or 235B-A22B")
     number, unit, active, active_unit = size.groups()
     num_params = float(number) * UNITS[unit.lower()]
     if num_params == 0.0:
         raise ModelError(f"{text!r} is a model without weights")
-    if active is None:
-        shape = _stretched(DENSE, num_params)
-        return replace(shape, name=text.strip(), num_params=num_params, num_active_params=num_params)
-    num_active = float(active) * UNITS[active_unit.lower()]
-    shape = _stretched(MIXTURES, num_params)
+    if num_params > MOST_PARAMS:
+        raise ModelError(f"{text!r} is more weights than any model has")
+    num_active = float(active) * UNITS[active_unit.lower()] if active else num_params
+    shape = _stretched(MIXTURES if active else DENSE, num_params)
     return replace(shape, name=text.strip(), num_params=num_params, num_active_params=num_active)
 
 

@@ -91,10 +91,6 @@ class LogNormal:
         check_at_least(1, n=n)
         return self.mean * math.exp(self.sigma * math.sqrt(2 * math.log(n)) - self.sigma**2 / 2)
 
-    def overshoot(self, n: int) -> float:
-        """How many times too long the popular estimate is."""
-        return self.closed_form_max(n) / self.expected_max(n)
-
     def tail(self, n: int) -> float:
         """The longest of `n` over the average: M in the staleness formulas, for a group with n = K."""
         return self.expected_max(n) / self.cut_mean

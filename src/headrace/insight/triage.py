@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.config import Config
+from headrace.errors import ConfigError
 from headrace.insight.calibration import Calibration, calibrate
 from headrace.insight.equation import PLACEMENT_WORDS, Placement, binding_stage, step_s
 from headrace.insight.reading import Reading, read
@@ -95,6 +96,8 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
 def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
     """From stage times alone; every move is one number made smaller, or another placement."""
     now_s = step_s(times, placement)
+    if not now_s:
+        raise ConfigError("every stage takes 0 s: give at least one of them a time")
     stage = binding_stage(times, placement)
     found = []
     for halved in STAGES:
@@ -116,11 +119,10 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
 def _without_each(calibration: Calibration) -> dict[Wall, float]:
     """How long a step would be if one thing cost nothing."""
     work, cluster = calibration.workload, calibration.cluster
-    no_engine = {"decode_s": NO_TIME_S, "decode_row_s": 0.0, "prefill_s": 0.0, "prefill_token_s": 0.0}
     cases: dict[Wall, tuple[Workload, Cluster]] = {
         Wall.GENERATION: (
             work,
-            replace(cluster, **no_engine),
+            replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_s=0.0, prefill_token_s=0.0),
         ),
         Wall.REWARD: (replace(work, reward_s=Drawn(mean=0.0)), cluster),
         Wall.LEARNER: (
