@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -250,7 +251,9 @@ def says(text: str) -> str:
 
 
 def test_the_overview_names_the_wall_and_what_to_change(browser: Any, server: Server, real_run: Path):
-    tab, found = Tab(browser, server), triage(real_run)
+    tab = Tab(browser, server)
+    with ThreadPoolExecutor() as threads:  # the browser's event loop is in this one
+        found = threads.submit(triage, real_run).result()
     page = tab.open("/run/real/overview", "svg")
     page.wait_for_function(says(f"The wall is {found.wall}"), timeout=DEADLINE_S * 1000)
     assert f"Against {found.wall} in general" in text_of(page)
