@@ -54,15 +54,17 @@ def table(titles: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def facts(pairs: Mapping[str, str]) -> str:
-    """Names and what they are."""
+    """Names and what they are; beside each other also on a narrow screen, if they are short."""
+    kind = " class='short'" if all(len(name + text) < 30 for name, text in pairs.items()) else ""
     lines = (f"<dt>{_shown(name)}</dt><dd>{_shown(text)}</dd>" for name, text in pairs.items())
-    return f"<dl>{''.join(lines)}</dl>"
+    return f"<dl{kind}>{''.join(lines)}</dl>"
 
 
 def numbers(shown: Iterable[Number]) -> str:
     """Numbers with their names and meanings, a box each."""
     boxes = (
-        f"<section class='card'><div class='name'>{_shown(name)}</div><div class='value'>{_shown(value)}</div>"
+        f"<section class='card'><div class='name'>{_shown(name)}</div>"
+        f"<div class='value{' long' if len(value) > 9 else ''}'>{_shown(value)}</div>"
         f"<div class='says'>{_shown(says)}</div></section>"
         for name, value, says in shown
     )
@@ -82,6 +84,16 @@ def paragraphs(*texts: str) -> str:
 def problem(text: str) -> str:
     """What is wrong, or missing."""
     return f"<p class='message' role='status'>{_shown(text)}</p>"
+
+
+def more(title: str, *content: str) -> str:
+    """Markup that is shown when somebody asks for it."""
+    return f"<details><summary>{_shown(title)}</summary>{''.join(content)}</details>"
+
+
+def pair(*content: str) -> str:
+    """Beside each other where there is room."""
+    return f"<div class='pair'>{''.join(content)}</div>"
 
 
 def points(texts: Iterable[str]) -> str:
@@ -151,8 +163,8 @@ def printable(text: str) -> str:
 
 def short(number: float) -> str:
     """A large number in a few characters."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= 10 * size:
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(number) >= least:
             return f"{number / size:,.0f} {unit}" if abs(number) >= 100 * size else f"{number / size:.3g} {unit}"
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 

@@ -46,23 +46,25 @@ async def plan(site: Site, run: str = "") -> None:
         except HeadraceError as error:
             trouble = str(error)
     measured = bool(run) and not trouble
-    with frame("Plan", "what would a change bring, and what would a run need?"):
-        with card(
-            "1. What holds a step back",
-            "A step has five stages. Take the seconds that a run measured, or guess, and move the sliders: which stage "
-            "is the wall, and what would each change bring? In a terminal: headrace triage --tau-r 30 ...",
-        ):
-            if trouble:
-                message(trouble)
-            names = [facts.path.name for facts in await threads.io_bound(site.facts)]
-            if names:
-                ui.select(
-                    names,
-                    label="take the times of a run",
-                    value=run if measured and run in names else None,
-                    on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
-                ).classes("field").props(SMALL)
-            sliders = _Sliders(times, Placement.COLOCATED if measured else Placement.OVERLAPPED)
+    with frame("Plan", "What would a change bring, and what would a run need?"):
+        names = [facts.path.name for facts in await threads.io_bound(site.facts)]
+        with ui.element("div").classes("pair"):
+            with card(
+                "What holds a step back?",
+                "A step has five stages. Take the seconds that a run measured, or guess, and move the sliders.",
+            ):
+                if trouble:
+                    message(trouble)
+                if names:
+                    ui.select(
+                        names,
+                        label="take the times of a run",
+                        value=run if measured and run in names else None,
+                        on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
+                    ).classes("above").props(SMALL)
+                sliders = _Sliders(times, Placement.COLOCATED if measured else Placement.OVERLAPPED)
+            with card("What to change first"):
+                sliders.results()
         form = _Form()
         await asyncio.gather(sliders.panel.refresh(), form.panel.refresh())
 
@@ -84,12 +86,15 @@ class _Sliders:
             label="what may run at the same time",
             on_change=self._changed,
         ).props(SMALL)
-        self._says = ui.html("", sanitize=False)
         ui.label(
             "The same times in each placement. Streamed is drawn at its longest, as if all answers ended together: "
             "with max_lag = 0 the last of them must be written before it can be trained on."
         ).classes("says")
-        self._chart = ui.echart({}, renderer="svg").style("height: 200px; width: 100%")
+        self._chart = ui.echart({}, renderer="svg").style("height: 180px; width: 100%")
+
+    def results(self) -> None:
+        """What they come to, where that is to be shown."""
+        self._says = ui.html("", sanitize=False).classes("bare")
         self.panel = Panel(self._read, self._show)
 
     def _slider(self, stage: str, top: float) -> None:
@@ -137,25 +142,22 @@ class _Form:
 
     def __init__(self) -> None:
         with card(
-            "2. What a run would need",
+            "What would a run need?",
             "Describe it, and see how to lay it out, how fast it would be and what it would cost. This is arithmetic "
-            "with datasheets' speeds: the shape of an answer. In a terminal: headrace plan --params 7B ...",
+            "with the speeds of datasheets: the shape of an answer, before anything is paid for.",
         ):
             with ui.element("div").classes("form"):
+                self._device = ui.select(list(built_in()), value="H100", label="kind of GPU", on_change=self._changed)
+                self._device.props(f"{SMALL} hint='to run it on'")
                 self._texts = {
-                    name: ui.input(
-                        label=field.label,
-                        value=field.value,
-                        validation=field.problem,
-                        on_change=self._changed,
-                    ).props(f"outlined dense debounce=200 hint='{field.says}'")
+                    name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self._changed)
                     for name, field in FIELDS.items()
                 }
-                self._device = ui.select(
-                    list(built_in()), value="H100", label="kind of GPU", on_change=self._changed
-                ).props(SMALL)
-            self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
-            self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
+                for name, field in FIELDS.items():
+                    self._texts[name].props(f"outlined dense debounce=200 hint='{field.says}'")
+            with ui.element("div").classes("line"):
+                self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
+                self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
         self.panel = bare_panel(self._read)
 
     async def _changed(self) -> None:

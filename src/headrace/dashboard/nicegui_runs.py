@@ -89,7 +89,7 @@ def runs_table(found: list[RunFacts]) -> str:
             [
                 Cell(text=facts.path.name, link=address("run", facts.path.name, "overview")),
                 Cell(text=str(facts.state)),
-                Cell(text=f"{facts.steps} / {facts.wanted_steps}" if readable else "", number=True),
+                Cell(text=f"{facts.steps:,} / {facts.wanted_steps:,}" if readable else "", number=True),
                 Cell(text=" → ".join(scores) or "-", number=True, wide=True),
                 Cell(text=str(facts.num_restarts or "-"), number=True, wide=True),
                 Cell(text=short(facts.trained_tokens) if readable else "", number=True, wide=True),
@@ -108,12 +108,12 @@ def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:
     verdicts = [live.triage() for live in chosen]
     lines: Mapping[str, list[str]] = {
         "state": [str(seen.facts.state) for seen in both],
-        "steps": [f"{seen.steps} / {seen.facts.wanted_steps}" for seen in both],
+        "steps": [f"{seen.steps:,} / {seen.facts.wanted_steps:,}" for seen in both],
         "reward, last steps": [_number(seen.now_reward) for seen in both],
         "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
         "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
         "seconds per step": [_number(seen.now_step_s) for seen in both],
-        "wall": ["-" if isinstance(verdict, str) else str(verdict.wall) for verdict in verdicts],
+        "wall": ["…" if isinstance(verdict, str) else str(verdict.wall) for verdict in verdicts],
         "largest lag": [str(seen.lag_max) for seen in both],
         "share trained on": ["-" if seen.useful_share is None else f"{seen.useful_share:.1%}" for seen in both],
         "time": [duration(seen.elapsed_s) for seen in both],

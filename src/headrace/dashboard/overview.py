@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.dashboard.books import Flow
 from headrace.dashboard.markup import Cell, Number, address, dollars, duration, short, table
 from headrace.dashboard.series import RECENT_STEPS
-from headrace.dashboard.site import Overview
+from headrace.dashboard.site import NOT_YET, Overview
 from headrace.insight.triage import Triage
 from headrace.insight.walls import ADVICE
 from headrace.ledger.runs import RunState
@@ -33,9 +33,9 @@ def overview_numbers(seen: Overview, max_lag: int | None, verdict: Triage | str)
         ),
     ]
     if isinstance(verdict, str):
-        numbers.append(("Wall", "-", verdict))
+        numbers.append(("Wall", "…" if verdict == NOT_YET else "-", verdict))
     else:
-        numbers.append(("Wall", str(verdict.wall), f"what holds a step back most: {ADVICE[verdict.wall].sign}"))
+        numbers.append(("Wall", str(verdict.wall), ADVICE[verdict.wall].sign))
     allowed = "" if max_lag is None else f"; {max_lag} allowed"
     numbers += [
         (

@@ -59,8 +59,8 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
 
 
 FIELDS = {
-    "model": Field(label="model size", says="7B, 500M; a mixture: 235B-A22B", value="7B", read=sized_shape),
     "num_devices": Field(label="GPUs", says="how many", value="8", read=_whole(1, 100_000)),
+    "model": Field(label="model size", says="7B, 500M; a mixture: 235B-A22B", value="7B", read=sized_shape),
     "num_prompts": Field(label="prompts", says="per step", value="64", read=_whole(1, MOST_ANSWERS)),
     "num_samples": Field(label="answers", says="per prompt", value="16", read=_whole(1, 4096)),
     "mean_tokens": Field(label="tokens", says="of an answer, on average: 512, 8k", value="1k", read=_number(1, 1e7)),

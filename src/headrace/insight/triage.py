@@ -106,7 +106,7 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
             found.append(Move(text=f"{halved} in half the time", settings=(), step_s=faster_s, gain=now_s / faster_s))
     for other in Placement:
         other_s = step_s(times, other)
-        found.append(Move(text=PLACEMENT_WORDS[other], settings=(), step_s=other_s, gain=now_s / other_s))
+        found.append(Move(text=f"{other}: {PLACEMENT_WORDS[other]}", settings=(), step_s=other_s, gain=now_s / other_s))
     return TypedTriage(
         times=times,
         placement=placement,

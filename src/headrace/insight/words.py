@@ -32,8 +32,8 @@ def costs(found: Triage) -> str:
     """What each wall costs."""
     saved = {wall: found.simulated_s - seconds for wall, seconds in found.without.items()}
     named = sorted((wall for wall in saved if saved[wall] > 0.01 * found.simulated_s), key=lambda wall: -saved[wall])
-    listed = ", ".join(f"{wall} {found.without[wall]:.3g} s" for wall in named)
-    return f"If it cost nothing, a step of {found.simulated_s:.3g} s would take, by wall: {listed or 'the same'}."
+    listed = ", ".join(f"{found.without[wall]:.3g} s if {wall} cost nothing" for wall in named)
+    return f"A step of {found.simulated_s:.3g} s would take {listed or 'as long whatever cost nothing'}."
 
 
 def basis(found: Triage) -> str:
@@ -110,11 +110,14 @@ def workload(question: Question) -> str:
 def layout(question: Question, plan: Plan) -> dict[str, str]:
     """What a plan consists of, and what it comes to."""
     chosen = plan.layout
-    engines = f"{chosen.num_engines} engines of {chosen.tensor_parallel}, {plan.num_running} sequences at a time each"
+    engines = (
+        f"{chosen.rollout_devices} generate ({_several(chosen.num_engines, 'engine')} of {chosen.tensor_parallel}, "
+        f"{plan.num_running} sequences at a time each)"
+    )
     if chosen.placement is Placement.COLOCATED:
         split = f"colocated: {engines}, in turns with the learner on all {chosen.learner_devices}"
     else:
-        split = f"{chosen.placement}: {engines}; {chosen.learner_devices} devices that train"
+        split = f"{chosen.placement}: {engines}, {chosen.learner_devices} train"
     publish = "none needed: engine and learner share the weights"
     if plan.transfer is not None and plan.sync is not None:
         relay = ", passed on from engine to engine" if plan.transfer.relay else ""
@@ -145,6 +148,10 @@ def plan_lines(found: Sequence[Plan]) -> list[tuple[str, ...]]:
         )
         for plan in found
     ]
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _bill(bill: MemoryBill, question: Question) -> str:
