@@ -5,7 +5,7 @@ Whether the step is taken at all is decided on the GPU, so nothing waits for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,18 @@ class FusedAdamW(torch.optim.AdamW):
     _cut: tuple[tuple[int, ...], Tensor] | None = None
 
     def step_fused(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float, clip: float
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        scale: float,
+        clip: float,
+        add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Update the masters (this optimizer's parameters), and round them into `weights`.
 
         All weights are of one precision, and so are all gradients; a weight without a gradient stays as it is.
         Gradients are multiplied by `scale` and clipped to a norm of `clip`, unless that is 0. Returns the norm before
-        clipping; one that is not finite leaves everything as it was.
+        clipping; one that is not finite leaves everything as it was. `add_up` sums its square over processes.
         """
         group, steps = self.param_groups[0], self._steps
         triples = zip(weights, gradients, group["params"], strict=True)
@@ -49,7 +54,8 @@ class FusedAdamW(torch.optim.AdamW):
         shape = {"GRADIENT": kind, "EVEN": even, "BLOCK": BLOCK}
         squares = torch.empty(len(blocks) // 2, dtype=torch.float32, device=device)
         _square[(len(squares),)](*table, squares, len(rows), len(squares), PART=BLOCK, num_warps=8, **shape)
-        norm = squares.sum(dtype=torch.float64).sqrt() * scale
+        total = squares.sum(dtype=torch.float64)
+        norm = (total if add_up is None else add_up(total)).sqrt() * scale
         factor = scale * (clip / norm).clamp(max=1.0) if clip else norm * 0 + scale
         numbers = self._numbers(factor + 0 * norm)  # 0 * inf is NaN
         beta1, beta2 = group["betas"]

@@ -25,6 +25,9 @@ A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of it
 28 octaves above it lies 32, beyond which Δ is clamped.
 """
 
+NUM_SUMS = 5 + 2 * BINS_PER_OCTAVE * OCTAVES + 1
+"""What `MismatchSums.on_device` makes: five sums and the histogram."""
+
 
 def correction_weight(
     kind: CorrectionKind, proximal: Tensor, behaviour: Tensor, *, low: float, high: float, carried: bool = False

@@ -2,15 +2,17 @@
 
 A step is `add` for each group as it comes, `accumulate` for each micro-batch that is full, and `finish`. Gradients are
 summed unnormalised and divided once, at the end, by what the whole step held: the result does not depend on how the
-step was cut, and work can begin before the step's last group exists.
+step was cut, and work can begin before the step's last group exists. Nor does it depend on how many processes a step
+was cut among (`sharding.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,14 +20,16 @@ from torch import Tensor
 
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
-from headrace.learner.advantages import advantages, needs_whole_step
 from headrace.learner.aggregation import normaliser, weights
-from headrace.learner.batch import Batch, Item, Packer, balanced, pack
-from headrace.learner.corrections import MismatchSums, corrected, correction_weight
+from headrace.learner.batch import Batch, Item, balanced, pack
+from headrace.learner.corrections import NUM_SUMS, MismatchSums, corrected, correction_weight
+from headrace.learner.intake import Intake
 from headrace.learner.kl import kl
 from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
 from headrace.learner.optimizer import Optimizer
 from headrace.learner.schedule import learning_rate
+from headrace.learner.sharding import Sharding
+from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import FloatArray, Group, Trajectory
 
@@ -56,7 +60,7 @@ class _Sums:
     num_tokens: int = 0
     num_sequences: int = 0
     # of loss, log-probs, clipped tokens and divergence, then those of the mismatch
-    fetched: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    fetched: np.ndarray = field(default_factory=lambda: np.zeros(4 + NUM_SUMS))
 
     def add(self, batch: Batch, fetched: np.ndarray) -> None:
         """One micro-batch."""
@@ -64,28 +68,67 @@ class _Sums:
         self.num_sequences += batch.num_sequences
         self.fetched = self.fetched + fetched
 
+    def over(self, sharding: Sharding) -> _Sums:
+        """Those of all ranks."""
+        num_tokens, num_sequences, *fetched = sharding.add_up(
+            np.array([self.num_tokens, self.num_sequences, *self.fetched])
+        )
+        return _Sums(int(num_tokens), int(num_sequences), np.array(fetched))
+
 
 class Learner:
-    """Trains the policy in place."""
+    """Trains the policy in place; with a `sharding`, together with the other ranks."""
 
     def __init__(
-        self, policy: Policy, section: LearnerSection, *, temperature: float, max_new_tokens: int, total_steps: int
+        self,
+        policy: Policy,
+        section: LearnerSection,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        total_steps: int,
+        sharding: Sharding | None = None,
     ) -> None:
         self.policy = policy
         self.section = section
+        self.sharding = sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        self._optimizer = Optimizer(policy.model.named_parameters(), section)
-        self._reference = _frozen_copy(policy) if section.kl_coef else None
-        self._packer = Packer(section.micro_batch_tokens)
-        self._pending: list[tuple[Group, list[FloatArray | None]]] = []
+        self._intake = Intake(section)
         self._sums = _Sums()
+        self._reference = _frozen_copy(policy) if section.kl_coef else None
         if section.checkpoint_activations:
             policy.checkpoint_activations()
+        if sharding is None:
+            self._optimizer = Optimizer(policy.model.named_parameters(), section)
+            return
+        if self._reference is not None:
+            self._reference.shard(sharding.mesh)
+        held = policy.shard(sharding.mesh).held
+        self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: trained weights in full precision and the optimizer's moments."""
-        return self._optimizer.tensors()
+        """What a checkpoint holds, by name: trained weights in full precision and the optimizer's moments.
+
+        With a sharding they are parts, and say of what.
+        """
+        found, shards = self._optimizer.tensors(), self.policy.shards
+        if shards is None:
+            return found
+        whose = {name: name.split(".", 1)[1] for name in found}
+        return {name: shards.as_part(whose[name], part) if part.ndim else part for name, part in found.items()}
+
+    def weights(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole weights in another precision, one after the other, so that only one need be held.
+
+        With a sharding every rank has to draw all of them.
+        """
+        if self.policy.shards is not None:
+            yield from self.policy.shards.whole(dtype, trained_only=trained_only)
+            return
+        for name, parameter in self.policy.model.named_parameters():
+            if parameter.requires_grad or not trained_only:
+                yield name, parameter.detach().to(dtype)
 
     def reference_tensors(self) -> dict[str, Tensor]:
         """The weights of the reference, if there is one; they never change."""
@@ -112,7 +155,10 @@ class Learner:
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
-        for items in balanced(everything, self.section.micro_batch_tokens):
+        for items in self._passes(everything):
+            if not items:
+                _take_part(self._reference)
+                continue
             batch = pack(items, self.policy.device)
             support = batch.support if self.section.kl_in == "reward" else None
             logprobs = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
@@ -123,58 +169,41 @@ class Learner:
 
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
-        """How far the log-probs computed here are from those sampled with; trains nothing."""
+        """How far the log-probs computed here are from those sampled with; trains nothing. A rank knows its own only."""
         total = MismatchSums()
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
-        for items in balanced(everything, self.section.micro_batch_tokens):
+        for items in self._passes(everything):
+            if not items:
+                _take_part(self.policy)
+                continue
             batch = pack(items, self.policy.device, self.policy.routers)
             total += MismatchSums.of(self._logprobs(batch)[0], batch.behaviour)
         return total
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
-        known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
-        self._pending.append((group, known))
-        if needs_whole_step(self.section.advantage):
-            return []
-        return self._packer.add(self._items())
+        return self._intake.add(group, references)
 
     def rest(self) -> list[list[Item]]:
         """The step has all its groups: the remaining micro-batches."""
-        if needs_whole_step(self.section.advantage):
-            return balanced(self._items(), self.section.micro_batch_tokens)
-        return self._packer.rest()
-
-    def _items(self) -> list[Item]:
-        """The groups taken in so far, with their advantages."""
-        pending, self._pending = self._pending, []
-        rewards = [self._rewards(group, references) for group, references in pending]
-        found = advantages(self.section.advantage, rewards)
-        return [
-            Item(trajectory=trajectory, advantage=float(advantage), reference=reference)
-            for (group, references), values in zip(pending, found, strict=True)
-            for trajectory, advantage, reference in zip(group.trajectories, values, references, strict=True)
-        ]
-
-    def _rewards(self, group: Group, references: Sequence[FloatArray | None]) -> np.ndarray:
-        """The group's rewards, less the divergence from the reference when it counts as reward."""
-        rewards = np.array([t.reward for t in group.trajectories], np.float64)
-        if self._reference is None or self.section.kl_in == "loss":
-            return rewards
-        costs = [self._divergence(t, r) for t, r in zip(group.trajectories, references, strict=True)]
-        return rewards - self.section.kl_coef * np.array(costs)
-
-    def _divergence(self, trajectory: Trajectory, reference: FloatArray | None) -> float:
-        assert reference is not None
-        behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
-        return float(kl(self.section.kl_estimator, behaviour, torch.from_numpy(reference)).sum())
+        return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        """Forward and backward over one micro-batch; gradients add up unnormalised."""
-        batch = pack(items, self.policy.device, self.policy.routers)
-        sums = self._backward(batch)
-        # fetched once, and last: whatever waits for a GPU before that leaves it without work
-        self._sums.add(batch, sums.cpu().numpy())
+        """Forward and backward over one micro-batch, or a rank's part of it; gradients add up unnormalised."""
+        for part in [items] if self.sharding is None else self._passes(items):
+            if not part:
+                _take_part(self.policy, backward=True)
+                continue
+            batch = pack(part, self.policy.device, self.policy.routers)
+            sums = self._backward(batch)
+            # fetched once, and last: whatever waits for a GPU before that leaves it without work
+            self._sums.add(batch, sums.cpu().numpy())
+
+    def _passes(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Micro-batches of these. Ranks that have fewer than others take part in the rest with empty ones."""
+        found = balanced(items, self.section.micro_batch_tokens)
+        num_passes = len(found) if self.sharding is None else self.sharding.most(len(found))
+        return found + [[] for _ in range(num_passes - len(found))]
 
     def _backward(self, batch: Batch) -> Tensor:
         """Add the micro-batch's gradients; what `_Sums` wants to know of it, on the device."""
@@ -232,6 +261,10 @@ class Learner:
     def finish(self) -> StepStats:
         """The optimizer step, in place. Call it between two engine steps."""
         sums, self._sums = self._sums, _Sums()
+        if self.sharding is not None:
+            assert self.policy.shards is not None
+            self.policy.shards.add_up_gradients(partial(_take_part, self.policy, backward=True))
+            sums = sums.over(self.sharding)
         scale = 1.0 / normaliser(self.section.aggregation, sums.num_tokens, sums.num_sequences)
         lr = learning_rate(
             self.step_index,
@@ -265,3 +298,12 @@ class Learner:
 def _frozen_copy(policy: Policy) -> Policy:
     model = copy.deepcopy(policy.model).requires_grad_(False)
     return Policy(model, policy.tokenizer, exact=policy.exact)
+
+
+def _take_part(policy: Policy, *, backward: bool = False) -> None:
+    """A pass that counts nothing: the other ranks cannot gather their weights without this one's."""
+    tokens, second = torch.zeros(2, dtype=torch.int64, device=policy.device), torch.tensor([1], device=policy.device)
+    with torch.set_grad_enabled(backward):
+        logprobs = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
+        if backward:
+            logprobs.backward(torch.zeros_like(logprobs))

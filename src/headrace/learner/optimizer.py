@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,13 @@ class Optimizer:
     A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so the sum is kept in float32.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: LearnerSection) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        section: LearnerSection,
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`add_up` sums over the processes that have the other parts of the same weights: the norm is that of all."""
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
         self.masters: list[Tensor] = [
@@ -30,6 +36,7 @@ class Optimizer:
         ]
         self._on_gpu = _fits_kernel(self.parameters)
         self._several = False  # backward passes since the last step
+        self._add_up = add_up
         betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
@@ -94,12 +101,15 @@ class Optimizer:
         if self._several:
             self.make_room()
             gradients = [m.grad for m in self.masters]
-        return float(self.adamw.step_fused(self.parameters, gradients, scale, clip))
+        return float(self.adamw.step_fused(self.parameters, gradients, scale, clip, self._add_up))
 
     def _step(self, scale: float, clip: float) -> float:
         self.make_room()
         gradients = [m.grad for m in self.masters if m.grad is not None]
-        norm = scale * float(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm())
+        total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm()
+        if self._add_up is not None:
+            total = self._add_up(total.square()).sqrt()
+        norm = scale * float(total)
         if not math.isfinite(norm):
             return norm
         torch._foreach_mul_(gradients, scale)

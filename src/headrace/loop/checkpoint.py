@@ -1,9 +1,11 @@
 """Checkpoints on disk: complete or not there at all.
 
-A checkpoint is a directory with tensors as safetensors, written by `torch.distributed.checkpoint` so that any number of
-ranks can read it, and a manifest with the checksum of every file. It is written under another name, brought to the
-disk, and renamed; what a crash leaves half-written is never taken for one. What else a restart needs (groups, steps,
-the cursor) is in the ledger.
+A checkpoint is a directory with tensors as safetensors, written by `torch.distributed.checkpoint`, and a manifest with
+the checksum of every file. It is written under another name, brought to the disk, and renamed; what a crash leaves
+half-written is never taken for one. What else a restart needs (groups, steps, the cursor) is in the ledger.
+
+The ranks of a sharded learner write their parts side by side, into one directory that all of them see, and whoever has
+the run directory completes it (`write_tensors`). Any number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
+from torch.distributed.tensor import DTensor
 
 from headrace.errors import RunError
 from headrace.ledger.runs import CHECKPOINTS
@@ -48,7 +52,7 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the tensors, in place."""
+        """Fill the tensors, in place. Parts of sharded ones are filled with what belongs there."""
         try:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.path / TENSORS)), no_dist=True)
         except Exception as error:  # of many types, by what does not fit
@@ -63,33 +67,46 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
+    """Write them into the directory. All processes of a `group` call this, and each writes the parts that it holds."""
+    parts = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    broken = [name for name, part in parts.items() if not bool(torch.isfinite(part).all())]
+    num_broken = torch.tensor(len(broken))
+    if group is not None:  # what one finds stops all: alone, it would leave the others waiting
+        all_reduce(num_broken, group=group)
+    if num_broken:
+        raise ValueError(f"{broken[0] if broken else 'a part on another rank'} holds what is not a finite number")
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
 class Checkpoints:
     """Those of one run; the newest `keep` stay."""
 
     def __init__(self, run_dir: Path, keep: int, directory: str = CHECKPOINTS) -> None:
         self._directory, self._keep = run_dir / directory, keep
 
-    def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-        """Write one, and delete the oldest. What cannot be written leaves those before it as they are."""
+    def write(self, version: int, write_tensors: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
+        """Write one, and delete the oldest; `write_tensors` has the tensors written into a directory.
+
+        What cannot be written leaves those before it as they are.
+        """
         final = self._directory / f"step-{version:06}"
-        partial = self._directory / f".writing-{final.name}"
+        unfinished = self._directory / f".writing-{final.name}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            if broken := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]:
-                raise ValueError(f"{broken[0]} holds what is not a finite number")
-            writer = HuggingFaceStorageWriter(str(partial / TENSORS), save_distributed=True)
-            save(dict(tensors), storage_writer=writer, no_dist=True)
-            files = {str(file.relative_to(partial)): _checksum(file) for file in _files(partial)}
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            write_tensors(unfinished / TENSORS)
+            files = {str(file.relative_to(unfinished)): _checksum(file) for file in _files(unfinished)}
             manifest = {"layout": LAYOUT, "version": version, "facts": facts, "files": files}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-            for path in (*_files(partial), partial / TENSORS, partial):
+            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            for path in (*_files(unfinished), unfinished / TENSORS, unfinished):
                 _bring_to_disk(path)
             shutil.rmtree(final, ignore_errors=True)  # a restart may come to a version a second time
-            partial.rename(final)
+            unfinished.rename(final)
             _bring_to_disk(self._directory)
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise RunError(f"the checkpoint of step {version} could not be written: {_reason(error)}") from error
         for old in self._complete()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -40,10 +40,10 @@ class ExactBody(FamilyBody):
         x = body.embed_tokens(token_ids_T)
         cos, sin = self._angles_at(positions_1T[0], x)
         for layer in body.layers:
-            x = self._run(self._exact_layer, layer, x, cos, sin, plan)
+            x = self._one(layer, x, cos, sin, plan)
         return _norm(body.norm, x)
 
-    def _exact_layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: ExactPlan) -> Tensor:
+    def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         attention, mlp = layer.self_attn, layer.mlp
         h = _norm(layer.input_layernorm, x)
         q, k, v = (

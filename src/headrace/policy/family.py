@@ -58,6 +58,7 @@ class FamilyBody:
         self.checkpoint_activations = False
         self._exact = exact
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
+        self._through_modules = False
         self._table: tuple[Tensor, Tensor] | None = None
         head_size = body.layers[0].self_attn.head_dim
         self.fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
@@ -71,8 +72,24 @@ class FamilyBody:
             return self._fused(x, cos, sin, plan)
         cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
-            x = self._run(self._layer, layer, x, cos, sin, plan)
+            x = self._one(layer, x, cos, sin, plan)
         return _norm(body.norm, x)
+
+    def go_through_modules(self) -> None:
+        """From now on each layer is a call of its module, so that hooks on it fire: sharded weights are gathered there.
+
+        Kernels that join the weights of several matrices have no place then.
+        """
+        self.fits_kernels = False
+        self.__dict__.pop("_joined", None)
+        for layer in self._body.layers:
+            layer.forward = partial(self._run, self._layer, layer)
+        self._through_modules = True
+
+    def _one(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
+        if self._through_modules:
+            return layer(x, cos, sin, plan)  # type: ignore[no-any-return]
+        return self._run(self._layer, layer, x, cos, sin, plan)  # type: ignore[no-any-return]
 
     def _run(self, layer_function: Any, *args: Any) -> Any:
         """One layer, with its activations kept for the backward pass or computed again there."""
@@ -81,7 +98,7 @@ class FamilyBody:
             return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
         return layer_function(*args)
 
-    def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
+    def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         attention, mlp = layer.self_attn, layer.mlp
         h = _norm(layer.input_layernorm, x)
         q, k, v = (

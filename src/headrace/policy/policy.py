@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -26,6 +27,7 @@ from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
 from headrace.policy.routes import Routers, Routes
+from headrace.policy.shards import Shards
 
 # float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -57,6 +59,7 @@ class Policy:
         self.dtype: torch.dtype = parameter.dtype
         self.exact = exact
         self._family: FamilyBody | None = None
+        self.shards: Shards | None = None
         if in_family(self.body):
             kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
@@ -135,9 +138,28 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """The same, and those over the whole vocabulary."""
         routes = None if routes_TLK is None else Routes(routes_TLK)
-        hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
-        chosen = token_ids_T[at]
-        return chosen_logprobs(hidden[at - 1], self.head_weight, chosen, temperature, support, self._linear)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
+            chosen = token_ids_T[at]
+            return chosen_logprobs(hidden[at - 1], self.head_weight, chosen, temperature, support, self._linear)
+
+        return compute() if self.shards is None else self.shards.gathered_for(compute)
+
+    def shard(self, mesh: DeviceMesh) -> Shards:
+        """Cut the weights among the processes of the mesh; from now on they compute log-probs together, and only that.
+
+        Each of them has to take part in every pass, with tokens of its own.
+        """
+        if self.exact and self.device.type == "cuda":
+            raise ModelError(
+                f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute with "
+                "the kernels that make bits equal; set model.exact = false, or learner.ranks = 1"
+            )
+        if self._family is not None:
+            self._family.go_through_modules()
+        self.shards = Shards(self.model, _layers(self.body, self.num_layers), self.dtype, mesh)
+        return self.shards
 
     @property
     def _linear(self) -> Linear:
@@ -155,10 +177,10 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
-    def save(self, directory: Path) -> None:
-        """Write a model directory that `transformers` loads."""
+    def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a model directory that `transformers` loads; with these weights, if its own are in parts."""
         with self._stock_attention():
-            self.model.save_pretrained(directory)
+            self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
@@ -313,6 +335,12 @@ def _without_dropout(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
+def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
+    """The model's layers: the outermost list of so many modules."""
+    lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    return list(lists[0]) if lists else []
+
+
 def _unsteady(config: Any) -> str:
     """The part of a model that the probe cannot judge because it changes with the length of the input, or nothing."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -350,7 +378,7 @@ def load_policy(section: ModelSection) -> Policy:
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)
-        tokenizer = _load_tokenizer(Path(section.tokenizer) if section.tokenizer else path)
+        tokenizer = load_tokenizer(section)
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
@@ -383,7 +411,9 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(section: ModelSection) -> Any:
+    """The model's own, or the one that the settings name."""
+    path = Path(section.tokenizer or section.path)
     load = gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
     tokenizer = load(path, **NOTHING_FOREIGN)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):

@@ -1,0 +1,112 @@
+"""The weights of a policy, cut among several processes (FSDP): each holds a part of every matrix.
+
+A layer's weights are gathered while it is computed and freed again; embedding and head stay for the whole pass. Shards
+of what is trained are in float32, whatever the precision of the model: they are the optimizer's masters, and what is
+gathered is rounded to the precision that the model computes in. Gradients are added up where they are computed, in
+float32, and summed over the processes once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class _Whole(nn.Module):
+    """A pass through all of the model: while it runs, the weights outside the layers are gathered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `compute` returns. A copy: a view, written to in place, would lose the hook that gathers for backward."""
+        return tuple(result.clone() for result in compute())
+
+
+class Shards:
+    """This process's part of the weights, and the passes in which it is put together with the others'."""
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[nn.Module], compute_dtype: torch.dtype, mesh: DeviceMesh
+    ) -> None:
+        self._model, self._mesh = model, mesh
+        self._whole = _Whole(model)
+        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        rounding = mixed if compute_dtype in HALF else MixedPrecisionPolicy()
+        for module in (*layers, self._whole):
+            _spread(module, mesh)
+            fully_shard(module, mesh=mesh, mp_policy=rounding)
+        for module in self._whole.modules():
+            if isinstance(module, FSDPModule):  # sums: the learner divides, once, by what the whole step held
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self._root.set_requires_gradient_sync(False)
+        # gradients go to the parts that are held here, which an optimizer may take for ordinary weights
+        self.held = {name: nn.Parameter(_held(p), requires_grad=p.requires_grad) for name, p in self._named()}
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self._whole, FSDPModule)
+        return self._whole
+
+    def _named(self) -> Iterator[tuple[str, DTensor]]:
+        for name, parameter in self._model.named_parameters():
+            assert isinstance(parameter, DTensor), f"{name} is not in pieces just now"
+            yield name, parameter
+
+    def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What `compute` makes of the whole weights. Every process has to call this as often as every other."""
+        first, second = self._whole(compute)
+        if not torch.is_grad_enabled():
+            self._root.reshard()  # there will be no backward pass that does it, and the optimizer changes the parts only
+        return first, second
+
+    def add_up_gradients(self, take_part: Callable[[], None]) -> None:
+        """Sum the gradients over the processes into `held`. `take_part` is a pass of no weight that the sums ride on."""
+        self._root.set_requires_gradient_sync(True)
+        take_part()
+        self._root.set_requires_gradient_sync(False)
+        for name, parameter in self._named():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
+
+    def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole weights, one at a time, rounded before they travel. All processes have to draw all of them."""
+        for name, parameter in self._named():
+            if parameter.requires_grad or not trained_only:
+                yield name, parameter.detach().to(dtype).full_tensor()
+
+    def as_part(self, name: str, part: Tensor) -> DTensor:
+        """A tensor that belongs to the part of the weight `name` held here, as what it is: a part of a larger one."""
+        weight = dict(self._named())[name]
+        return DTensor.from_local(
+            part.detach(),
+            self._mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+
+
+def _held(parameter: DTensor) -> Tensor:
+    return parameter.detach().to_local()
+
+
+def _spread(module: nn.Module, mesh: DeviceMesh) -> None:
+    """All processes begin with the first one's weights; what is trained, in float32 at least."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
+            if parameter.requires_grad and parameter.dtype in HALF:
+                parameter.data = parameter.data.float()

@@ -1,0 +1,119 @@
+"""Ranks of a learner as real processes, and what they are asked to do in tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.config import LearnerSection, ModelSection
+from headrace.learner.intake import Intake
+from headrace.learner.learner import Learner, StepStats
+from headrace.learner.sharding import Sharding, split
+from headrace.policy.policy import Policy, load_policy
+from headrace.types import Group
+
+WAIT_S = 60
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["rank_work"])  # torch is imported once, not by every rank
+
+
+def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(sharding, *args)` returns in each of so many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        here, there = _context.Pipe()
+        process = _context.Process(target=_rank, args=(there, rank, num_ranks, port, work, args), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        found = [pipe.recv() if pipe.poll(WAIT_S) else "no answer" for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(0 if process.is_alive() and not all(pipe.poll(0) for pipe in pipes) else WAIT_S)
+            process.kill()
+    failures = [text for text in found if isinstance(text, str)]
+    assert not failures, "\n".join(failures)
+    return [result for (result,) in found]
+
+
+def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        device = torch.device("cpu")
+        sharding = Sharding(
+            rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, device=device, timeout_s=WAIT_S
+        )
+        pipe.send((work(sharding, *args),))
+        sharding.close()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+@dataclass
+class Outcome:
+    """What some steps did."""
+
+    weights: dict[str, Tensor]
+    stats: list[StepStats]
+
+
+def load(directory: Path, *, exact: bool = False, dtype: str = "float32") -> Policy:
+    return load_policy(ModelSection(path=str(directory), device="cpu", exact=exact, dtype=dtype))  # type: ignore[arg-type]
+
+
+def learner_of(policy: Policy, section: LearnerSection, sharding: Sharding | None) -> Learner:
+    return Learner(policy, section, temperature=0.8, max_new_tokens=12, total_steps=10, sharding=sharding)
+
+
+def take_steps(
+    sharding: Sharding | None,
+    directory: Path,
+    section: LearnerSection,
+    steps: Sequence[Sequence[Group]],
+    dtype: str = "float32",
+) -> Outcome:
+    """The steps as a loop takes them; a rank does its own part of each micro-batch."""
+    learner = learner_of(load(directory, dtype=dtype), section, sharding)
+    stats = [take_step(learner, groups) for groups in steps]
+    return Outcome({name: weight.clone() for name, weight in learner.weights(torch.float32)}, stats)
+
+
+def take_step(learner: Learner, groups: Sequence[Group]) -> StepStats:
+    rank, num_ranks = (0, 1) if learner.sharding is None else (learner.sharding.rank, learner.sharding.num_ranks)
+    intake = Intake(learner.section, num_ranks)
+    for group in groups:
+        references = references_of(learner, group) if learner.uses_reference else None
+        for items in intake.add(group, references):
+            learner.accumulate(split(items, num_ranks, len)[rank])
+    for items in intake.rest():
+        learner.accumulate(split(items, num_ranks, len)[rank])
+    return learner.finish()
+
+
+def references_of(learner: Learner, group: Group) -> list[Any]:
+    """Each rank scores its part; here they tell each other, so that each can do what a driver would."""
+    if learner.sharding is None:
+        return learner.reference_logprobs(group)
+    num_ranks = learner.sharding.num_ranks
+    parts = split(group.trajectories, num_ranks, lambda t: len(t.token_ids))
+    mine = learner.reference_logprobs(replace(group, trajectories=tuple(parts[learner.sharding.rank])))
+    told: list[Any] = [None] * num_ranks
+    torch.distributed.all_gather_object(told, mine)
+    known = {
+        t.id: found for part, values in zip(parts, told, strict=True) for t, found in zip(part, values, strict=True)
+    }
+    return [known[t.id] for t in group.trajectories]
