@@ -20,7 +20,7 @@ from headrace.dashboard import curves
 from headrace.dashboard import site as site_module
 from headrace.dashboard.books import Wanted, read_flows, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
-from headrace.dashboard.markup import Cell, Token, address, duration, table, tokens
+from headrace.dashboard.markup import Link, Token, address, duration, table, tokens
 from headrace.dashboard.overview import overview_numbers
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.series import Series
@@ -173,7 +173,7 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
 def test_what_a_policy_writes_is_never_markup():
     nasty = "<script>alert(1)</script><img src=x onerror='y'>\"\x1b"
     for markup in (
-        table([Cell(text=nasty)], [[Cell(text=nasty, link=address("run", nasty))]]),
+        table([nasty], [[Link(nasty, address("run", nasty))]]),
         tokens([Token(position=0, id=1, text=nasty, sampled=True, logprob=-1.0, version=3)]),
     ):
         assert "<script" not in markup

@@ -56,27 +56,24 @@ def test_tokens_rates_lags_and_ratios_are_those_of_the_books(known_run: Path):
     assert (found.trained_tokens, found.dropped_tokens) == (180, {"no_signal": 10})
     assert found.useful_share == pytest.approx(180 / 190)  # 1 - 10 / 190
     assert found.goodput_tokens_per_s == pytest.approx(6.0)
-    assert found.lags is not None
-    assert (found.lags.mean, found.lags.max) == (pytest.approx(1 / 3), 1)
-    assert found.ratios is not None
-    assert found.ratios.ratio_outside == pytest.approx(0.02)
-    assert found.ratios.effective_samples == pytest.approx(0.8)
+    assert (found.lag_mean, found.lag_max) == (pytest.approx(1 / 3), 1)
+    assert found.ratio_outside == pytest.approx(0.02)
+    assert found.effective_samples == pytest.approx(0.8)
     assert found.preemptions == 6
 
 
 def test_lengths_rewards_and_the_tail_are_those_of_the_answers(known_run: Path):
     found = read(known_run, after_step=0)
-    assert found.lengths is not None
-    assert found.lengths.tokens.mean == pytest.approx(190 / 11)
-    assert found.lengths.tokens.max == 30.0
-    assert found.lengths.tail_s is not None
-    assert found.lengths.tail_s.mean == pytest.approx(1.5), "from 4.5, when all but the last are done, to 6"
+    assert found.answer_tokens is not None
+    assert found.answer_tokens.mean == pytest.approx(190 / 11)
+    assert found.answer_tokens.max == 30.0
+    assert found.tail_s is not None
+    assert found.tail_s.mean == pytest.approx(1.5), "from 4.5, when all but the last are done, to 6"
     assert found.tail_share == pytest.approx(0.15)
-    assert found.rewards is not None
-    assert found.rewards.no_signal_share == pytest.approx(1 / 4)
-    assert found.rewards.latency_s is not None
-    assert found.rewards.latency_s.mean == pytest.approx(3 * 6.5 / 11)
-    assert found.rewards.latency_s.max == 2.5
+    assert found.no_signal_share == pytest.approx(1 / 4)
+    assert found.verdict_s is not None
+    assert found.verdict_s.mean == pytest.approx(3 * 6.5 / 11)
+    assert found.verdict_s.max == 2.5
 
 
 def test_the_first_steps_are_left_out_where_there_are_others(known_run: Path, tmp_path: Path):
@@ -85,8 +82,8 @@ def test_the_first_steps_are_left_out_where_there_are_others(known_run: Path, tm
     assert found.occupancy is not None
     assert found.occupancy.num_steps == 1
     assert found.occupancy.stage_s == StageTimes(rollout=6.0, reward=5.5, train=3.0, publish=0.5)
-    assert found.lengths is not None
-    assert found.lengths.tokens.count == 3
+    assert found.answer_tokens is not None
+    assert found.answer_tokens.count == 3
     assert read(hand_made_run(tmp_path / "two", num_steps=2)).measured_steps == range(1, 3)
     assert read(known_run, last_steps=2, after_step=0).measured_steps == range(2, 4)
 
@@ -94,8 +91,9 @@ def test_the_first_steps_are_left_out_where_there_are_others(known_run: Path, tm
 def test_a_run_without_steps_says_what_is_known(tmp_path: Path):
     found = read(hand_made_run(tmp_path / "run", num_steps=0))
     assert (found.num_steps, found.wall_s, len(found.measured_steps)) == (0, 0.0, 0)
-    unknown = (found.step_s, found.stage_s, found.occupancy, found.lengths, found.rewards, found.lags, found.ratios)
-    assert unknown == (None,) * 7
+    unknown = (found.step_s, found.stage_s, found.occupancy, found.answer_tokens, found.tail_s, found.verdict_s)
+    assert unknown == (None,) * 6
+    assert found.no_signal_share is found.lag_mean is found.lag_max is found.ratio_outside is None
     assert found.goodput_tokens_per_s is found.useful_share is found.tail_share is None
     assert found.config.loop.max_lag == 1
 
@@ -153,16 +151,15 @@ def test_a_real_run_reads_as_its_rows_say(real_run: Path):
         assert getattr(found.occupancy.stage_s, stage) == pytest.approx(booked, rel=0.1, abs=0.05)
     assert found.occupancy.busy_s <= found.occupancy.wall_s * 1.0001
     assert found.occupancy.stall_s > 0.0
-    assert found.lags is not None
-    assert found.lags.max == max(row.lag_max for row in rows)
+    assert found.lag_max == max(row.lag_max for row in rows)
     trained = np.array([(row.lag_mean, row.trained_tokens) for row in rows])
-    assert found.lags.mean == pytest.approx((trained[:, 0] * trained[:, 1]).sum() / trained[:, 1].sum())
+    assert found.lag_mean == pytest.approx((trained[:, 0] * trained[:, 1]).sum() / trained[:, 1].sum())
     assert 0.0 <= min(pool.idle_share for pool in found.occupancy.pools) <= 1.0
 
 
 def test_steps_that_a_restart_took_again_are_counted_once(resumed_run: Path):
     rows, found = rows_of(resumed_run), read(resumed_run, after_step=0)
-    assert (found.restarts.num, found.restarts.redone_steps) == (1, 2)
+    assert (found.num_restarts, found.redone_steps) == (1, 2)
     assert found.num_steps == len(rows) == 4
     assert found.occupancy is not None
     assert found.occupancy.wall_s == pytest.approx(sum(row.wall_s for row in rows), rel=0.02)
@@ -185,8 +182,8 @@ def test_of_a_long_run_the_last_steps_can_be_asked_for(tmp_path: Path):
             "SELECT COUNT(*) FROM trajectories WHERE trained_step > 250 OR (state = 'dropped' AND finished_s > ?)",
             (250 * STEP_S,),
         )[0][0]
-    assert last.lengths is not None
-    assert last.lengths.tokens.count == booked
+    assert last.answer_tokens is not None
+    assert last.answer_tokens.count == booked
 
 
 def test_of_too_many_spans_and_answers_the_newest_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -199,8 +196,8 @@ def test_of_too_many_spans_and_answers_the_newest_count(tmp_path: Path, monkeypa
     assert whole.occupancy is not None
     assert 5 <= found.occupancy.num_steps < 20
     assert found.occupancy.overlap_share == pytest.approx(whole.occupancy.overlap_share, rel=0.2)
-    assert found.lengths is not None
-    assert found.lengths.tokens.count == 100
+    assert found.answer_tokens is not None
+    assert found.answer_tokens.count == 100
     assert len(found.measured_steps) == 58, "rows are few: all of them count"
 
 

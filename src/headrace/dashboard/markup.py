@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 Number = tuple[str, str, str]  # its name, the number, what it means
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One cell of a table; `wide` ones are left out on a narrow screen.
+class Link(NamedTuple):
+    """A text that leads somewhere.
 
     Example:
-        Cell(text="40:train-17/3", link="/run/a/trajectory?id=40%3Atrain-17%2F3")
+        Link("40:train-17/3", "/run/a/trajectory?id=40%3Atrain-17%2F3")
     """
 
     text: str
-    link: str = ""
-    number: bool = False
-    wide: bool = False
+    target: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +44,21 @@ class Token:
         return None if self.logprob is None else math.exp(min(self.logprob, 0.0))
 
 
-def table(titles: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table that scrolls sideways if it must."""
-    head = "".join(f"<th{_classes(title)}>{_shown(title.text)}</th>" for title in titles)
-    body = "".join(f"<tr>{''.join(f'<td{_classes(cell)}>{_content(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def table(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str | Link]],
+    *,
+    numbers: Container[str] = (),
+    wide: Container[str] = (),
+) -> str:
+    """A table that scrolls sideways if it must; columns of these titles are numbers, or not for a narrow screen."""
+    kinds = ["number " * (title in numbers) + "wide" * (title in wide) for title in titles]
+    head = "".join(f"<th class='{kind}'>{_shown(title)}</th>" for title, kind in zip(titles, kinds, strict=True))
+    lines = (
+        "".join(f"<td class='{kind}'>{_content(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
+        for row in rows
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
@@ -101,6 +110,11 @@ def points(texts: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{_shown(text)}</li>' for text in texts)}</ul>"
 
 
+def line_of(links: Iterable[Link]) -> str:
+    """Links beside each other."""
+    return f"<div class='line'>{''.join(map(_content, links))}</div>"
+
+
 def text_block(text: str) -> str:
     """Text as it was written, spaces and lines too."""
     return f"<pre>{_shown(text)}</pre>"
@@ -125,28 +139,20 @@ def tokens(shown: Sequence[Token]) -> str:
 
 def token_table(shown: Sequence[Token]) -> str:
     """The same, one token to a line."""
-    titles = [
-        Cell(text="place", number=True),
-        Cell(text="token"),
-        Cell(text="id", number=True, wide=True),
-        Cell(text="log-prob", number=True),
-        Cell(text="probability", number=True),
-        Cell(text="version", number=True),
-        Cell(text="mask", wide=True),
-    ]
+    titles = ("place", "token", "id", "log-prob", "probability", "version", "mask")
     rows = [
-        [
-            Cell(text=str(token.position), number=True),
-            Cell(text=repr(token.text)),
-            Cell(text=str(token.id), number=True, wide=True),
-            Cell(text="" if token.logprob is None else f"{token.logprob:.3f}", number=True),
-            Cell(text="" if token.probability is None else f"{token.probability:.1%}", number=True),
-            Cell(text="" if token.version is None else str(token.version), number=True),
-            Cell(text="sampled" if token.sampled else "given", wide=True),
-        ]
+        (
+            str(token.position),
+            repr(token.text),
+            str(token.id),
+            "" if token.logprob is None else f"{token.logprob:.3f}",
+            "" if token.probability is None else f"{token.probability:.1%}",
+            "" if token.version is None else str(token.version),
+            "sampled" if token.sampled else "given",
+        )
         for token in shown
     ]
-    return table(titles, rows)
+    return table(titles, rows, numbers=set(titles) - {"token", "mask"}, wide=("id", "mask"))
 
 
 def address(*parts: str, **query: object) -> str:
@@ -183,14 +189,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _classes(cell: Cell) -> str:
-    names = [name for name, given in (("number", cell.number), ("wide", cell.wide)) if given]
-    return f" class='{' '.join(names)}'" if names else ""
-
-
-def _content(cell: Cell) -> str:
-    text = _shown(cell.text)
-    return f'<a href="{escape(cell.link)}">{text}</a>' if cell.link else text
+def _content(cell: str | Link) -> str:
+    return f'<a href="{escape(cell.target)}">{_shown(cell.text)}</a>' if isinstance(cell, Link) else _shown(cell)
 
 
 def _shown(text: str) -> str:

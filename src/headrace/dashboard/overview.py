@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.dashboard.books import Flow
-from headrace.dashboard.markup import Cell, Number, address, dollars, duration, short, table
+from headrace.dashboard.markup import Link, Number, address, dollars, duration, short, table
 from headrace.dashboard.series import RECENT_STEPS
 from headrace.dashboard.site import NOT_YET, Overview
 from headrace.insight.triage import Triage
@@ -65,30 +65,15 @@ def overview_numbers(seen: Overview, max_lag: int | None, verdict: Triage | str)
 def flow_table(name: str, flows: list[Flow]) -> str:
     """The accounts, each with a link to its trajectories."""
     total = sum(flow.tokens for flow in flows) or 1
-    titles = [
-        Cell(text="account"),
-        Cell(text="tokens", number=True),
-        Cell(text="share", number=True),
-        Cell(text="answers", number=True),
-        Cell(text="mean length", number=True, wide=True),
-        Cell(text="because", wide=True),
-    ]
+    titles = ("account", "tokens", "share", "answers", "mean length", "because")
     rows = []
     for flow in flows:
         reason = flow.name.removeprefix("dropped: ") if flow.kind == "dropped" else None
-        link = "" if flow.kind == "in_flight" else address("run", name, "trajectories", state=flow.kind, reason=reason)
-        length = flow.tokens / flow.trajectories if flow.trajectories else None
-        rows.append(
-            [
-                Cell(text=flow.name, link=link),
-                Cell(text=f"{flow.tokens:,}", number=True),
-                Cell(text=f"{flow.tokens / total:.1%}", number=True),
-                Cell(text=f"{flow.trajectories:,}", number=True),
-                Cell(text="-" if length is None else f"{length:.1f}", number=True, wide=True),
-                Cell(text=flow.says, wide=True),
-            ]
-        )
-    return table(titles, rows)
+        link = Link(flow.name, address("run", name, "trajectories", state=flow.kind, reason=reason))
+        length = f"{flow.tokens / flow.trajectories:.1f}" if flow.trajectories else "-"
+        counts = (f"{flow.tokens:,}", f"{flow.tokens / total:.1%}", f"{flow.trajectories:,}", length)
+        rows.append((flow.name if flow.kind == "in_flight" else link, *counts, flow.says))
+    return table(titles, rows, numbers=titles[1:-1], wide=titles[-2:])
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.dashboard.markup import (
-    Cell,
     card,
     dollars,
     facts,
@@ -74,6 +73,8 @@ def plan_markup(question: Question, found: Sequence[Plan], others: Sequence[Fram
     memory = {name: told[name] for name in ("engine's GPU", "learner's GPU")}
     stages = {f"{stage} ({SYMBOLS[stage]})": f"{getattr(best.times, stage):,.3g} s" for stage in STAGES}
     fits = [f"{other.name}: {other.fits}. But {other.mind}." for other in others[:OTHERS]]
+    lines = plan_lines(found[:LAYOUTS])
+    best_ones = table(PLAN_TITLES, lines, numbers=PLAN_TITLES[1:-1], wide=("learner", "lag", "$/M tok"))
     return (
         numbers(shown)
         + pair(
@@ -81,27 +82,15 @@ def plan_markup(question: Question, found: Sequence[Plan], others: Sequence[Fram
             card("Seconds of each stage in a step", facts(stages), _in_general(best.wall)),
         )
         + (card("Risks", points(best.risks)) if best.risks else "")
-        + card("The best layouts", _table(PLAN_TITLES, plan_lines(found[:LAYOUTS]), wide=("learner", "lag", "$/M tok")))
+        + card("The best layouts", best_ones)
         + card("If not Headrace", paragraphs("Other systems that were made for such a wall and size."), points(fits))
     )
 
 
 def _wall(text: str, wall: Wall, moves: Sequence[Move], now_s: float) -> str:
-    changes = _table(MOVE_TITLES, move_lines(moves, now_s)) if moves else paragraphs(NO_MOVES)
+    changes = table(MOVE_TITLES, move_lines(moves, now_s), numbers=MOVE_TITLES[1:]) if moves else paragraphs(NO_MOVES)
     return paragraphs(f"The wall is {text}") + changes + _in_general(wall)
 
 
 def _in_general(wall: Wall) -> str:
     return paragraphs(f"What helps against {wall} in general:") + points(ADVICE[wall].moves)
-
-
-def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], wide: Sequence[str] = ()) -> str:
-    """A table whose columns are numbers, but for the first and one called wall."""
-
-    def cells(texts: Sequence[str]) -> list[Cell]:
-        return [
-            Cell(text=text, number=title not in (titles[0], "wall"), wide=title in wide)
-            for text, title in zip(texts, titles, strict=True)
-        ]
-
-    return table(cells(titles), map(cells, lines))

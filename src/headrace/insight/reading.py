@@ -51,81 +51,22 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """How long answers are, and what the longest cost.
-
-    Example:
-        Lengths(tokens=Spread(...), tail_s=Spread(...))
-    """
-
-    tokens: Spread  # sampled, per answer
-    tail_s: Spread | None  # of each step: from the end of 95 in 100 answers to the end of the last
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rewards:
-    """How often rewards tell answers apart, and how long the verdicts took.
-
-    Example:
-        Rewards(no_signal_share=0.12, latency_s=Spread(...))
-    """
-
-    no_signal_share: float | None  # of the groups: all their answers earned the same
-    latency_s: Spread | None  # from an answer's end to its verdict, with what it waited for a worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lags:
-    """How old trained tokens were.
-
-    Example:
-        Lags(mean=0.9, max=2)
-    """
-
-    mean: float  # over trained tokens
-    max: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
-    """How far the learner's probabilities are from those sampled with; means over steps, with `Row`'s names.
-
-    Example:
-        Ratios(ratio_outside=0.001, effective_samples=0.998)
-    """
-
-    ratio_outside: float | None
-    effective_samples: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
-    """What failures cost, over the whole run.
-
-    Example:
-        Restarts(num=1, redone_steps=7)
-    """
-
-    num: int
-    redone_steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One run. `num_steps` and `restarts` are about all of it, the rest about its `measured_steps`.
+    """One run. `num_steps` and the restarts are of all of it, the rest is about its `measured_steps`.
 
     Example:
-        Reading(run_dir=Path("runs/a"), config=Config(...), num_steps=60, measured_steps=range(3, 61), wall_s=81.2,
-            step_s=Spread(...), stage_s=StageTimes(rollout=0.9, train=0.45), stage_p50_s=StageTimes(...),
-            stage_p95_s=StageTimes(...), occupancy=Occupancy(...), trained_tokens=118_784,
-            dropped_tokens={"no_signal": 9_000}, lengths=Lengths(...), rewards=Rewards(...), lags=Lags(...),
-            ratios=Ratios(...), preemptions=0, restarts=Restarts(...))
+        Reading(run_dir=Path("runs/a"), config=Config(...), num_steps=60, num_restarts=1, redone_steps=7,
+            measured_steps=range(3, 61), wall_s=81.2, step_s=Spread(...), stage_s=StageTimes(rollout=0.9, train=0.45),
+            stage_p50_s=StageTimes(...), stage_p95_s=StageTimes(...), occupancy=Occupancy(...), trained_tokens=118_784,
+            dropped_tokens={"no_signal": 9_000}, answer_tokens=Spread(...), tail_s=Spread(...), verdict_s=Spread(...),
+            no_signal_share=0.12, lag_mean=0.9, lag_max=2, ratio_outside=0.001, effective_samples=0.998, preemptions=0)
     """
 
     run_dir: Path
     config: Config
     num_steps: int  # that have a row
-    restarts: Restarts
+    num_restarts: int
+    redone_steps: int  # because of these
     measured_steps: range
     wall_s: float
     step_s: Spread | None
@@ -135,10 +76,14 @@ class Reading:
     occupancy: Occupancy | None
     trained_tokens: int
     dropped_tokens: Mapping[str, int]
-    lengths: Lengths | None
-    rewards: Rewards | None
-    lags: Lags | None
-    ratios: Ratios | None
+    answer_tokens: Spread | None  # sampled, per answer
+    tail_s: Spread | None  # of each step: from the end of 95 in 100 answers to the end of the last
+    verdict_s: Spread | None  # from an answer's end to its verdict, with what it waited for a worker
+    no_signal_share: float | None  # of the groups: all their answers earned the same
+    lag_mean: float | None  # over trained tokens
+    lag_max: int | None
+    ratio_outside: float | None  # means over steps, with `Row`'s names
+    effective_samples: float | None
     preemptions: int
 
     @property
@@ -155,9 +100,9 @@ class Reading:
     @property
     def tail_share(self) -> float | None:
         """Of a step's time, in which only its last answers (one in twenty) were still being generated."""
-        if self.lengths is None or self.lengths.tail_s is None or self.step_s is None or not self.step_s.mean:
+        if self.tail_s is None or self.step_s is None or not self.step_s.mean:
             return None
-        return min(1.0, self.lengths.tail_s.mean / self.step_s.mean)
+        return min(1.0, self.tail_s.mean / self.step_s.mean)
 
 
 def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -> Reading:
@@ -179,11 +124,13 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         answers = Answers.read(connection, since_s=float(times.starts_s[0]) if times and after else 0.0)
         occupancy = read_occupancy(connection, times, reward_workers=config.reward.workers) if times else None
         restarts = connection.execute("SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts").fetchone()
+    tokens, signal = rows.column("trained_tokens"), answers.signal()
     return Reading(
         run_dir=run_dir,
         config=config,
         num_steps=num_steps,
-        restarts=Restarts(num=restarts[0], redone_steps=restarts[1]),
+        num_restarts=restarts[0],
+        redone_steps=restarts[1],
         measured_steps=range(last_step + 1 - len(rows), last_step + 1),
         wall_s=float(np.nansum(rows.column("wall_s"))),
         step_s=Spread.of(rows.column("wall_s")),
@@ -193,10 +140,14 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         occupancy=occupancy,
         trained_tokens=rows.total("trained_tokens"),
         dropped_tokens=rows.dropped_tokens(),
-        lengths=_lengths(answers, times),
-        rewards=_rewards(answers),
-        lags=_lags(rows),
-        ratios=_ratios(rows),
+        answer_tokens=Spread.of(answers.num_tokens),
+        tail_s=Spread.of(answers.tails_s(times)) if times else None,
+        verdict_s=Spread.of(answers.scored_s - answers.finished_s),
+        no_signal_share=1.0 - float(signal.mean()) if len(signal) else None,
+        lag_mean=float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None,
+        lag_max=int(rows.column("lag_max").max()) if tokens.sum() else None,
+        ratio_outside=rows.mean("ratio_outside"),
+        effective_samples=rows.mean("effective_samples"),
         preemptions=rows.total("preemptions"),
     )
 
@@ -206,31 +157,3 @@ def _stages(rows: StepRows, combine: Callable[[Numbers], Any]) -> StageTimes | N
     if not len(rows):
         return None
     return StageTimes(**{stage: float(combine(rows.stage(stage))) for stage in STAGES})
-
-
-def _lengths(answers: Answers, times: StepTimes | None) -> Lengths | None:
-    tokens = Spread.of(answers.num_tokens)
-    return Lengths(tokens=tokens, tail_s=Spread.of(answers.tails_s(times)) if times else None) if tokens else None
-
-
-def _rewards(answers: Answers) -> Rewards | None:
-    if not answers.scored.any():
-        return None
-    signal = answers.signal()
-    return Rewards(
-        no_signal_share=1.0 - float(signal.mean()) if len(signal) else None,
-        latency_s=Spread.of(answers.scored_s - answers.finished_s),
-    )
-
-
-def _lags(rows: StepRows) -> Lags | None:
-    tokens = rows.column("trained_tokens")
-    if not tokens.sum():
-        return None
-    return Lags(mean=float(np.average(rows.column("lag_mean"), weights=tokens)), max=int(rows.column("lag_max").max()))
-
-
-def _ratios(rows: StepRows) -> Ratios | None:
-    if not len(rows):
-        return None
-    return Ratios(ratio_outside=rows.mean("ratio_outside"), effective_samples=rows.mean("effective_samples"))

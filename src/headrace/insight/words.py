@@ -67,33 +67,30 @@ def losses(reading: Reading) -> Iterator[str]:
             yield f"Checkpoints held training up for {reading.occupancy.stall_s / reading.wall_s:.1%} of the time."
     if reading.preemptions:
         yield f"{reading.preemptions} sequences gave up their cache for lack of memory and were computed again."
-    if reading.restarts.num:
-        yield f"{reading.restarts.num} restarts: {reading.restarts.redone_steps} steps were taken again."
+    if reading.num_restarts:
+        yield f"{_several(reading.num_restarts, 'restart')}: {reading.redone_steps} steps were taken again."
 
 
 def health(reading: Reading) -> Iterator[str]:
     """How old and how even the data was."""
-    if reading.lags is not None:
-        yield f"Trained tokens were {reading.lags.mean:.2f} versions old on average, {reading.lags.max} at most."
-    ratios = reading.ratios
-    if ratios is not None and ratios.ratio_outside is not None and ratios.ratio_outside > RATIO_OUTSIDE:
+    if reading.lag_mean is not None:
+        yield f"Trained tokens were {reading.lag_mean:.2f} versions old on average, {reading.lag_max} at most."
+    if reading.ratio_outside is not None and reading.ratio_outside > RATIO_OUTSIDE:
         yield (
-            f"{ratios.ratio_outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: the data is far "
-            "from the policy; lower loop.max_lag, or set learner.correction"
+            f"{reading.ratio_outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: the data is far "
+            "from the policy; lower loop.max_lag, or set learner.correction."
         )
-    if ratios is not None and ratios.effective_samples is not None and ratios.effective_samples < FEW_EFFECTIVE:
-        yield f"The importance weights leave {ratios.effective_samples:.0%} of the samples effective."
-    if reading.lengths is not None and reading.tail_share is not None:
-        tokens = reading.lengths.tokens
+    if reading.effective_samples is not None and reading.effective_samples < FEW_EFFECTIVE:
+        yield f"The importance weights leave {reading.effective_samples:.0%} of the samples effective."
+    if (tokens := reading.answer_tokens) is not None and reading.tail_share is not None:
         yield (
             f"Answers have {tokens.mean:.0f} tokens on average, {tokens.p95:.0f} at p95, {tokens.max:.0f} at most; for "
             f"{reading.tail_share:.0%} of a step only the last twentieth of them is being generated."
         )
-    if reading.rewards is not None and reading.rewards.latency_s is not None:
-        latency = reading.rewards.latency_s
-        yield f"A verdict took {latency.mean:.3g} s on average, {latency.p95:.3g} s at p95."
-    if reading.rewards is not None and reading.rewards.no_signal_share:
-        yield f"{reading.rewards.no_signal_share:.0%} of the groups had no signal: all their answers earned the same."
+    if (took := reading.verdict_s) is not None:
+        yield f"A verdict took {took.mean:.3g} s on average, {took.p95:.3g} s at p95."
+    if reading.no_signal_share:
+        yield f"{reading.no_signal_share:.0%} of the groups had no signal: all their answers earned the same."
 
 
 def workload(question: Question) -> str:
