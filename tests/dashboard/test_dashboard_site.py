@@ -64,7 +64,7 @@ def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
     verdict = triage(real_run)
     told = {name: (value, says) for name, value, says in overview_numbers(seen, 2, verdict)}
     assert told["Wall"][0] == verdict.wall
-    assert ("Wall", "-", NOT_YET) in overview_numbers(seen, 2, NOT_YET)
+    assert ("Wall", "…", NOT_YET) in overview_numbers(seen, 2, NOT_YET)
     assert told["Cost so far"][0] == f"${seen.elapsed_s:,.2f}"
     assert told["Steps"] == ("6", "of 6; finished, after " + duration(seen.elapsed_s))
     assert "2 allowed" in told["Lag"][1]

@@ -44,7 +44,8 @@ def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: P
 
 def test_more_workers_mean_more_idle_time(known_run: Path):
     settings = known_run / "config.toml"
-    settings.write_text(settings.read_text().replace("workers = 1", "workers = 2"))
+    before, section, after = settings.read_text().partition("[reward]")
+    settings.write_text(before + section + after.replace("workers = 1", "workers = 2", 1))
     side_by_side = read(known_run, after_step=0).occupancy
     assert side_by_side is not None
     assert side_by_side.pools[1].num_workers == 2

@@ -49,19 +49,32 @@ class Device:
     number_bytes: int = 2  # of a weight: 2 is bfloat16, 4 float32
 
 
+def _known(name: str, *numbers: float, num_per_node: int = 8, number_bytes: int = 2) -> Device:
+    memory, memory_per_s, flops_per_s, link_per_s, network_per_s, dollars_per_hour = numbers
+    return Device(
+        name=name,
+        memory_bytes=memory,
+        memory_bytes_per_s=memory_per_s,
+        flops_per_s=flops_per_s,
+        link_bytes_per_s=link_per_s,
+        network_bytes_per_s=network_per_s,
+        dollars_per_hour=dollars_per_hour,
+        num_per_node=num_per_node,
+        number_bytes=number_bytes,
+    )
+
+
 # The A100 and H100 nodes have one network card of 200 and 400 Gbit/s per GPU. The 4090 has PCIe 4.0 and an assumed
 # network of 10 Gbit/s. The core is one of a server: 3 GHz, two 8-wide fused multiply-adds a cycle, its part of the
 # memory and of a network of 25 Gbit/s.
-_NAMES = ("memory_bytes", "memory_bytes_per_s", "flops_per_s", "link_bytes_per_s", "network_bytes_per_s")
-_TABLE = {  # dollars per hour, then in the order of the names
-    "A100": (1.5, 80e9, 2.039e12, 312e12, 300e9, 25e9),
-    "H100": (3.0, 80e9, 3.35e12, 989e12, 450e9, 50e9),
-    "H200": (3.5, 141e9, 4.8e12, 989e12, 450e9, 50e9),
-    "B200": (5.0, 180e9, 8e12, 2250e12, 900e9, 50e9),
-    "RTX 4090": (0.5, 24e9, 1.008e12, 165e12, 32e9, 1.25e9),
-    "CPU": (0.05, 4e9, 10e9, 96e9, 10e9, 0.2e9),
-}
-_OTHER_NODES = {"RTX 4090": {"num_per_node": 4}, "CPU": {"num_per_node": 16, "number_bytes": 4}}
+BUILT_IN = (
+    _known("A100", 80e9, 2.039e12, 312e12, 300e9, 25e9, 1.5),
+    _known("H100", 80e9, 3.35e12, 989e12, 450e9, 50e9, 3.0),
+    _known("H200", 141e9, 4.8e12, 989e12, 450e9, 50e9, 3.5),
+    _known("B200", 180e9, 8e12, 2250e12, 900e9, 50e9, 5.0),
+    _known("RTX 4090", 24e9, 1.008e12, 165e12, 32e9, 1.25e9, 0.5, num_per_node=4),
+    _known("CPU", 4e9, 10e9, 96e9, 10e9, 0.2e9, 0.05, num_per_node=16, number_bytes=4),
+)
 
 NUMBERS = tuple(field.name for field in fields(Device) if field.name != "name")
 REQUIRED = tuple(field.name for field in fields(Device) if field.name != "name" and field.default is MISSING)
@@ -72,15 +85,7 @@ Hardware = Mapping[str, Device]
 
 def built_in() -> dict[str, Device]:
     """The table, by name."""
-    return {
-        name: Device(
-            name=name,
-            dollars_per_hour=price,
-            **dict(zip(_NAMES, numbers, strict=True)),
-            **_OTHER_NODES.get(name, {}),
-        )
-        for name, (price, *numbers) in _TABLE.items()
-    }
+    return {device.name: device for device in BUILT_IN}
 
 
 def find_device(name: str, hardware: Hardware | None = None) -> Device:
