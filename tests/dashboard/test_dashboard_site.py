@@ -102,7 +102,7 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
 
 def test_a_triage_is_told_in_words_with_its_moves(real_run: Path):
     found = triage(real_run)
-    markup = triage_markup(found)
+    markup = triage_markup(found, "/plan")
     assert f"The wall is {found.wall}" in markup
     assert "as it is" in markup or not found.moves
     for move in found.moves:
@@ -222,7 +222,7 @@ def test_what_cannot_be_planned_is_said_beside_its_field(name: str, text: str, s
 
 
 def test_more_answers_than_can_be_worked_out_soon_are_refused():
-    with pytest.raises(ConfigError, match="4,096,000 answers in a step are too many"):
+    with pytest.raises(ConfigError, match="4,096,000 answers in a step are too many to plan: at most 16,384"):
         question(TYPED | {"num_prompts": "4k", "num_samples": "1024"}, device="H100", reference=False, adapter=False)
 
 

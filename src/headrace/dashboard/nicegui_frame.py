@@ -98,14 +98,15 @@ class Panel:
             self._found = found
             self._show(found)
 
-    async def changed(self) -> None:
-        """What is read depends on something that was typed or moved: look again, a moment after the last change."""
+    async def changed(self) -> bool:
+        """Look again, a moment after the last of several changes; whether this was the last."""
         self._changes += 1
         mine = self._changes
         await asyncio.sleep(SETTLED_S)
         async with self._one_at_a_time:
             if mine == self._changes:
                 await self.refresh()
+        return mine == self._changes
 
 
 async def follow(panels: Sequence[Panel]) -> None:

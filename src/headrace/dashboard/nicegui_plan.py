@@ -158,10 +158,13 @@ class _Form:
             with ui.element("div").classes("line"):
                 self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
                 self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
-        self.panel = bare_panel(self._read)
+        with ui.element("div") as self._results:
+            self.panel = bare_panel(self._read)
 
     async def _changed(self) -> None:
-        await self.panel.changed()
+        self._results.classes("waiting")
+        if await self.panel.changed():
+            self._results.classes(remove="waiting")
 
     def _read(self) -> str:
         try:

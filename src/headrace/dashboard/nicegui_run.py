@@ -53,7 +53,7 @@ async def overview(site: Site, name: str) -> None:
                 "What to change first",
                 "What holds a step back most, and what each change would bring. A prediction, not a promise: change "
                 "one thing, and look again.",
-                lambda: triage_markup(live.triage()),
+                lambda: triage_markup(live.triage(), address("plan", run=name)),
             ),
         ]
         with ui.element("div").classes("pair"):

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from nicegui import ui
 
-from headrace.config_file import changed
+from headrace.config_file import changed, explain
 from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
 from headrace.dashboard.markup import Link, address, duration, short, table
@@ -126,7 +126,8 @@ def set_table(chosen: list[LiveRun]) -> str:
     keys = sorted({key for key in {*both[0], *both[1]} if both[0].get(key) != both[1].get(key)} - {"run.dir"})
     if not keys:
         return "All settings are the same."
-    rows = [(key, *(side.get(key, "default") for side in both)) for key in keys]
+    default = {setting.key: setting.default for setting in explain()}
+    rows = [(key, *(side.get(key, f"{default[key]} (default)") for side in both)) for key in keys]
     return table(("setting", *(live.name for live in chosen)), rows)
 
 

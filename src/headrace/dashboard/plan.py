@@ -13,7 +13,7 @@ from headrace.insight.planner import Question
 from headrace.insight.scenario import amount, seconds
 from headrace.insight.tails import LogNormal
 
-MOST_ANSWERS = 65_536  # of a step: to work a plan out takes longer the more there are
+MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to work a plan out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.dashboard.markup import (
+    Link,
     card,
     dollars,
     facts,
+    line_of,
     more,
     numbers,
     pair,
@@ -39,7 +41,7 @@ from headrace.types import STAGES
 LAYOUTS, OTHERS = 5, 4  # shown
 
 
-def triage_markup(found: Triage | str) -> str:
+def triage_markup(found: Triage | str, plan_page: str) -> str:
     """The wall of a run, what to change, and what else was seen; or why that cannot be told."""
     if isinstance(found, str):
         return paragraphs(found)
@@ -47,6 +49,7 @@ def triage_markup(found: Triage | str) -> str:
         _wall(f"{found.wall}: {ADVICE[found.wall].sign}.", found.wall, found.moves, found.simulated_s)
         + more("How this was found", paragraphs(costs(found), basis(found)))
         + more("What else was seen", points((*losses(found.reading), *health(found.reading))))
+        + line_of([Link("Try other stage times on the plan page", plan_page)])
     )
 
 

@@ -15,7 +15,7 @@ RATIO_OUTSIDE = 0.05  # of the tokens: from there on, the data is far from the p
 FEW_EFFECTIVE = 0.9
 NO_MOVES = "No change that can be worked out brings 2% or more."
 MOVE_TITLES = ("change", "a step takes", "goodput")
-PLAN_TITLES = ("placement", "engines", "learner", "step", "tok/s", "$/M tok", "lag", "wall")
+PLAN_TITLES = ("placement", "engines x GPUs", "learner", "step", "tok/s", "$/M tok", "lag", "wall")
 
 
 def sign(wall: Wall) -> str:
