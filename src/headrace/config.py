@@ -162,6 +162,10 @@ class LearnerSection(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the divergence from the reference")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the divergence to the loss, or subtract it from the reward")
+    lora_rank: NonNegativeInt = setting(
+        0, "train adapters of this rank beside every linear layer, and leave the model's own weights; 0 is off"
+    )
+    lora_alpha: PositiveFloat = setting(32.0, "what adapters add is multiplied by lora_alpha / lora_rank")
 
 
 class LoopSection(Section):
@@ -278,6 +282,11 @@ def contradictions(config: Config) -> list[str]:
     if config.learner.kl_coef and config.learner.kl_in == "loss" and config.learner.kl_estimator == "k1":
         found.append(
             "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
+        )
+    if config.learner.lora_rank and config.model.exact:
+        found.append(
+            f"learner.lora_rank = {config.learner.lora_rank} and model.exact = true: adapters have no exact form; "
+            "set one of them off"
         )
     if config.learner.loss == "reinforce" and config.loop.max_lag and config.learner.correction == "none":
         found.append(

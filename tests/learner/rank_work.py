@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,8 +23,10 @@ from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group
 
 WAIT_S = 60
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "starcoder2", "llama")]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rank_work"])  # torch is imported once, not by every rank
+# imported once, not by every rank
+_context.set_forkserver_preload(["headrace.learner.learner", "headrace.loop.checkpoint", *MODELS])
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -40,10 +43,10 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         pipes.append(here)
         processes.append(process)
     try:
-        found = [pipe.recv() if pipe.poll(WAIT_S) else "no answer" for pipe in pipes]
+        found = [pickle.loads(pipe.recv_bytes()) if pipe.poll(WAIT_S) else "no answer" for pipe in pipes]
     finally:
         for process in processes:
-            process.join(0 if process.is_alive() and not all(pipe.poll(0) for pipe in pipes) else WAIT_S)
+            process.join(5)
             process.kill()
     failures = [text for text in found if isinstance(text, str)]
     assert not failures, "\n".join(failures)
@@ -53,14 +56,13 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     try:
-        device = torch.device("cpu")
-        sharding = Sharding(
-            rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, device=device, timeout_s=WAIT_S
-        )
-        pipe.send((work(sharding, *args),))
+        place = {"host": "127.0.0.1", "port": port, "device": torch.device("cpu")}
+        sharding = Sharding(rank=rank, num_ranks=num_ranks, timeout_s=WAIT_S, **place)  # type: ignore[arg-type]
+        result = (work(sharding, *args),)
+        pipe.send_bytes(pickle.dumps(result))  # plainly: what torch does of itself needs a sender that lives on
         sharding.close()
     except BaseException:
-        pipe.send(traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(traceback.format_exc()))
 
 
 @dataclass
@@ -113,7 +115,6 @@ def references_of(learner: Learner, group: Group) -> list[Any]:
     mine = learner.reference_logprobs(replace(group, trajectories=tuple(parts[learner.sharding.rank])))
     told: list[Any] = [None] * num_ranks
     torch.distributed.all_gather_object(told, mine)
-    known = {
-        t.id: found for part, values in zip(parts, told, strict=True) for t, found in zip(part, values, strict=True)
-    }
+    order = [trajectory.id for part in parts for trajectory in part]
+    known = dict(zip(order, (values for part in told for values in part), strict=True))
     return [known[t.id] for t in group.trajectories]

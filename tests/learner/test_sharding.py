@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from hand_made import group_of, trajectory
-from rank_work import Outcome, on_ranks, take_steps
+from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
 
 from headrace.config import LearnerSection
+from headrace.learner.batch import Item, pack
+from headrace.learner.sharding import Sharding, split
 from headrace.policy.policy import Policy
 from headrace.types import Group, Replay
 
@@ -67,10 +70,8 @@ def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None =
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
     for name, weight in expected.weights.items():
-        # AdamW moves a weight by about its rate, however small its gradient is: where that is noise, so is the move
-        gap = (found.weights[name] - weight).abs()
-        assert gap.max() < 0.05 * LR, f"{name} differs by {gap.max()}"
-        assert gap.mean() < 1e-4 * LR, f"{name} differs by {gap.mean()} on average"
+        gap = (found.weights[name] - weight).abs().max()
+        assert gap < 1e-3 * LR, f"{name} differs by {gap}"
     assert found.weights.keys() == expected.weights.keys()
     for mine, theirs in zip(found.stats, expected.stats, strict=True):
         for name in ("loss", "grad_norm", "lr", "entropy", "kl_reference", "clipped_share"):
@@ -85,10 +86,145 @@ def assert_all_ranks_agree(outcomes: list[Outcome]) -> None:
         assert all(torch.equal(other.weights[name], weight) for name, weight in outcomes[0].weights.items())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_any_number_of_ranks_takes_the_same_steps(saved: Callable[..., Path], num_ranks: int):
     directory, steps = saved(), make_steps()
     section = LearnerSection(lr=LR, micro_batch_tokens=32)
     outcomes = on_ranks(num_ranks, take_steps, directory, section, steps)
     assert_all_ranks_agree(outcomes)
     assert_same(outcomes[0], take_steps(None, directory, section, steps))
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], LearnerSection, dict[str, Any]]] = {
+    "mixture": ("Qwen3Moe", {}, LearnerSection(lr=LR, micro_batch_tokens=32), {"routes": (2, 4, 2)}),
+    "outside the family": ("Starcoder2", {}, LearnerSection(lr=LR, micro_batch_tokens=32), {}),
+    "support and reference": (
+        "Llama",
+        {"tie_word_embeddings": False},
+        LearnerSection(lr=LR, micro_batch_tokens=32, kl_coef=0.1, loss="gspo", aggregation="sequence"),
+        {"supported": True},
+    ),
+    "recomputed": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True), {}),
+    "recomputed mixture": (
+        "Qwen3Moe",
+        {},
+        LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True),
+        {"routes": (2, 4, 2)},
+    ),
+    "recomputed outside the family": (
+        "Starcoder2",
+        {},
+        LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True),
+        {},
+    ),
+    "whole step": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=32, advantage="reinforce++"), {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_train_every_kind_of_model(saved: Callable[..., Path], variant: str):
+    architecture, changes, section, kind = VARIANTS[variant]
+    directory, steps = saved(architecture, **changes), make_steps(**kind)
+    outcomes = on_ranks(2, take_steps, directory, section, steps)
+    assert_all_ranks_agree(outcomes)
+    assert_same(outcomes[0], take_steps(None, directory, section, steps))
+
+
+def test_many_small_passes_add_up_to_one_large_one(saved: Callable[..., Path]):
+    directory, steps = saved(), make_steps()
+    small, large = (
+        on_ranks(2, take_steps, directory, LearnerSection(lr=LR, micro_batch_tokens=budget), steps)[0]
+        for budget in (16, 4096)
+    )
+    assert_same(small, large)
+
+
+def test_the_steps_of_one_rank_have_the_bits_of_one_process(saved: Callable[..., Path]):
+    directory, steps, section = saved(), make_steps(), LearnerSection(lr=LR, micro_batch_tokens=4096)
+    sharded, plain = on_ranks(1, take_steps, directory, section, steps)[0], take_steps(None, directory, section, steps)
+    assert sharded.stats == plain.stats
+    assert all(torch.equal(sharded.weights[name], weight) for name, weight in plain.weights.items())
+
+
+def skip_and_go_on(sharding: Sharding, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
+    learner = learner_of(load(directory), section, sharding)
+    before = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
+    broken = [replace(g, trajectories=tuple(replace(t, reward=np.inf) for t in g.trajectories)) for g in steps[0]]
+    skipped = take_step(learner, broken)
+    unmoved = all(torch.equal(before[name], weight) for name, weight in learner.weights(torch.float32))
+    return skipped.skipped, unmoved, take_step(learner, steps[1]).skipped
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(saved: Callable[..., Path]):
+    section = LearnerSection(lr=LR)
+    assert on_ranks(2, skip_and_go_on, saved(), section, make_steps()) == [(True, True, False)] * 2
+
+
+def mismatches(sharding: Sharding | None, directory: Path, groups: list[Group]) -> Any:
+    """Of each rank's own part, before and after a step."""
+    learner = learner_of(load(directory), LearnerSection(lr=LR, micro_batch_tokens=32), sharding)
+    answers = [t for group in groups for t in group.trajectories]
+    if sharding is not None:
+        answers = split(answers, sharding.num_ranks, lambda t: len(t.token_ids))[sharding.rank]
+    before = learner.mismatch(answers)
+    take_step(learner, groups)
+    return before, learner.mismatch(answers)
+
+
+def test_ranks_measure_the_mismatch_of_their_parts(saved: Callable[..., Path]):
+    directory, groups = saved(), make_steps()[0]
+    parts = on_ranks(2, mismatches, directory, groups)
+    for of_ranks, of_one in zip(zip(*parts, strict=True), mismatches(None, directory, groups), strict=True):
+        total = of_ranks[0] + of_ranks[1]
+        assert total.count == of_one.count
+        assert total.abs_delta == pytest.approx(of_one.abs_delta, rel=1e-6)
+
+
+def logprobs(sharding: Sharding | None, directory: Path, groups: list[Group]) -> list[Any]:
+    """Of all answers, in company that differs from rank to rank."""
+    policy = load(directory, exact=True)
+    if sharding is not None:
+        policy.shard(sharding.mesh)
+    items = [Item(trajectory=t, advantage=0.0) for group in groups for t in group.trajectories]
+    first = 0 if sharding is None else sharding.rank
+    order = [*items[first:], *items[:first]]
+    batch = pack(order, policy.device)
+    with torch.no_grad():
+        found = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)
+    parts = found.split([item.trajectory.num_sampled_tokens for item in order])
+    return [parts[order.index(item)].numpy() for item in items]
+
+
+def test_exact_ranks_compute_the_bits_of_one_process(saved: Callable[..., Path]):
+    directory, groups = saved(), make_steps()[0]
+    expected = np.concatenate(logprobs(None, directory, groups))
+    for found in on_ranks(2, logprobs, directory, groups):
+        assert np.array_equal(np.concatenate(found), expected)
+
+
+def half_precision(sharding: Sharding, directory: Path, section: LearnerSection, groups: list[Group]) -> Any:
+    learner = learner_of(load(directory, dtype="bfloat16"), section, sharding)
+    stats = take_step(learner, groups)
+    masters = {name: tensor.full_tensor() for name, tensor in learner.tensors().items() if name.startswith("master.")}
+    rounded = dict(learner.weights(torch.bfloat16))
+    return stats, masters, rounded
+
+
+def test_half_precision_is_trained_in_float32_shards(saved: Callable[..., Path]):
+    directory, groups, section = saved(), make_steps()[0], LearnerSection(lr=1e-6, micro_batch_tokens=32)
+    stats, masters, rounded = on_ranks(2, half_precision, directory, section, groups)[0]
+    alone = learner_of(load(directory, dtype="bfloat16"), section, None)
+    assert stats.grad_norm == pytest.approx(take_step(alone, groups).grad_norm, rel=0.03)
+    start = {name: p.float() for name, p in load(directory, dtype="bfloat16").model.named_parameters()}
+    for name, weight in rounded.items():
+        moved = (masters[f"master.{name}"] - start[name]).abs()
+        assert 0 < moved.max() < 1.1e-6  # less than bfloat16 could tell
+        assert torch.equal(weight, masters[f"master.{name}"].bfloat16())
+
+
+def test_every_item_goes_to_one_rank_and_loads_are_even():
+    sizes = [30, 1, 7, 7, 12, 3, 9, 5]
+    parts = split(sizes, 3, lambda size: size)
+    assert sorted(size for part in parts for size in part) == sorted(sizes)
+    assert max(map(sum, parts)) - min(map(sum, parts)) <= 9
+    assert split([5], 3, lambda size: size) == [[5], [], []]

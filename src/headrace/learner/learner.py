@@ -169,7 +169,7 @@ class Learner:
 
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
-        """How far the log-probs computed here are from those sampled with; trains nothing. A rank knows its own only."""
+        """How far the log-probs computed here are from those sampled with; trains nothing. Ranks know their own."""
         total = MismatchSums()
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in self._passes(everything):

@@ -34,8 +34,9 @@ def training_bytes(policy: Policy, section: LearnerSection) -> int:
     total = 0
     for parameter in policy.model.parameters():
         masters = 12 if parameter.dtype.itemsize == 2 else 2 * parameter.dtype.itemsize
-        copies = 2 if section.kl_coef else 1
-        total += parameter.numel() * (masters + copies * parameter.dtype.itemsize)
+        trained = masters + parameter.dtype.itemsize if parameter.requires_grad else 0
+        reference = parameter.dtype.itemsize if section.kl_coef else 0
+        total += parameter.numel() * (trained + reference)
     return total
 
 

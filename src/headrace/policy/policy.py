@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headrace.config import ModelSection
-from headrace.errors import HeadraceError, ModelError
+from headrace.config import LearnerSection, ModelSection
+from headrace.errors import HeadraceError, MissingExtraError, ModelError
 from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan, Plan
 from headrace.policy.exact_body import ExactBody
@@ -33,6 +35,24 @@ from headrace.policy.shards import Shards
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 # no downloads, and no code that comes with a model
 NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters to train in place of the model's own weights.
+
+    Example:
+        Lora(rank=16, alpha=32.0, seed=0)
+    """
+
+    rank: int
+    alpha: float
+    seed: int
+
+    @classmethod
+    def of(cls, section: LearnerSection, seed: int) -> Lora | None:
+        """What the settings ask for."""
+        return cls(section.lora_rank, section.lora_alpha, seed) if section.lora_rank else None
 
 
 class Policy:
@@ -58,12 +78,14 @@ class Policy:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.exact = exact
+        self.adapted = any(".lora_" in name for name, _ in model.named_parameters())
         self._family: FamilyBody | None = None
         self.shards: Shards | None = None
         if in_family(self.body):
             kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, exact=exact, recomputing=recomputing)
+            self._family.fits_kernels &= not self.adapted  # they would compute with the model's own weights alone
         self._check_weights()
         if exact:
             self._prepare_exact()
@@ -180,7 +202,8 @@ class Policy:
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a model directory that `transformers` loads; with these weights, if its own are in parts."""
         with self._stock_attention():
-            self.model.save_pretrained(directory, state_dict=weights)
+            merged = _peft().merged_weights(self.model) if self.adapted else weights
+            self.model.save_pretrained(directory, state_dict=merged)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
@@ -364,8 +387,8 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_policy(section: ModelSection) -> Policy:
-    """Load any causal LM directory that `transformers` can, or a GGUF file."""
+def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
+    """Load any causal LM directory that `transformers` can, or a GGUF file; with `lora`, put adapters into it."""
     device = resolve_device(section.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
@@ -383,7 +406,20 @@ def load_policy(section: ModelSection) -> Policy:
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
-    return Policy(model.to(device).eval(), tokenizer, exact=section.exact)
+    model = model.to(device).eval()
+    if lora is not None:
+        _peft().add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
+    return Policy(model, tokenizer, exact=section.exact)
+
+
+def _peft() -> Any:
+    """The one file that imports peft, loaded only when there are adapters."""
+    try:
+        return importlib.import_module("headrace.policy.adapters_peft")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "peft":
+            raise MissingExtraError("peft", "lora") from error
+        raise
 
 
 def _check_architecture(path: Path) -> None:

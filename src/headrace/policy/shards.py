@@ -28,7 +28,7 @@ class _Whole(nn.Module):
         self.model = model
 
     def forward(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute` returns. A copy: a view, written to in place, would lose the hook that gathers for backward."""
+        """What `compute` returns. Copies: views, written to in place, would lose the hook that gathers for backward."""
         return tuple(result.clone() for result in compute())
 
 
@@ -51,7 +51,9 @@ class Shards:
                 module.set_force_sum_reduction_for_comms(True)
         self._root.set_requires_gradient_sync(False)
         # gradients go to the parts that are held here, which an optimizer may take for ordinary weights
-        self.held = {name: nn.Parameter(_held(p), requires_grad=p.requires_grad) for name, p in self._named()}
+        self.held = {
+            name: nn.Parameter(_parts(p).to_local(), requires_grad=p.requires_grad) for name, p in self._named()
+        }
 
     @property
     def _root(self) -> FSDPModule:
@@ -67,11 +69,11 @@ class Shards:
         """What `compute` makes of the whole weights. Every process has to call this as often as every other."""
         first, second = self._whole(compute)
         if not torch.is_grad_enabled():
-            self._root.reshard()  # there will be no backward pass that does it, and the optimizer changes the parts only
+            self._root.reshard()  # no backward pass will, and the next step changes the parts only
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the gradients over the processes into `held`. `take_part` is a pass of no weight that the sums ride on."""
+        """Sum the gradients over the processes into `held`. `take_part`, a pass of no weight, carries the sums."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
@@ -81,10 +83,10 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights, one at a time, rounded before they travel. All processes have to draw all of them."""
+        """Names and whole weights, one at a time, rounded before they travel. All processes draw all of them."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
-                yield name, parameter.detach().to(dtype).full_tensor()
+                yield name, _parts(parameter.to(dtype)).full_tensor()
 
     def as_part(self, name: str, part: Tensor) -> DTensor:
         """A tensor that belongs to the part of the weight `name` held here, as what it is: a part of a larger one."""
@@ -99,8 +101,10 @@ class Shards:
         )
 
 
-def _held(parameter: DTensor) -> Tensor:
-    return parameter.detach().to_local()
+def _parts(weight: Tensor) -> DTensor:
+    detached = weight.detach()
+    assert isinstance(detached, DTensor)
+    return detached
 
 
 def _spread(module: nn.Module, mesh: DeviceMesh) -> None:

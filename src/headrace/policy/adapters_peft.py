@@ -1,0 +1,40 @@
+"""Low-rank adapters (LoRA): the model's own weights stay, and small matrices beside them are trained.
+
+Every linear layer but the output head becomes W x + (alpha / rank) B A x, with B at zero to begin with, so that the
+first version is the model as it was. Engine and learner compute it in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+ADAPTER, BASE, OWN = "default", "base_layer.", "lora_"
+
+
+def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
+    """Freeze the model and put adapters into it, in its own precision. One seed makes one set of them."""
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+
+
+@torch.no_grad()
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same, in the host's memory."""
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    found: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        layer, _, rest = name.rpartition(BASE)
+        if OWN in name.removeprefix(layer + BASE):
+            continue
+        if rest == "weight" and layer.removesuffix(".") in adapted:
+            delta = adapted[layer.removesuffix(".")].get_delta_weight(ADAPTER)
+            weight = (weight.float() + delta.float()).to(weight.dtype)
+        found[layer + rest] = weight.cpu()
+    return found
