@@ -115,16 +115,16 @@ def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, mon
     page, seen = read_page(real_run, Wanted()), []
     assert not page.has_newer
     while True:
-        seen += [line.place for line in page.lines]
+        seen += [line.rowid for line in page.lines]
         if not page.has_older:
             break
-        page = read_page(real_run, Wanted(older_than=page.lines[-1].place))
+        page = read_page(real_run, Wanted(older_than=page.lines[-1].rowid))
     assert seen == places
     back = list(page.lines)
     while page.has_newer:
-        page = read_page(real_run, Wanted(newer_than=page.lines[0].place))
+        page = read_page(real_run, Wanted(newer_than=page.lines[0].rowid))
         back = [*page.lines, *back]
-    assert [line.place for line in back] == places
+    assert [line.rowid for line in back] == places
 
 
 def test_pages_are_filtered(real_run: Path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from headrace.dashboard.series import looking_into, when_created
@@ -29,9 +29,6 @@ _FATE_WORDS = {
     "buffered": "complete and scored; they wait for the learner",
     "in_flight": "being written or scored right now",
 }
-_LINE_COLUMNS = (
-    "rowid, id, prompt_id, num_tokens, reward, finish, state, drop_reason, lag, trained_step, oldest_version"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +123,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One trajectory in a list.
+    """One trajectory in a list; the names are those of its columns.
 
     Example:
-        Line(place=4711, id="40:train-17/3", prompt_id="train-17", num_tokens=3, reward=1.0, finish="eos",
-            state="trained", drop_reason=None, lag=0, trained_step=8, oldest_version=7)
+        Line(rowid=4711, id="40:train-17/3", num_tokens=3, reward=1.0, finish="eos", state="trained",
+            drop_reason=None, lag=0, trained_step=8)
     """
 
-    place: int
+    rowid: int
     id: str
-    prompt_id: str
     num_tokens: int
     reward: float | None
     finish: str | None
@@ -143,7 +139,6 @@ class Line:
     drop_reason: str | None
     lag: int | None
     trained_step: int | None
-    oldest_version: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,11 +271,11 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     }
     given = {text: value for text, value in conditions.items() if value is not None}
     backwards = wanted.newer_than is not None
+    names = [field.name for field in fields(Line)]
     query = (
-        f"SELECT {_LINE_COLUMNS} FROM trajectories WHERE {' AND '.join(given) or '1'} "
+        f"SELECT {', '.join(names)} FROM trajectories WHERE {' AND '.join(given) or '1'} "
         f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
     )
-    names = ("place", *_LINE_COLUMNS.split(", ")[1:])
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
     more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]

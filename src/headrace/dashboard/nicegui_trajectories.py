@@ -84,9 +84,9 @@ def page_table(name: str, wanted: Wanted, page: Page) -> str:
     kept = {"state": wanted.state, "reason": wanted.reason, "step": wanted.step}
     links = []
     if page.has_newer:
-        links.append(Link("← newer", address("run", name, "trajectories", **kept, newer=page.lines[0].place)))
+        links.append(Link("← newer", address("run", name, "trajectories", **kept, newer=page.lines[0].rowid)))
     if page.has_older:
-        links.append(Link("older →", address("run", name, "trajectories", **kept, older=page.lines[-1].place)))
+        links.append(Link("older →", address("run", name, "trajectories", **kept, older=page.lines[-1].rowid)))
     listed = table(titles, rows, numbers=("reward", "tokens", "step", "lag"), wide=titles[4:])
     return listed + line_of(links)
 
