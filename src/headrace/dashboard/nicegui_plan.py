@@ -17,7 +17,7 @@ from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site
 from headrace.dashboard.verdicts import plan_markup, typed_markup
 from headrace.errors import HeadraceError
-from headrace.insight.equation import PLACEMENT_WORDS, SYMBOLS, Placement
+from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
 from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import built_in
 from headrace.insight.planner import plan as work_out
@@ -25,13 +25,6 @@ from headrace.insight.triage import triage_typed
 from headrace.types import STAGES, StageTimes
 
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
-STAGE_WORDS = {
-    "rollout": "generating answers",
-    "reward": "scoring them",
-    "reference": "log-probs of a frozen policy",
-    "train": "gradient and update",
-    "publish": "handing over new weights",
-}
 SMALL = "outlined dense options-dense"
 
 

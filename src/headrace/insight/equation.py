@@ -18,6 +18,13 @@ from headrace.errors import ConfigError
 from headrace.insight.checks import check_above, check_at_least, check_share
 from headrace.types import STAGES, StageTimes
 
+STAGE_WORDS = {
+    "rollout": "generating answers",
+    "reward": "scoring answers",
+    "reference": "log-probs of the reference",
+    "train": "forward, backward, optimizer",
+    "publish": "new weights to the engine",
+}
 SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
 
 

@@ -17,7 +17,7 @@ from headrace.insight.checks import check_above, check_at_least
 def expected_lag(
     *, concurrency: float, batch: float, group_tail: float, rho: float, queue_batches: float = 1.0
 ) -> float:
-    """Mean lag in versions when generation never pauses and a full queue of `queue_batches` (q) batches lets its oldest go.
+    """Mean lag when generation never pauses and a full queue of `queue_batches` (q) batches lets its oldest go.
 
     rollout-bound, ρ ≤ 1: C·M/B + ρ. A batch is complete and being trained on for the share ρ of the time, and what
     ends meanwhile began a version before the one that it will update.
