@@ -256,14 +256,14 @@ def test_the_overview_names_the_wall_and_what_to_change(browser: Any, server: Se
         found = threads.submit(triage, real_run).result()
     page = tab.open("/run/real/overview", "svg")
     page.wait_for_function(says(f"The wall is {found.wall}"), timeout=DEADLINE_S * 1000)
-    assert f"Against {found.wall} in general" in text_of(page)
+    assert f"What helps against {found.wall} in general" in text_of(page)
     tab.close()
 
 
 def test_the_plan_follows_its_sliders(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
-    assert "A step takes 34 s. The wall is generation" in text_of(page)
+    assert "The wall is generation, in a step of 34 s" in text_of(page)
     assert "rollout in half the time" in text_of(page)
     slider = page.get_by_role("slider", name="train")
     box = slider.bounding_box()

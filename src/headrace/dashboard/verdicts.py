@@ -77,7 +77,7 @@ def plan_markup(question: Question, found: Sequence[Plan], others: Sequence[Fram
     stages = {f"{stage} ({SYMBOLS[stage]})": f"{getattr(best.times, stage):,.3g} s" for stage in STAGES}
     fits = [f"{other.name}: {other.fits}. But {other.mind}." for other in others[:OTHERS]]
     lines = plan_lines(found[:LAYOUTS])
-    best_ones = table(PLAN_TITLES, lines, numbers=PLAN_TITLES[1:-1], wide=("learner", "lag", "$/M tok"))
+    best_ones = table(PLAN_TITLES, lines, numbers=PLAN_TITLES[1:-1], wide=("learner", "step", "lag"))
     return (
         numbers(shown)
         + pair(
