@@ -29,11 +29,11 @@ def in_general(wall: Wall) -> str:
 
 
 def costs(found: Triage) -> str:
-    """What each wall costs."""
+    """What each wall costs: how long a step would be if it took no time."""
     saved = {wall: found.simulated_s - seconds for wall, seconds in found.without.items()}
     named = sorted((wall for wall in saved if saved[wall] > 0.01 * found.simulated_s), key=lambda wall: -saved[wall])
-    listed = ", ".join(f"{found.without[wall]:.3g} s if {wall} cost nothing" for wall in named)
-    return f"A step of {found.simulated_s:.3g} s would take {listed or 'as long whatever cost nothing'}."
+    listed = ", ".join(f"{found.without[wall]:.3g} s without {wall}" for wall in named)
+    return f"A step of {found.simulated_s:.3g} s would take {listed or 'as long without any one of them'}."
 
 
 def basis(found: Triage) -> str:
