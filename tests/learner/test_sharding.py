@@ -12,6 +12,7 @@ import pytest
 import torch
 from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
+from torch.profiler import ProfilerActivity, profile
 
 from headrace.config import LearnerSection
 from headrace.learner.batch import Item, pack
@@ -146,6 +147,18 @@ def test_the_steps_of_one_rank_have_the_bits_of_one_process(saved: Callable[...,
     assert all(torch.equal(sharded.weights[name], weight) for name, weight in plain.weights.items())
 
 
+def num_reductions(sharding: Sharding, directory: Path, section: LearnerSection, groups: list[Group]) -> int:
+    learner = learner_of(load(directory), section, sharding)
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        take_step(learner, groups)
+    return sum(event.count for event in watched.key_averages() if "post_backward_reduce" in event.key)
+
+
+def test_gradients_are_reduced_once_per_step(saved: Callable[..., Path]):
+    found = on_ranks(2, num_reductions, saved(), LearnerSection(micro_batch_tokens=16), make_steps()[0])
+    assert found == [3, 3]  # of two layers, and of the rest; the step took more passes than that
+
+
 def skip_and_go_on(sharding: Sharding, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
     learner = learner_of(load(directory), section, sharding)
     before = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
@@ -168,7 +181,9 @@ def mismatches(sharding: Sharding | None, directory: Path, groups: list[Group]) 
         answers = split(answers, sharding.num_ranks, lambda t: len(t.token_ids))[sharding.rank]
     before = learner.mismatch(answers)
     take_step(learner, groups)
-    return before, learner.mismatch(answers)
+    after = learner.mismatch(answers)
+    assert len(list(learner.weights(torch.float32))) > 20  # the weights are in their pieces again
+    return before, after
 
 
 def test_ranks_measure_the_mismatch_of_their_parts(saved: Callable[..., Path]):
