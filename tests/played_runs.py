@@ -27,11 +27,13 @@ from headrace.config import BufferSection, Config, LoopSection, RecoverySection,
 from headrace.learner.corrections import MismatchSums
 from headrace.learner.learner import StepStats
 from headrace.ledger.ledger import Ledger
-from headrace.loop.loop import Loop, Stages
+from headrace.loop.loop import Loop
 from headrace.loop.resume import resume
+from headrace.loop.stages import Stages
 from headrace.place.device import DeviceThread
 from headrace.prompts.cursor import Cursor
 from headrace.rollout.actor import trajectory_id
+from headrace.rollout.request import EngineCounts
 from headrace.types import Completion, DropReason, FinishReason, Group, Prompt, Score, Span, Timing, Trajectory
 
 SAMPLES = 3
@@ -222,9 +224,7 @@ class Actor:
 
     def __init__(self, world: World, ledger: Ledger, exact: bool) -> None:
         self._world, self._ledger = world, ledger
-        self.engine = SimpleNamespace(
-            preemptions=0, parks=0, policy=SimpleNamespace(exact=exact), likeliest=lambda prompt: None
-        )
+        self.exact, self.counts = exact, EngineCounts()
         self.version = 0
         self.on_begun: Callable[[int, int], None]
         self.answers: list[Answer] = []
@@ -306,17 +306,18 @@ class Scorer:
 class Learner:
     """Its weights are a digest of everything they were trained on, in order."""
 
-    uses_reference, policy = False, None
+    uses_reference = False
 
     def __init__(self, world: World) -> None:
         self._world, self._groups, self._version = world, [], 0
         self._weights = torch.zeros(1, dtype=torch.int64)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"weights": self._weights}
+    def snapshot(self) -> int:
+        return int(self._weights)
 
-    def loaded(self, version: int) -> None:
-        self._version = version
+    def load(self, checkpoint: Any) -> None:
+        self._weights.fill_(checkpoint.weights)
+        self._version = checkpoint.version
 
     def add(self, group: Group, references: None) -> list[Any]:
         self._groups.append(group)
@@ -364,14 +365,14 @@ class CheckpointsOnDisk:
     def __init__(self, world: World, alive: Callable[[], None]) -> None:
         self._world, self._alive = world, alive
 
-    def write(self, version: int, tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
+    def write(self, version: int, weights: int, facts: Any) -> None:
         self._alive()
-        self._world.checkpoints[version] = (int(tensors["weights"]), facts)
+        self._world.checkpoints[version] = (weights, facts)
 
     def newest(self, on_damage: Callable[[str], None]) -> Any:
         version = max(self._world.checkpoints)
         weights, facts = self._world.checkpoints[version]
-        return SimpleNamespace(version=version, facts=facts, load=lambda tensors: tensors["weights"].fill_(weights))
+        return SimpleNamespace(version=version, facts=facts, weights=weights)
 
 
 class Process:
@@ -388,7 +389,7 @@ class Process:
         self.device._submit = lambda work, args: self.cores.submit(work, *args)  # type: ignore[method-assign]
         checkpoints = CheckpointsOnDisk(world, self._mortal.check)
         if not resumed:
-            checkpoints.write(0, {"weights": torch.zeros(1)}, {"prompts": self.prompts.state()})
+            checkpoints.write(0, 0, {"prompts": self.prompts.state()})
         config = world.config()
         self.buffer = Buffer(
             LagPolicy(max_lag=world.max_lag, groups_per_step=world.groups_per_step, min_share=world.min_share),
@@ -407,6 +408,7 @@ class Process:
             "scorer": self.scorer,
             "learner": Learner(world),
             "publisher": publisher,
+            "canary": SimpleNamespace(check=lambda version: None),
             "checkpoints": checkpoints,
         }
         self.loop = Loop(

@@ -309,8 +309,8 @@ async def _self_check(place: LocalPlace, loop: Loop, watcher: Watcher) -> float 
     if not place.config.loop.steps:
         return None
     async with _running(place):
-        learner, prompts = loop.stages.learner, place.prompts.held_out
-        found = await self_check(place.actor, learner, place.device, prompts, sampling_of(place.config))
+        mismatch, prompts = loop.stages.learner.mismatch, place.prompts.held_out
+        found = await self_check(place.actor, mismatch, place.device, prompts, sampling_of(place.config))
     if place.policy.exact:
         refuse_inexact(found)
     if text := warning(found, place.policy.dtype):

@@ -84,7 +84,8 @@ class RolloutSection(Section):
         0.0, "keep tokens at least this likely relative to the likeliest"
     )
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
-    max_running: PositiveInt = setting(256, "sequences decoded at the same time")
+    workers: PositiveInt = setting(1, "engines, each with a copy of the weights; several need place.cluster=ray")
+    max_running: PositiveInt = setting(256, "sequences decoded at the same time, by each engine")
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, so that decoding goes on")
     kv_tokens: NonNegativeInt = setting(0, "size of the key/value cache in tokens; 0 sizes it from memory")
     speculate: Annotated[int, Field(ge=0, le=16)] = setting(
@@ -140,7 +141,8 @@ class LearnerSection(Section):
     beta2: Share = setting(0.99, "AdamW")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW")
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
-    micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per forward and backward pass")
+    ranks: PositiveInt = setting(1, "processes that train together, each with a part of the weights; several need Ray")
+    micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per forward and backward pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations in the backward pass to save memory")
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
     loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting("ppo", "policy-gradient objective")
@@ -213,10 +215,29 @@ class LedgerSection(Section):
     wandb_project: str = setting("headrace", "project name for the wandb sink")
 
 
+class PublishSection(Section):
+    """How new weights reach engines in other processes."""
+
+    encoding: Literal["full", "delta", "adapter"] = setting(
+        "full", "all weights, those whose bits changed, or a LoRA adapter alone"
+    )
+    transport: Literal["object_store", "collective", "disk"] = setting(
+        "object_store", "Ray's shared memory, a broadcast between processes, or files in the run directory"
+    )
+    bucket_mb: PositiveInt = setting(64, "weights travel in pieces of so many MB")
+    timeout_s: PositiveFloat = setting(120.0, "an engine that does not have new weights by then is given up")
+
+
 class PlaceSection(Section):
     """Where the stages run."""
 
-    cluster: Literal["local"] = setting("local", "local: every stage in this process, reward functions beside it")
+    cluster: Literal["local", "ray"] = setting(
+        "local", "local: every stage in this process, reward functions beside it; ray: workers on a Ray cluster"
+    )
+    address: str = setting("", "a running Ray cluster; empty takes RAY_ADDRESS, or starts a local one for the run")
+    layout: Literal["disaggregated", "colocated"] = setting(
+        "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same ones"
+    )
 
 
 class Config(Section):
@@ -233,6 +254,7 @@ class Config(Section):
     warmstart: WarmstartSection = WarmstartSection()
     recovery: RecoverySection = RecoverySection()
     ledger: LedgerSection = LedgerSection()
+    publish: PublishSection = PublishSection()
     place: PlaceSection = PlaceSection()
 
     @model_validator(mode="after")
@@ -276,7 +298,7 @@ def contradictions(config: Config) -> list[str]:
             f"learner.correction = 'truncated' and learner.loss = '{config.learner.loss}': that loss bounds its weight "
             "itself; use learner.correction = 'masked' or 'none'"
         )
-    return found + _of_generation(config)
+    return found + _of_generation(config) + _of_places(config)
 
 
 def _of_generation(config: Config) -> list[str]:
@@ -297,5 +319,22 @@ def _of_generation(config: Config) -> list[str]:
         found.append(
             f"rollout.kv_tokens = {config.rollout.kv_tokens} does not hold one sequence: "
             f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"
+        )
+    return found
+
+
+def _of_places(config: Config) -> list[str]:
+    found = []
+    workers, ranks = config.rollout.workers, config.learner.ranks
+    if config.place.cluster == "local" and (workers > 1 or ranks > 1):
+        which = f"rollout.workers = {workers}" if workers > 1 else f"learner.ranks = {ranks}"
+        found.append(
+            f"{which} and place.cluster = 'local': one process holds one engine and one learner; set "
+            "place.cluster = 'ray'"
+        )
+    if config.place.cluster == "ray" and config.place.layout == "colocated" and workers != ranks:
+        found.append(
+            f"place.layout = 'colocated' with rollout.workers = {workers} and learner.ranks = {ranks}: each process is "
+            "both in turns, so there must be as many of one as of the other"
         )
     return found

@@ -41,6 +41,10 @@ class HungError(HeadraceError):
     """Nothing moves any more. What hangs may hang for ever, in a thread that cannot be ended."""
 
 
+class PublishError(HeadraceError):
+    """A version of the weights did not arrive, or is not what was sent. The receiver keeps the one it has."""
+
+
 class MissingExtraError(HeadraceError):
     """An optional library is not installed."""
 

@@ -71,7 +71,7 @@ def work(num_ranks: int, task: Callable[..., Outcome], *args: Any) -> Outcome:
 @pytest.mark.parametrize(("writers", "readers"), [(2, 0), (2, 1), (2, 4), (0, 2), (5, 3)])
 def test_any_number_of_ranks_goes_on_from_a_checkpoint(model: Path, tmp_path: Path, writers: int, readers: int):
     checkpoints, unbroken = Checkpoints(tmp_path, 1), []
-    checkpoints.write_by(1, lambda into: unbroken.append(work(writers, step_and_write, model, into)), {"a": 1})
+    checkpoints.write(1, lambda into: unbroken.append(work(writers, step_and_write, model, into)), {"a": 1})
     checkpoint = checkpoints.newest(pytest.fail)
     assert checkpoint is not None
     assert checkpoint.facts == {"a": 1}

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from headrace.ledger import database
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop import checkpoint
-from headrace.loop.checkpoint import Checkpoints
+from headrace.loop.checkpoint import Checkpoints, write_tensors
 from headrace.loop.loop import SKIPPED_STEPS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
@@ -216,9 +217,9 @@ def test_nan_weights_stop_the_run_before_a_step_is_taken_with_them(
 
 def test_nan_weights_never_reach_a_checkpoint(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.write(1, {"master.w": torch.ones(3)}, {})
+    checkpoints.write(1, partial(write_tensors, tensors={"master.w": torch.ones(3)}), {})
     with pytest.raises(RunError, match=r"step 2 could not be written: master.w holds what is not a finite number"):
-        checkpoints.write(2, {"master.w": torch.tensor([1.0, torch.nan])}, {})
+        checkpoints.write(2, partial(write_tensors, tensors={"master.w": torch.tensor([1.0, torch.nan])}), {})
     found = checkpoints.newest(pytest.fail)
     assert found is not None
     assert found.version == 1

@@ -196,7 +196,7 @@ async def test_an_infinite_gradient_skips_its_step_and_the_run_goes_on(workshop:
     kept: list[dict[str, Any]] = []  # policy and moments after each step
 
     def meddle(place: LocalPlace, loop: Loop) -> None:
-        optimizer = loop.stages.learner._optimizer
+        optimizer = loop.stages.learner.learner._optimizer
 
         def on_row(row: Row) -> None:
             state = optimizer.adamw.state_dict()["state"]

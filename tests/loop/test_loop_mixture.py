@@ -9,7 +9,6 @@ import pytest
 from tiny_runs import Workshop, play, rows_of
 
 from headrace.learner.batch import Item
-from headrace.learner.learner import Learner
 from headrace.loop.loop import Loop
 from headrace.place.local import LocalPlace
 from headrace.policy.policy import Policy
@@ -31,8 +30,8 @@ async def test_a_mixture_is_trained(
     seen: list[Item] = []
 
     def watch(place: LocalPlace, loop: Loop) -> None:
-        learner, accumulate = loop.stages.learner, Learner.accumulate
-        learner.accumulate = lambda items: (seen.extend(items), accumulate(learner, items))  # type: ignore[method-assign, assignment]
+        trainer, accumulate = loop.stages.learner, loop.stages.learner.accumulate
+        trainer.accumulate = lambda items: (seen.extend(items), accumulate(items))  # type: ignore[method-assign, assignment]
 
     overrides = (f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'mixture'}", *settings)
     await play(workshop.config("mixture", *overrides, reward="dense"), watch)

@@ -116,12 +116,9 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
 def _without_each(calibration: Calibration) -> dict[Wall, float]:
     """How long a step would be if one thing cost nothing."""
     work, cluster = calibration.workload, calibration.cluster
-    no_engine = {"decode_s": NO_TIME_S, "decode_row_s": 0.0, "prefill_s": 0.0, "prefill_token_s": 0.0}
+    idle = replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
     cases: dict[Wall, tuple[Workload, Cluster]] = {
-        Wall.GENERATION: (
-            work,
-            replace(cluster, **no_engine),
-        ),
+        Wall.GENERATION: (work, idle),
         Wall.REWARD: (replace(work, reward_s=Drawn(mean=0.0)), cluster),
         Wall.LEARNER: (
             work,

@@ -16,16 +16,18 @@ from headrace.types import IntArray, Prompt
 Example = tuple[Prompt, str]
 
 
-def warm_start(
-    policy: Policy,
-    section: WarmstartSection,
-    draw_examples: Callable[[int], Sequence[Example]],
-    on_step: Callable[[int, float], None],
-) -> None:
-    """Raise the likelihood of the worked solutions; `on_step(steps done, loss)` hears of progress."""
-    optimizer = Optimizer(policy.model.named_parameters(), LearnerSection(lr=section.lr, beta2=0.98))
-    for step in range(section.steps):
-        sequences = [_sequence(policy, *example) for example in draw_examples(section.examples)]
+class WarmStart:
+    """Raises the likelihood of worked solutions, step by step."""
+
+    def __init__(self, policy: Policy, section: WarmstartSection) -> None:
+        self._policy, self._section = policy, section
+        self._optimizer = Optimizer(policy.model.named_parameters(), LearnerSection(lr=section.lr, beta2=0.98))
+        self._done = 0
+
+    def step(self, examples: Sequence[Example]) -> float:
+        """One optimizer step; the loss before it."""
+        policy, steps = self._policy, self._section.steps
+        sequences = [_sequence(policy, *example) for example in examples]
         lengths = [len(tokens) for tokens, _ in sequences]
         solved = np.concatenate([np.arange(len(tokens)) >= num_prompt for tokens, num_prompt in sequences])
         tokens = torch.from_numpy(np.concatenate([t for t, _ in sequences]).astype(np.int64)).to(policy.device)
@@ -33,10 +35,22 @@ def warm_start(
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0).mean()
         loss.backward()
         # up over the first tenth, down over the last quarter: the start of RL should not hang on the last few batches
-        rise, fall = (step + 1) / max(1, section.steps // 10), (section.steps - step) / max(1, section.steps // 4)
-        lr = section.lr * min(1.0, rise, fall)
-        optimizer.step(lr=lr, scale=1.0, clip=1.0)
-        on_step(step + 1, float(loss.detach()))
+        rise, fall = (self._done + 1) / max(1, steps // 10), (steps - self._done) / max(1, steps // 4)
+        self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
+        self._done += 1
+        return float(loss.detach())
+
+
+def warm_start(
+    policy: Policy,
+    section: WarmstartSection,
+    draw_examples: Callable[[int], Sequence[Example]],
+    on_step: Callable[[int, float], None],
+) -> None:
+    """All steps; `on_step(steps done, loss)` hears of progress."""
+    warming = WarmStart(policy, section)
+    for done in range(1, section.steps + 1):
+        on_step(done, warming.step(draw_examples(section.examples)))
 
 
 def _sequence(policy: Policy, prompt: Prompt, solution: str) -> tuple[IntArray, int]:

@@ -5,7 +5,7 @@ the checksum of every file. It is written under another name, brought to the dis
 half-written is never taken for one. What else a restart needs (groups, steps, the cursor) is in the ledger.
 
 The ranks of a sharded learner write their parts side by side, into one directory that all of them see, and whoever has
-the run directory completes it (`Checkpoints.write_by`, `write_tensors`). Any number of ranks can read it.
+the run directory completes it (`write_tensors`). Any number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +86,17 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int, directory: str = CHECKPOINTS) -> None:
         self._directory, self._keep = run_dir / directory, keep
 
-    def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-        """Write one, and delete the oldest. What cannot be written leaves those before it as they are."""
-        return self.write_by(version, partial(write_tensors, tensors=tensors), facts)
+    def write(self, version: int, write_tensors: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
+        """Write one, and delete the oldest; `write_tensors` has the tensors written into a directory.
 
-    def write_by(self, version: int, write: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
-        """The same, of tensors that are elsewhere: `write` has them written into a directory."""
+        What cannot be written leaves those before it as they are.
+        """
         final = self._directory / f"step-{version:06}"
         unfinished = self._directory / f".writing-{final.name}"
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            write(unfinished / TENSORS)
+            write_tensors(unfinished / TENSORS)
             files = {str(file.relative_to(unfinished)): _checksum(file) for file in _files(unfinished)}
             manifest = {"layout": LAYOUT, "version": version, "facts": facts, "files": files}
             (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

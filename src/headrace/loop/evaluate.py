@@ -6,12 +6,12 @@ import asyncio
 
 from headrace.config import Config
 from headrace.reward.scorer import Scorer
-from headrace.rollout.actor import RolloutActor
+from headrace.rollout.rollouts import Rollouts
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Prompt, Trajectory
 
 
-async def evaluate(actor: RolloutActor, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
+async def evaluate(actor: Rollouts, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
     """Mean reward on the held-out prompts. The noise is the same each time, so scores of one run compare closely.
 
     Answers that could not be scored are left out, not counted as zero; None when there is no other.

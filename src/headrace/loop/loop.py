@@ -15,46 +15,22 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.buffer.buffer import Buffer
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
 from headrace.learner.batch import Item
-from headrace.learner.learner import Learner, StepStats
-from headrace.ledger.clock import STALL, StageClock
+from headrace.learner.learner import StepStats
+from headrace.ledger.clock import STALL
 from headrace.ledger.journal import Attempt
-from headrace.ledger.ledger import Ledger
-from headrace.loop.canary import Canary
-from headrace.loop.checkpoint import Checkpoints, snapshot
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
+from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
-from headrace.prompts.stream import PromptStream
-from headrace.publish.shared import SharedPublisher
 from headrace.reward.cache import MAX_VERDICTS
-from headrace.reward.scorer import Scorer
-from headrace.roles import Device
-from headrace.rollout.actor import RolloutActor
 from headrace.rollout.sampling import Sampling
 from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
 
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
 SKIPPED_STEPS = 4  # in a row: there will be no other
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """Everything the loop wires together, in the order a trajectory meets it."""
-
-    prompts: PromptStream
-    actor: RolloutActor
-    scorer: Scorer
-    buffer: Buffer
-    learner: Learner
-    publisher: SharedPublisher
-    ledger: Ledger
-    clock: StageClock
-    device: Device
-    checkpoints: Checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +57,9 @@ class Loop:
         self.on_row: Callable[[Row], None] = lambda row: None
         self.on_note: Callable[[str], None] = lambda text: None
         self.again: list[Again] = []  # to be started before anything else: a restart's
-        self.rows = RowMaker(stages.ledger, stages.clock, stages.actor.engine)
+        self.rows = RowMaker(stages.ledger, stages.clock, stages.actor)
         self._sampling = sampling_of(config)
         self._running: dict[int, list[asyncio.Future[Trajectory]]] = {}  # serial -> answers of the groups under way
-        self._canary = Canary(stages.actor.engine, stages.learner.policy, stages.prompts.held_out[0].token_ids)
         self._taken: list[Group] = []  # groups of the step under way
         self._scoring: set[asyncio.Task[object]] = set()
         self._learning: asyncio.Task[None] | None = None
@@ -116,7 +91,7 @@ class Loop:
         if self.over:
             self._drop_buffered()
             return
-        await self.stages.device.run(self._canary.check, self.version)
+        await self.stages.device.run(self.stages.canary.check, self.version)
         self.rows.begin()
         producing = asyncio.create_task(self.produce())  # first: the learner waits for what a restart starts again
         self._learning = asyncio.create_task(self.learn())
@@ -289,7 +264,7 @@ class Loop:
         stages, version = self.stages, self.version
         facts = {"prompts": stages.prompts.state()}
         with stages.clock.span("checkpoint", version=version, detail=STALL):
-            copies = await stages.device.run(snapshot, stages.learner.tensors())
+            write_tensors = await stages.device.run(stages.learner.snapshot)
             if self.config.recovery.in_flight == "resume":
                 stages.ledger.keep_partials(await self._under_way())
             stages.ledger.sync()  # a checkpoint must never be ahead of the books
@@ -297,7 +272,7 @@ class Loop:
         async def write() -> None:
             try:
                 with stages.clock.span("checkpoint", version=version):
-                    await beside(stages.checkpoints.write, version, copies, facts)
+                    await beside(stages.checkpoints.write, version, write_tensors, facts)
                 self._prune(version)
             except RunError as error:
                 self.on_note(f"{error}. Training goes on; the last complete checkpoint stays")
@@ -369,7 +344,7 @@ class Loop:
             stats = self.stages.learner.finish()
         with self.stages.clock.span("publish", version=self.version + 1):
             self.stages.publisher.commit(self.version + 1)
-            self._canary.check(self.version + 1)
+            self.stages.canary.check(self.version + 1)
         self.version += 1
         return stats
 

@@ -29,8 +29,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
         raise RunError(f"{ledger.run_dir} has no checkpoint that can be read: the run cannot be resumed")
     next_serial = max((attempt.serial for attempt in ledger.attempts()), default=-1) + 1
     stages.prompts.restore({**checkpoint.facts["prompts"], "serial": next_serial})
-    await stages.device.run(checkpoint.load, stages.learner.tensors())
-    await stages.device.run(stages.learner.loaded, checkpoint.version)
+    await stages.device.run(stages.learner.load, checkpoint)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
     loop.version = checkpoint.version
     if stages.learner.uses_reference:
@@ -59,7 +58,7 @@ async def _load_reference(loop: Loop, on_note: Callable[[str], None]) -> None:
     kept = Checkpoints(stages.ledger.run_dir, 1, REFERENCE).newest(on_note)
     if kept is None:
         raise RunError(f"{stages.ledger.run_dir / REFERENCE} cannot be read: without it learner.kl_coef has no meaning")
-    await stages.device.run(kept.load, stages.learner.reference_tensors())
+    await stages.device.run(stages.learner.load_reference, kept)
 
 
 async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[Group]]:
@@ -86,7 +85,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
 
 def _redoes_waves(loop: Loop) -> bool:
     """Company changes bits: strictly on-policy, a wave is generated again as a whole, or not at all."""
-    return loop.config.loop.max_lag == 0 and not loop.stages.actor.engine.policy.exact
+    return loop.config.loop.max_lag == 0 and not loop.stages.actor.exact
 
 
 def _rule(loop: Loop) -> str:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Protocol
 
 import numpy as np
 
 from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.rollout.engine import Engine
+from headrace.rollout.request import EngineCounts
 from headrace.types import Group, Row, Trajectory
+
+
+class Counting(Protocol):
+    """Where engines say what they did."""
+
+    @property
+    def counts(self) -> EngineCounts:
+        """So far, all together."""
+        ...
 
 
 class RowMaker:
     """Collects what a row needs and books it."""
 
-    def __init__(self, ledger: Ledger, clock: StageClock, engine: Engine) -> None:
-        self._ledger, self._clock, self._engine = ledger, clock, engine
+    def __init__(self, ledger: Ledger, clock: StageClock, engines: Counting) -> None:
+        self._ledger, self._clock, self._engines = ledger, clock, engines
         self._start_s = clock.now()
         self._books = ledger.totals()
-        self._laid_aside = (engine.preemptions, engine.parks)
+        self._counts = engines.counts
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
@@ -116,8 +126,8 @@ class RowMaker:
 
     def _count_laid_aside(self) -> tuple[int, int]:
         """Preemptions and parks since the row before."""
-        before, self._laid_aside = self._laid_aside, (self._engine.preemptions, self._engine.parks)
-        return self._laid_aside[0] - before[0], self._laid_aside[1] - before[1]
+        before, self._counts = self._counts, self._engines.counts
+        return self._counts.preemptions - before.preemptions, self._counts.parks - before.parks
 
     def flush(self) -> None:
         """Book the spans measured after the last row."""

@@ -7,17 +7,17 @@ same weights: all that differs is how they are computed. Nothing is trained and 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from headrace.errors import ModelError
 from headrace.learner.corrections import NEAR, MismatchSums
-from headrace.learner.learner import Learner
 from headrace.roles import Device
-from headrace.rollout.actor import RolloutActor
+from headrace.rollout.rollouts import Rollouts
 from headrace.rollout.sampling import Sampling
-from headrace.types import Prompt
+from headrace.types import Prompt, Trajectory
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 
@@ -27,16 +27,20 @@ LARGE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.01, torch.bf
 
 
 async def self_check(
-    actor: RolloutActor, learner: Learner, device: Device, prompts: list[Prompt], sampling: Sampling
+    actor: Rollouts,
+    mismatch: Callable[[Sequence[Trajectory]], MismatchSums],
+    device: Device,
+    prompts: list[Prompt],
+    sampling: Sampling,
 ) -> MismatchSums:
-    """The mismatch of a small batch. The actor must be running."""
+    """The mismatch of a small batch, as the learner measures it. The actor must be running."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
         future
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
         for future in actor.start(i, prompt, [short] * NUM_SAMPLES, counted=False)
     ]
-    found: MismatchSums = await device.run(learner.mismatch, await asyncio.gather(*answers))
+    found: MismatchSums = await device.run(mismatch, await asyncio.gather(*answers))
     return found
 
 

@@ -6,6 +6,7 @@ first version is the model as it was. Engine and learner compute it in the same 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-ADAPTER, BASE, OWN = "default", "base_layer.", "lora_"
+ADAPTER = "default"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
@@ -25,16 +26,17 @@ def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def merged_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same, in the host's memory."""
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+def merged_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same as `model` with these, in the host's memory."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     found: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
-        layer, _, rest = name.rpartition(BASE)
-        if OWN in name.removeprefix(layer + BASE):
+    for name, weight in weights.items():
+        if ".lora_" in name:
             continue
-        if rest == "weight" and layer.removesuffix(".") in adapted:
-            delta = adapted[layer.removesuffix(".")].get_delta_weight(ADAPTER)
-            weight = (weight.float() + delta.float()).to(weight.dtype)
-        found[layer + rest] = weight.cpu()
+        layer, _, kind = name.partition(".base_layer.")
+        if kind == "weight":
+            down, up = (weights[f"{layer}.lora_{side}.{ADAPTER}.weight"].float() for side in "AB")
+            added = layers[layer].scaling[ADAPTER] * (up @ down)
+            weight = (weight.float() + (added.T if layers[layer].fan_in_fan_out else added)).to(weight.dtype)
+        found[name.replace(".base_layer.", ".")] = weight.detach().cpu()
     return found

@@ -199,11 +199,15 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
-    def save(self, directory: Path) -> None:
-        """Write a model directory that `transformers` loads."""
+    def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a model directory that `transformers` loads; with these weights, if its own are in parts.
+
+        What adapters add is added to the weights.
+        """
         with self._stock_attention():
-            merged = _peft().merged_weights(self.model) if self.adapted else None
-            self.model.save_pretrained(directory, state_dict=merged)
+            if self.adapted:
+                weights = _peft().merged_weights(self.model, weights or dict(self.model.named_parameters()))
+            self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
@@ -401,7 +405,7 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)
-        tokenizer = _load_tokenizer(Path(section.tokenizer) if section.tokenizer else path)
+        tokenizer = load_tokenizer(section)
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
@@ -418,7 +422,7 @@ def _peft() -> Any:
         return importlib.import_module("headrace.policy.adapters_peft")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "peft":
-            raise MissingExtraError("peft", "lora") from error
+            raise MissingExtraError("peft", "peft") from error
         raise
 
 
@@ -447,7 +451,9 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(section: ModelSection) -> Any:
+    """The model's own, or the one that the settings name."""
+    path = Path(section.tokenizer or section.path)
     load = gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
     tokenizer = load(path, **NOTHING_FOREIGN)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.request import EngineCounts, Generation, Request
 from headrace.rollout.sampling import Sampling, request_seed
 from headrace.types import FinishReason, Prompt, Timing, Trajectory
 
@@ -54,6 +54,16 @@ class RolloutActor:
         self._work = asyncio.Event()
         self._booked = 0
 
+    @property
+    def exact(self) -> bool:
+        """Whether an answer has the same bits in any company."""
+        return self.engine.policy.exact
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What the engine did so far."""
+        return self.engine.counts
+
     def start(
         self,
         serial: int,
@@ -63,19 +73,20 @@ class RolloutActor:
         counted: bool = True,
         attempt: int = 1,
         so_far: Mapping[int, Trajectory] | None = None,
+        indices: Sequence[int] | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         """Queue one generation per entry of `samplings`; each future gives its trajectory.
 
         What is not `counted` (evaluation) draws other noise and stays out of the books. A further attempt at a group
         draws the noise of the first; `so_far` has, by index, what an earlier one came to, and that is gone on with.
+        `indices` are those of the entries in their group, if they are not all of it.
         """
         self._check_length(prompt, samplings)
         loop = asyncio.get_running_loop()
         now_s = self._clock()
         requests, futures = [], []
-        for index, sampling in enumerate(samplings):
-            id = trajectory_id(serial, prompt, index, attempt)
-            id = id if counted else f"eval:{id}"
+        for index, sampling in zip(indices or range(len(samplings)), samplings, strict=True):
+            id = request_id(serial, prompt, index, attempt, counted=counted)
             future: asyncio.Future[Trajectory] = loop.create_future()
             futures.append(future)
             known = so_far.get(index) if so_far else None
@@ -199,6 +210,12 @@ def _generation(trajectory: Trajectory) -> Generation:
         finished_s=trajectory.timing.finished_s,
         replay=trajectory.replay,
     )
+
+
+def request_id(serial: int, prompt: Prompt, index: int, attempt: int, *, counted: bool) -> str:
+    """Of a trajectory, or of an answer that stays out of the books."""
+    id = trajectory_id(serial, prompt, index, attempt)
+    return id if counted else f"eval:{id}"
 
 
 def trajectory_id(serial: int, prompt: Prompt, index: int, attempt: int = 1) -> str:

@@ -22,7 +22,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.request import EngineCounts, Generation, Request
 from headrace.rollout.rows import Burst, Parked, Rows
 from headrace.rollout.store import MOST_STEPS, RowStore, Store, sample
 from headrace.types import FinishReason, IntArray, RouteArray
@@ -126,6 +126,17 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._inbox or self._waiting or self._prefilling or len(self._rows))
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What it did so far."""
+        return EngineCounts(
+            computed_tokens=self.computed_tokens,
+            preemptions=self.preemptions,
+            parks=self.parks,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
 
     # ---- called from the device thread
 

@@ -1,0 +1,150 @@
+"""A Ray cluster as a place for workers: joined where one runs already, else started for the run and stopped with it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.place.workers import Answer, WorkerLostError
+
+START_TIMEOUT_S = 300.0  # until a worker's process is up; loading the model comes after that
+
+
+class _Host:
+    """In the worker's process: holds the object that is served. Ray calls what it is asked on one event loop."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self._served = make(*args)
+
+    async def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        found = getattr(self._served, method)(*args)
+        return await found if inspect.isawaitable(found) else found
+
+
+class RayAnswer:
+    """An object reference, with errors in our words."""
+
+    def __init__(self, ref: Any, worker: str) -> None:
+        self.ref, self.worker = ref, worker
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        try:
+            return await self.ref
+        except RayError as error:
+            raise _in_our_words(error, self.worker) from None
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for it in this thread."""
+        try:
+            return ray.get(self.ref, timeout=timeout_s)
+        except GetTimeoutError:
+            raise WorkerLostError(f"{self.worker} did not answer within {timeout_s:g} s") from None
+        except RayError as error:
+            raise _in_our_words(error, self.worker) from None
+
+
+class RayWorker:
+    """One process of the cluster."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name, self.node = name, ""
+        self._handle = handle
+
+    def ask(self, method: str, *args: Any) -> RayAnswer:
+        """Call a method there."""
+        return RayAnswer(self._handle.ask.remote(method, *args), self.name)
+
+    async def ready(self) -> None:
+        """Wait until its object is made, and learn where it is."""
+        self.node = await RayAnswer(self._handle.node.remote(), self.name)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """The same, in a thread."""
+        self.node = RayAnswer(self._handle.node.remote(), self.name).result(timeout_s)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self._handle, no_restart=True)
+
+
+class RayCluster:
+    """All workers of one run."""
+
+    def __init__(self, address: str = "") -> None:
+        address = address or os.environ.get("RAY_ADDRESS", "")
+        self._own = not ray.is_initialized()
+        self._workers: list[RayWorker] = []
+        if self._own:
+            _quiet()
+            try:
+                ray.init(
+                    address=address or "local",
+                    include_dashboard=None if address else False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}},
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                where = f"place.address = '{address}' cannot be reached" if address else "Ray cannot be started"
+                raise ConfigError(f"{where}: {error}") from error
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, gpus: float = 0.0) -> RayWorker:
+        """A process that serves `make(*args)`; on whichever node has most room."""
+        host = ray.remote(_Host).options(
+            num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
+        )
+        worker = RayWorker(name, host.remote(make, *args))
+        self._workers.append(worker)
+        return worker
+
+    def first_failure(self, answers: Sequence[Answer], timeout_s: float | None = None) -> list[Any]:
+        """All results; as soon as one fails its error is raised, without waiting for the others."""
+        by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayAnswer)}
+        left = list(by_ref)
+        while left:
+            done, left = ray.wait(left, num_returns=1, timeout=timeout_s)
+            if not done:
+                raise WorkerLostError(f"{by_ref[left[0]].worker} did not answer within {timeout_s:g} s")
+            for ref in done:
+                by_ref[ref].result(0)
+        return [answer.result(0) for answer in answers]
+
+    def close(self) -> None:
+        """End all workers, and the cluster if it is this run's own."""
+        for worker in self._workers:
+            worker.kill()
+        if self._own:
+            ray.shutdown()
+
+
+def _in_our_words(error: RayError, worker: str) -> BaseException:
+    """What the worker raised; where it could raise nothing any more, that it is lost."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, HeadraceError):
+            return cause
+        return RuntimeError(f"{worker} failed:\n{error}")
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return WorkerLostError(f"{worker} is lost: {first_line}")
+
+
+def _quiet() -> None:
+    """Ray says much that is not for the user of a training run."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)

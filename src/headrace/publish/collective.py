@@ -1,0 +1,194 @@
+"""By torch.distributed, in a process group of its own: gloo between CPUs, NCCL between GPUs.
+
+Sender and receivers stand in a chain. Each passes a chunk on to the next while the one after it arrives, so the sender
+sends every byte once, however many receivers there are, and the last has it only a few chunks later than the first.
+(gloo's own broadcast is a tree in which the sender sends a copy for every doubling of the receivers.)
+
+A chain is made at a meeting: the sender calls it (`expect`), and every ticket says where it is. A chain that broke is
+not mended. The sender calls another meeting, and whoever is still there comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+
+from headrace.errors import PublishError
+from headrace.publish.payload import Payload, new_bucket, verify
+from headrace.publish.transport import Ticket
+
+CHUNK_BYTES = 4 << 20
+_WINDOW = 4  # chunks under way at a time, to each neighbour
+_ARRIVED = "arrived"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a sender and its receivers find each other.
+
+    Example:
+        Meeting(host="10.0.0.4", port=41203, number=3, num_receivers=8)
+    """
+
+    host: str
+    port: int
+    number: int
+    num_receivers: int
+
+
+class _Chain:
+    """One member's place in the chain: the sender is number 0, receivers count in the order they arrive."""
+
+    def __init__(self, meeting: Meeting, store: Any, index: int | None, device: torch.device, timeout_s: float) -> None:
+        self.meeting = meeting
+        timeout = timedelta(seconds=timeout_s)
+        rendezvous = PrefixStore(f"meeting-{meeting.number}", store)
+        rendezvous.set_timeout(timeout)
+        self.index: int = rendezvous.add(_ARRIVED, 1) if index is None else index
+        if self.index > meeting.num_receivers:
+            raise PublishError(f"a receiver too many came to the meeting: {meeting.num_receivers} were expected")
+        size = meeting.num_receivers + 1
+        if device.type == "cuda":
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = distributed.ProcessGroupNCCL(rendezvous, self.index, size, options)
+        else:
+            self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, timeout)
+        self.is_last = self.index == meeting.num_receivers
+
+    def pass_on(self, chunk: Tensor, number: int) -> Any:
+        """To the next; returns what can be waited for."""
+        return self._group.send([chunk], self.index + 1, number)
+
+    def receive(self, chunk: Tensor, number: int) -> Any:
+        """From the one before."""
+        return self._group.recv([chunk], self.index - 1, number)
+
+
+class CollectiveSender:
+    """The head of the chain. `host` is this machine's address for the receivers."""
+
+    def __init__(self, *, host: str = "127.0.0.1", device: torch.device | str = "cpu") -> None:
+        self._host, self._device = host, torch.device(device)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._numbers = itertools.count(1)
+        self._staged: dict[int, Payload] = {}
+        self._chain: _Chain | None = None
+        self.expect(())
+
+    def expect(self, nodes: Sequence[str]) -> None:
+        """Call a meeting."""
+        self._chain = None
+        self._meeting = Meeting(self._host, self._store.port, next(self._numbers), len(nodes))
+
+    def stage(self, payload: Payload) -> None:
+        """Keep it."""
+        self._staged[payload.manifest.version] = payload
+
+    def ticket(self, version: int) -> Ticket:
+        """Names the meeting."""
+        return Ticket(self._staged[version].manifest, self._meeting)
+
+    def send(self, ticket: Ticket, timeout_s: float) -> None:
+        """Give every chunk to the first receiver. If that fails, the next ticket is for another meeting."""
+        if not self._meeting.num_receivers:
+            return
+        wait = _Patience(timeout_s)
+        try:
+            if self._chain is None:
+                self._chain = _Chain(self._meeting, self._store, 0, self._device, timeout_s)
+            under_way: deque[Any] = deque()
+            for number, chunk in enumerate(_chunks(self._staged[ticket.version].buckets)):
+                under_way.append(self._chain.pass_on(chunk.to(self._device), number))
+                if len(under_way) > _WINDOW:
+                    wait.for_end_of(under_way.popleft())
+            while under_way:
+                wait.for_end_of(under_way.popleft())
+        except RuntimeError as error:  # all that torch.distributed raises
+            self.expect([""] * self._meeting.num_receivers)
+            raise PublishError(
+                f"version {ticket.version} was not sent: a receiver is gone, or did not come within {timeout_s:g} s"
+            ) from error
+
+    def forget(self, version: int) -> None:
+        """Keep it no longer."""
+        self._staged.pop(version, None)
+
+    def close(self) -> None:
+        """Leave the chain."""
+        self._chain = None
+        self._staged.clear()
+
+
+class CollectiveReceiver:
+    """A link of the chain. Payloads come to lie on `device`."""
+
+    def __init__(self, *, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._chain: _Chain | None = None
+
+    def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
+        """Take every chunk, and pass it on. What is damaged is passed on too: the next one finds out by itself."""
+        wait = _Patience(timeout_s)
+        sizes = ticket.manifest.sizes
+        payload = Payload(ticket.manifest, tuple(new_bucket(n, self._device) for n in sizes))
+        try:
+            chain = self._join(ticket.where, timeout_s)
+            chunks = list(_chunks(payload.buckets))
+            coming = deque(chain.receive(chunk, number) for number, chunk in enumerate(chunks[:_WINDOW]))
+            going: deque[Any] = deque()
+            for number, chunk in enumerate(chunks):
+                if (ahead := number + _WINDOW) < len(chunks):
+                    coming.append(chain.receive(chunks[ahead], ahead))
+                wait.for_end_of(coming.popleft())
+                if not chain.is_last:
+                    going.append(chain.pass_on(chunk, number))
+                if len(going) > _WINDOW:
+                    wait.for_end_of(going.popleft())
+            for work in going:
+                wait.for_end_of(work)
+        except RuntimeError as error:
+            self._chain = None
+            raise PublishError(
+                f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
+            ) from error
+        verify(payload)
+        return payload
+
+    def close(self) -> None:
+        """Leave the chain."""
+        self._chain = None
+
+    def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
+        if self._chain is None or self._chain.meeting != meeting:
+            self._chain = None
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+            self._chain = _Chain(meeting, store, None, self._device, timeout_s)
+        return self._chain
+
+
+class _Patience:
+    """Waits, for so many seconds in all."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._deadline = time.monotonic() + timeout_s
+
+    def for_end_of(self, work: Any) -> None:
+        """Of something under way."""
+        left_s = max(self._deadline - time.monotonic(), 0.001)
+        work.wait(timedelta(seconds=left_s))
+
+
+def _chunks(buckets: Sequence[Tensor]) -> Iterator[Tensor]:
+    for bucket in buckets:
+        yield from bucket.split(CHUNK_BYTES)

@@ -1,0 +1,134 @@
+"""Through a directory that sender and receivers share. A full version is a safetensors file that other engines load.
+
+    version-00000008/
+      model.safetensors    full: its tensors' bytes are the buckets', end to end (or adapter.safetensors, changes.bin)
+      config.json ...      the model's other files, if the sender was given their directory
+      manifest.json
+      complete             written last: without it there is no version
+
+Nothing is forced to the disk: what a crash of the machine loses, the checksums find.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from headrace.errors import PublishError
+from headrace.publish.encoding import Encoding
+from headrace.publish.payload import Manifest, Payload, new_bucket, verify
+from headrace.publish.transport import Ticket
+
+MANIFEST, COMPLETE = "manifest.json", "complete"
+CONTENT = {Encoding.FULL: "model.safetensors", Encoding.ADAPTER: "adapter.safetensors", Encoding.DELTA: "changes.bin"}
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+_DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+_POLL_S = 0.02
+
+
+class DiskSender:
+    """Writes a directory per version."""
+
+    def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
+        """`model_dir` has the model's configuration and tokenizer: with them a full version loads like any model."""
+        self._directory, self._model_dir = directory, model_dir
+        self._staged: dict[int, Manifest] = {}
+
+    def expect(self, nodes: Sequence[str]) -> None:
+        """Anybody may read."""
+
+    def stage(self, payload: Payload) -> None:
+        """Write it."""
+        manifest, path = payload.manifest, self._path(payload.manifest.version)
+        try:
+            _remove(path)  # a restart may come to a version a second time
+            path.mkdir(parents=True)
+            with (path / CONTENT[Encoding(manifest.encoding)]).open("wb") as file:
+                file.write(_header(manifest))
+                for bucket in payload.buckets:
+                    file.write(bucket.cpu().numpy().data)
+            if self._model_dir is not None and manifest.encoding == Encoding.FULL:
+                for beside in self._model_dir.iterdir():
+                    if beside.is_file() and "safetensors" not in beside.name and beside.suffix != ".bin":
+                        shutil.copy(beside, path)
+            (path / MANIFEST).write_text(json.dumps(manifest.to_json()))
+            (path / COMPLETE).touch()
+        except OSError as error:
+            _remove(path)
+            raise PublishError(f"version {manifest.version} cannot be written to {path}: {error.strerror}") from error
+        self._staged[manifest.version] = manifest
+
+    def ticket(self, version: int) -> Ticket:
+        """Names the directory."""
+        return Ticket(self._staged[version], str(self._path(version)))
+
+    def send(self, ticket: Ticket, timeout_s: float) -> None:
+        """It is written already."""
+
+    def forget(self, version: int) -> None:
+        """Delete it."""
+        if self._staged.pop(version, None) is not None:
+            _remove(self._path(version))
+
+    def close(self) -> None:
+        """Delete all."""
+        for version in list(self._staged):
+            self.forget(version)
+
+    def _path(self, version: int) -> Path:
+        return self._directory.resolve() / f"version-{version:08}"
+
+
+class DiskReceiver:
+    """Reads what is complete."""
+
+    def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
+        """A file system that several machines share may show the files a while after they were written."""
+        path, deadline = Path(ticket.where), time.monotonic() + timeout_s
+        while not (path / COMPLETE).exists():
+            if time.monotonic() > deadline:
+                raise PublishError(f"version {ticket.version} is not complete after {timeout_s:g} s: {path}")
+            time.sleep(_POLL_S)
+        try:
+            if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
+                raise PublishError(f"{path} holds another version than the one that was announced")
+            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb") as file:
+                file.seek(len(_header(ticket.manifest)))
+                payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise PublishError(f"version {ticket.version} cannot be read from {path}: {error}") from error
+        verify(payload)
+        return payload
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _header(manifest: Manifest) -> bytes:
+    """What stands before the bytes of tensors in a safetensors file; nothing before those of a delta."""
+    if manifest.encoding == Encoding.DELTA:
+        return b""
+    entries, start = {}, 0
+    for spec in manifest.tensors:
+        offsets = [start, start + spec.num_bytes]
+        entries[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        start += spec.num_bytes
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read(file: BinaryIO, size: int) -> torch.Tensor:
+    bucket = new_bucket(size, torch.device("cpu"))
+    return bucket[: file.readinto(bucket.numpy().data)]  # type: ignore[attr-defined]
+
+
+def _remove(path: Path) -> None:
+    (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""The transports, each in a frame that lets one test speak to all of them; and processes to kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transports import CollectiveFrame, DiskFrame, Frame
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["headrace.publish.collective", "headrace.publish.disk", "headrace.publish.publisher"])
+
+
+@pytest.fixture(scope="session")
+def ray_frame() -> Iterator[Callable[[], Frame]]:
+    """One local Ray for all tests, started when the first of them asks."""
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    module = import_module("transports_ray")
+    with module.local_ray():
+        yield module.ObjectStoreFrame
+
+
+@pytest.fixture(params=["disk", "collective", "object_store"])
+def frame(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Frame]:
+    """A transport."""
+    made: Any
+    match request.param:
+        case "disk":
+            made = DiskFrame(_CONTEXT, tmp_path)
+        case "collective":
+            made = CollectiveFrame(_CONTEXT)
+        case "object_store":
+            made = request.getfixturevalue("ray_frame")()
+    yield made
+    made.close()
