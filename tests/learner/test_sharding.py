@@ -14,10 +14,10 @@ from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.config import LearnerSection
+from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import Item, pack
 from headrace.learner.sharding import Sharding, split
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Replay
 
 LR = 1e-3
@@ -243,3 +243,24 @@ def test_every_item_goes_to_one_rank_and_loads_are_even():
     assert sorted(size for part in parts for size in part) == sorted(sizes)
     assert max(map(sum, parts)) - min(map(sum, parts)) <= 9
     assert split([5], 3, lambda size: size) == [[5], [], []]
+
+
+def adapters_of(sharding: Sharding | None, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
+    """What is published of a learner that trains adapters, and its steps."""
+    lora = Lora(rank=4, alpha=8.0, seed=1)
+    learner = learner_of(load_policy(ModelSection(path=str(directory), device="cpu"), lora), section, sharding)
+    stats = [take_step(learner, groups) for groups in steps]
+    trained = {name: weight.clone() for name, weight in learner.weights(torch.float32, trained_only=True)}
+    frozen = {name: weight.clone() for name, weight in learner.weights(torch.float32) if name not in trained}
+    return Outcome(trained, stats), frozen
+
+
+def test_ranks_train_adapters_alone(saved: Callable[..., Path]):
+    directory, steps, section = saved(), make_steps(), LearnerSection(lr=LR, micro_batch_tokens=32)
+    (found, frozen), _ = on_ranks(2, adapters_of, directory, section, steps)
+    expected, base = adapters_of(None, directory, section, steps)
+    assert_same(found, expected)
+    assert all(".lora_" in name for name in found.weights)
+    assert frozen.keys() == base.keys()
+    start = dict(load(directory).model.named_parameters())
+    assert all(torch.equal(weight, start[name.replace(".base_layer.", ".")]) for name, weight in frozen.items())

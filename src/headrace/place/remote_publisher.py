@@ -119,12 +119,7 @@ class RemotePublisher:
             detail = f"{operation}, {num_bytes} bytes"
             self._clock.add(
                 StageSpan(
-                    stage="publish",
-                    start_s=at_s,
-                    end_s=at_s + seconds,
-                    worker="learner-0",
-                    version=version,
-                    detail=detail,
+                    stage="publish", start_s=at_s, end_s=at_s + seconds, worker="learner-0", version=version, detail=detail
                 )
             )
             at_s += seconds

@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA): the model's own weights stay, and small matrices beside them are trained.
 
 Every linear layer but the output head becomes W x + (alpha / rank) B A x, with B at zero to begin with, so that the
-first version is the model as it was. Engine and learner compute it in the same way.
+first version is the model as it was; of a mixture model, those of its attention. Engine and learner compute it in the
+same way.
 """
 
 from __future__ import annotations
@@ -12,17 +13,27 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 ADAPTER = "default"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
     """Freeze the model and put adapters into it, in its own precision. One seed makes one set of them."""
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_linear_layers(model), lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """What gets adapters. Experts do not: `transformers` keeps them in tensors of their own, not in layers."""
+    head = model.get_output_embeddings()
+    found = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    if any(hasattr(module, "experts") for module in model.modules()):
+        found = [name for name in found if "attn" in name or "attention" in name]
+    return found
 
 
 @torch.no_grad()
