@@ -207,6 +207,8 @@ class Policy:
         with self._stock_attention():
             if self.adapted:
                 weights = _peft().merged_weights(self.model, weights or dict(self.model.named_parameters()))
+            if weights is not None:
+                weights = weights | _kept_buffers(self.model)
             self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
@@ -360,6 +362,12 @@ def _without_dropout(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model keeps besides weights, such as the bias of DeepSeek's routers."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
 
 
 def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
