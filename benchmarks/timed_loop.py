@@ -30,7 +30,7 @@ async def timed_loop(
     place = LocalPlace(config, run_dir)
     try:
         await place.scorer.start()
-        loop = place.loop()
+        loop = await place.loop()
         loop.on_row = on_row
         started = time.perf_counter()
         await loop.run()

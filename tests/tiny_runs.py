@@ -153,7 +153,7 @@ async def play(config: Config, meddle: Callable[[LocalPlace, Loop], None] = lamb
     place = LocalPlace(config, run_dir)
     try:
         await place.scorer.start()
-        loop = place.loop()
+        loop = await place.loop()
         meddle(place, loop)
         await loop.run()
         return loop

@@ -15,20 +15,19 @@ import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from safetensors import SafetensorError
 
 from headrace.config import Config
 from headrace.config_file import dump, load_config
 from headrace.errors import RunError
-from headrace.learner.supervised import warm_start
 from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_database
 from headrace.ledger.journal import Restart
+from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import CHECKPOINTS, REFERENCE, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
@@ -39,8 +38,13 @@ from headrace.loop.summary import summarise
 from headrace.loop.watchdog import STACKS, Watchdog
 from headrace.place.local import LocalPlace
 from headrace.place.memory import STEPS, memory_for
+from headrace.place.places import open_place
+from headrace.place.remote import RemotePlace
+from headrace.place.workers import LearnerLostError
 from headrace.roles import Sink
 from headrace.types import Row
+
+Place = LocalPlace | RemotePlace
 
 
 class Watcher(Protocol):
@@ -80,7 +84,7 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     """Train as the settings say; returns what `summary.json` in the run directory holds."""
     run_dir = prepare_run_dir(config)
     with claimed(run_dir), memory_for("training", STEPS):
-        return asyncio.run(_train(config, run_dir, watcher or Nobody()))
+        return _to_the_end(config, run_dir, watcher or Nobody(), resumed=False)
 
 
 def resume(run_dir: Path | str, watcher: Watcher | None = None) -> dict[str, Any]:
@@ -94,7 +98,25 @@ def resume(run_dir: Path | str, watcher: Watcher | None = None) -> dict[str, Any
         begun = is_complete(run_dir)
         if not begun:
             remove_database(run_dir)
-        return asyncio.run(_train(config, run_dir, watcher or Nobody(), resumed=begun))
+        return _to_the_end(config, run_dir, watcher or Nobody(), resumed=begun)
+
+
+def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool) -> dict[str, Any]:
+    """Train; as often as the learner is lost, go on from the last checkpoint, unless it comes no further."""
+    reached = -1
+    while True:
+        try:
+            return asyncio.run(_train(config, run_dir, watcher, resumed=resumed))
+        except LearnerLostError as lost:
+            resumed = is_complete(run_dir)
+            with Ledger.open(run_dir) if resumed else nullcontext() as ledger:
+                version = len(ledger.rows()) if ledger else 0
+            if version <= reached:
+                raise RunError(
+                    f"{lost}. It was lost at step {version + 1} before: `headrace resume {run_dir}`"
+                ) from lost
+            reached = version
+            watcher.note(f"{lost}. The run goes on from its last checkpoint")
 
 
 def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:
@@ -153,7 +175,7 @@ def weights_dir(run_dir: Path) -> Path:
 
 
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
-    place = LocalPlace(config, run_dir, resumed=resumed)
+    place = open_place(config, run_dir, resumed=resumed)
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
     watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
@@ -165,7 +187,7 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         watcher.header(config, run_dir, _facts(place))
         if not resumed:
             await _warm_start(place, watcher)
-        loop = place.loop()
+        loop = await place.loop()
 
         def on_row(row: Row) -> None:
             for sink in sinks:
@@ -174,7 +196,7 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
                 watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
             watcher.row(row)
 
-        loop.on_row, loop.on_note = on_row, watcher.note
+        loop.on_row, loop.on_note, place.on_note = on_row, watcher.note, watcher.note
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
@@ -184,9 +206,9 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         try:
             await _interruptible(loop)
         finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
-            if not watchdog.hung:
+            if not watchdog.hung and not place.lost:
                 with _writing(run_dir / WEIGHTS):
-                    place.policy.save(run_dir / WEIGHTS)
+                    await place.device.run(place.save_weights, run_dir / WEIGHTS)
             summary.write(finished=False, after=None)
         if loop.interrupted:
             return summary.content
@@ -204,7 +226,7 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         watchdog.check()
 
 
-async def _before(place: LocalPlace, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
+async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
     """How the policy does before the first step, and how far engine and learner are apart; measured once in a run."""
     assert place.ledger is not None
     known = place.ledger.remembered()
@@ -247,7 +269,7 @@ def _writing(path: Path) -> Iterator[None]:
 class _Summary:
     """`summary.json`, written when the steps end and again with the last evaluation."""
 
-    def __init__(self, place: LocalPlace, loop: Loop, run_dir: Path, before: dict[str, float | None]) -> None:
+    def __init__(self, place: Place, loop: Loop, run_dir: Path, before: dict[str, float | None]) -> None:
         self.content: dict[str, Any] = {}
         self._place, self._loop, self._run_dir, self._before = place, loop, run_dir, before
 
@@ -274,12 +296,11 @@ async def _interruptible(loop: Loop) -> None:
             events.remove_signal_handler(signal.SIGINT)
 
 
-async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
+async def _warm_start(place: Place, watcher: Watcher) -> None:
     section = place.config.warmstart
     if not section.steps:
         return
     watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
-    rng = np.random.default_rng([place.config.run.seed, 1])
     events, stopped = asyncio.get_running_loop(), threading.Event()
 
     def on_step(done: int, loss: float) -> None:
@@ -290,18 +311,18 @@ async def _warm_start(place: LocalPlace, watcher: Watcher) -> None:
 
     try:
         with place.clock.span("warm start"):
-            await place.device.run(warm_start, place.policy, section, lambda n: place.prompts.worked(n, rng), on_step)
+            await place.warm_start(on_step)
     finally:
         stopped.set()  # a cancelled wait does not stop the device thread
 
 
-async def _score(place: LocalPlace) -> float | None:
+async def _score(place: Place) -> float | None:
     """The held-out score, with the engine running for it alone."""
     async with _running(place):
         return await evaluate(place.actor, place.scorer, place.prompts.held_out, place.config)
 
 
-async def _self_check(place: LocalPlace, loop: Loop, watcher: Watcher) -> float | None:
+async def _self_check(place: Place, loop: Loop, watcher: Watcher) -> float | None:
     """How far engine and learner are apart before the first step; the user hears of it when that is far.
 
     In exact mode, any distance ends the run.
@@ -311,15 +332,15 @@ async def _self_check(place: LocalPlace, loop: Loop, watcher: Watcher) -> float 
     async with _running(place):
         mismatch, prompts = loop.stages.learner.mismatch, place.prompts.held_out
         found = await self_check(place.actor, mismatch, place.device, prompts, sampling_of(place.config))
-    if place.policy.exact:
+    if place.config.model.exact:
         refuse_inexact(found)
-    if text := warning(found, place.policy.dtype):
+    if text := warning(found, place.facts.dtype):
         watcher.note(text)
     return found.mean_abs
 
 
 @asynccontextmanager
-async def _running(place: LocalPlace) -> AsyncIterator[None]:
+async def _running(place: Place) -> AsyncIterator[None]:
     """The engine runs meanwhile."""
     engine = asyncio.create_task(place.actor.run())
     try:
@@ -338,12 +359,11 @@ async def _evaluate(config: Config, run_dir: Path) -> float | None:
         await place.close()
 
 
-def _facts(place: LocalPlace) -> dict[str, str]:
-    num_weights = sum(p.numel() for p in place.policy.model.parameters())
-    name = type(place.policy.model).__name__
-    where = f"{place.policy.device.type}, {str(place.policy.dtype).removeprefix('torch.')}"
+def _facts(place: Place) -> dict[str, str]:
+    facts = place.facts
+    where = f"{facts.device}, {str(facts.dtype).removeprefix('torch.')}"
     return {
-        "policy": f"{name}, {num_weights / 1e6:.1f}M weights, {where}",
+        "policy": f"{facts.name}, {facts.num_weights / 1e6:.1f}M weights, {where}",
         "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",
         "reward": place.scorer.function,
     }

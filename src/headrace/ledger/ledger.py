@@ -297,6 +297,11 @@ class Ledger:
                 self._open(replace(a, number=a.number + 1))
         return Amount(tokens=lost)
 
+    def redone(self, num_tokens: int) -> None:
+        """So many tokens in flight went with the worker that sampled them; another samples those answers again."""
+        with self._write():
+            self._transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", num_tokens, 0)
+
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
         """By serial and index: what a restart can go on from."""
         with self._write():

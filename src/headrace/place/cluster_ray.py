@@ -24,8 +24,8 @@ class _Host:
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         self._served = make(*args)
 
-    async def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+    async def whereabouts(self) -> tuple[str, int]:
+        return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
     async def ask(self, method: str, *args: Any) -> Any:
         found = getattr(self._served, method)(*args)
@@ -61,7 +61,7 @@ class RayWorker:
     """One process of the cluster."""
 
     def __init__(self, name: str, handle: Any) -> None:
-        self.name, self.node = name, ""
+        self.name, self.node, self.pid = name, "", 0
         self._handle = handle
 
     def ask(self, method: str, *args: Any) -> RayAnswer:
@@ -70,11 +70,11 @@ class RayWorker:
 
     async def ready(self) -> None:
         """Wait until its object is made, and learn where it is."""
-        self.node = await RayAnswer(self._handle.node.remote(), self.name)
+        self.node, self.pid = await RayAnswer(self._handle.whereabouts.remote(), self.name)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """The same, in a thread."""
-        self.node = RayAnswer(self._handle.node.remote(), self.name).result(timeout_s)
+        self.node, self.pid = RayAnswer(self._handle.whereabouts.remote(), self.name).result(timeout_s)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -101,7 +101,7 @@ class RayCluster:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 where = f"place.address = '{address}' cannot be reached" if address else "Ray cannot be started"
                 raise ConfigError(f"{where}: {error}") from error
-        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, gpus: float = 0.0) -> RayWorker:
         """A process that serves `make(*args)`; on whichever node has most room."""
@@ -148,4 +148,3 @@ def _quiet() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
-

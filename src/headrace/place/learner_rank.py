@@ -22,9 +22,9 @@ from headrace.learner.sharding import Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.loop.canary import next_logprob
 from headrace.loop.checkpoint import Checkpoint, snapshot, write_tensors
-from headrace.place.build import make_learner
+from headrace.place.build import PolicyFacts, load, make_learner
 from headrace.place.device import DeviceThread
-from headrace.policy.policy import Lora, Policy, load_policy
+from headrace.policy.policy import Policy
 from headrace.publish.encoding import Encoder, Encoding
 from headrace.publish.publisher import Publisher, PublishTimes
 from headrace.publish.transport import SendingEnd, Ticket
@@ -47,21 +47,6 @@ class RankSpec:
     sending: Callable[[], SendingEnd]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFacts:
-    """What the driver needs to know of a policy that it does not hold.
-
-    Example:
-        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype=torch.float32, max_context=1024)
-    """
-
-    name: str
-    num_weights: int
-    device: str
-    dtype: torch.dtype
-    max_context: int
-
-
 class LearnerRank:
     """Serves one rank."""
 
@@ -70,11 +55,11 @@ class LearnerRank:
         if spec.config.model.threads:
             torch.set_num_threads(spec.config.model.threads)
         self._device = device or DeviceThread()
-        lora = Lora.of(spec.config.learner, spec.config.run.seed)
-        self._policy: Policy = self._device.call(load_policy, spec.model, lora)
+        self._policy: Policy = self._device.call(load, spec.config, spec.model)
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
+        self._end: SendingEnd | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # of the checkpoint that is to be written
 
@@ -88,14 +73,7 @@ class LearnerRank:
 
     def facts(self) -> PolicyFacts:
         """Of the whole policy."""
-        policy = self._policy
-        return PolicyFacts(
-            name=type(policy.model).__name__,
-            num_weights=sum(p.numel() for p in policy.model.parameters()),
-            device=policy.device.type,
-            dtype=policy.dtype,
-            max_context=policy.max_context,
-        )
+        return PolicyFacts.of(self._policy)
 
     def address(self) -> tuple[str, int]:
         """Where the ranks can meet, on this machine."""
@@ -125,7 +103,8 @@ class LearnerRank:
         if spec.rank == 0:
             section = spec.config.publish
             encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
-            self._publisher = Publisher(encoder, spec.sending(), self._policy.dtype)
+            self._end = spec.sending()
+            self._publisher = Publisher(encoder, self._end, self._policy.dtype)
 
     # ---- steps
 
@@ -199,11 +178,11 @@ class LearnerRank:
     def _stage(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         only = self._spec.config.publish.encoding == "adapter"
         weights = self.learner.weights(self._policy.dtype, trained_only=only)
-        if self._publisher is None:
+        if self._publisher is None or self._end is None:
             for _ in weights:  # to gather takes all ranks
                 pass
             return None
-        self._publisher.expect(nodes)
+        self._end.expect(nodes)
         return self._publisher.stage(version, weights)
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
@@ -229,5 +208,6 @@ class LearnerRank:
     async def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
         """For a receiver that holds nothing."""
         assert self._publisher is not None
-        self._publisher.expect(nodes)
+        assert self._end is not None
+        self._end.expect(nodes)
         return await self._device.run(self._publisher.catch_up)

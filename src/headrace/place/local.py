@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from headrace.buffer.buffer import Buffer
 from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
 from headrace.config import Config
+from headrace.learner.supervised import warm_start
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import REFERENCE
 from headrace.loop.canary import Canary, next_logprob
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
-from headrace.loop.stages import LocalTrainer, Stages
-from headrace.place.build import make_engine, make_learner, model_of, room_for_prompts
+from headrace.loop.stages import LocalTrainer
+from headrace.place.build import (
+    PolicyFacts,
+    first_checkpoint,
+    keep_verdicts,
+    load,
+    make_engine,
+    make_learner,
+    make_loop,
+    model_of,
+    room_for_prompts,
+)
 from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
-from headrace.policy.policy import Lora, load_policy
 from headrace.prompts.stream import PromptStream
 from headrace.publish.shared import SharedPublisher
 from headrace.reward.scorer import Scorer
 from headrace.rollout.actor import RolloutActor
-from headrace.types import Group, IntArray, Trajectory
+from headrace.types import IntArray
 
 
 class LocalPlace:
     """Builds the stages from settings and puts them where they run."""
+
+    lost = False  # the weights live as long as this process
 
     def __init__(self, config: Config, run_dir: Path, *, resumed: bool = False) -> None:
         self.config, self.run_dir = config, run_dir
@@ -38,14 +49,14 @@ class LocalPlace:
             torch.set_num_threads(config.model.threads)
         self.device = DeviceThread()
         with memory_for("the model", MODEL):
-            lora = Lora.of(config.learner, config.run.seed)
-            self.policy = self.device.call(lambda: load_policy(model_of(config, run_dir), lora))
+            self.policy = self.device.call(lambda: load(config, model_of(config, run_dir)))
         self.prompts = PromptStream(
             config.prompts,
             self.policy.tokenizer,
             config.run.seed,
             room_tokens=room_for_prompts(config, self.policy.max_context),
         )
+        self.on_note: Callable[[str], None] = lambda text: None
         self._sieve = Sieve(config.buffer)
         self.scorer = Scorer(
             config.reward,
@@ -70,44 +81,23 @@ class LocalPlace:
             on_sampled=self._on_sampled,
         )
 
-    def loop(self) -> Loop:
+    async def loop(self) -> Loop:
         """The loop of the run; a new one gets its ledger."""
         config = self.config
         with memory_for("the optimizer and the reference policy", LEARNER):
-            learner = LocalTrainer(self.device.call(make_learner, config, self.policy))
+            trainer = LocalTrainer(await self.device.run(make_learner, config, self.policy))
         checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
         if self.ledger is None:
-            facts = {"prompts": self.prompts.state()}
-            self.device.call(lambda: checkpoints.write(0, learner.snapshot(), facts))
-            if learner.uses_reference:
-                reference = Checkpoints(self.run_dir, 1, REFERENCE)
-                self.device.call(lambda: reference.write(0, learner.snapshot_reference(), {}))
+            await self.device.run(first_checkpoint, self.run_dir, trainer, self.prompts, checkpoints)
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
-        self.scorer.verdicts.update(self.ledger.verdicts())
-        self.scorer.on_verdict = self.ledger.judged
-        lag = LagPolicy(
-            max_lag=config.loop.max_lag,
-            groups_per_step=config.loop.groups_per_step,
-            min_share=config.buffer.min_share,
-        )
-
-        def on_drop(dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
-            loop.drop(dropped, from_buffer=was_buffered, of=(group.serial, group.attempt))
-
-        buffer = Buffer(
-            lag,
+        keep_verdicts(self.scorer, self.ledger)
+        return make_loop(
+            config,
             self._sieve,
-            patience=config.buffer.patience,
-            on_buffered=self.ledger.buffered,
-            on_drop=on_drop,
-        )
-        self.actor.on_begun = buffer.begin
-        stages = Stages(
             prompts=self.prompts,
             actor=self.actor,
             scorer=self.scorer,
-            buffer=buffer,
-            learner=learner,
+            learner=trainer,
             publisher=SharedPublisher(self.engine),
             canary=Canary(
                 self._likeliest,
@@ -120,8 +110,20 @@ class LocalPlace:
             device=self.device,
             checkpoints=checkpoints,
         )
-        loop = Loop(config, stages)
-        return loop
+
+    @property
+    def facts(self) -> PolicyFacts:
+        """Of the policy."""
+        return PolicyFacts.of(self.policy)
+
+    async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
+        """Supervised steps on worked examples; `on_step(steps done, loss)` hears of progress, in another thread."""
+        section, rng = self.config.warmstart, np.random.default_rng([self.config.run.seed, 1])
+        await self.device.run(warm_start, self.policy, section, lambda n: self.prompts.worked(n, rng), on_step)
+
+    def save_weights(self, directory: Path) -> None:
+        """Write the policy as it is now."""
+        self.policy.save(directory)
 
     def progress(self) -> object:
         """What the stages have done so far; equal answers mean that nothing was done in between.

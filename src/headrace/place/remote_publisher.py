@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from headrace.config import PublishSection
 from headrace.errors import PublishError
 from headrace.ledger.clock import StageClock, StageSpan
 from headrace.place.remote_trainer import RemoteTrainer
 from headrace.place.workers import Answer, Worker, WorkerLostError
-from headrace.publish.publisher import OPERATIONS, PublishTimes
+from headrace.publish.publisher import PublishTimes
 from headrace.publish.transport import Ticket
 
+OPERATIONS = ("gather", "cast", "encode", "transfer")  # what applying takes, workers book themselves
 TRIES = 3
+LEADER = "learner-0"
 GRACE_S = 10.0  # more than the workers' own limit: they say themselves what is wrong
 
 
@@ -103,7 +106,7 @@ class RemotePublisher:
                     failed[worker] = error
         return found
 
-    def _first(self, method: str, *args: object) -> object:
+    def _first(self, method: str, *args: Any) -> Any:
         return self._trainer.all(method, *args, ranks=self._trainer.ranks[:1])[0]
 
     @property
@@ -113,13 +116,9 @@ class RemotePublisher:
     def _book(self, version: int, times: PublishTimes, num_workers: int) -> None:
         self.moved_bytes = times.transfer_bytes * num_workers
         at_s = self._clock.now() - times.total_s
-        for operation in OPERATIONS[:-1]:  # what applying takes, workers book themselves
-            seconds = getattr(times, f"{operation}_s")
-            num_bytes = getattr(times, f"{operation}_bytes")
-            detail = f"{operation}, {num_bytes} bytes"
-            self._clock.add(
-                StageSpan(
-                    stage="publish", start_s=at_s, end_s=at_s + seconds, worker="learner-0", version=version, detail=detail
-                )
-            )
-            at_s += seconds
+        for operation in OPERATIONS:
+            end_s = at_s + getattr(times, f"{operation}_s")
+            detail = f"{operation}, {getattr(times, f'{operation}_bytes')} bytes"
+            span = StageSpan(stage="publish", start_s=at_s, end_s=end_s, version=version, worker=LEADER, detail=detail)
+            self._clock.add(span)
+            at_s = end_s

@@ -23,6 +23,7 @@ class RemoteTrainer:
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker], section: LearnerSection) -> None:
         self._cluster, self.ranks, self._section = cluster, list(ranks), section
+        self.lost = False  # a rank is gone, and no other can do anything any more
         intake = Intake(section, len(ranks))
         self.add, self.rest = intake.add, intake.rest
 
@@ -104,6 +105,7 @@ class RemoteTrainer:
         try:
             return self._cluster.first_failure(asked)
         except WorkerLostError as lost:
+            self.lost = True
             raise LearnerLostError(f"{lost}; the learner cannot go on without it") from lost
 
     def _parts(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:

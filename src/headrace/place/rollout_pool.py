@@ -31,7 +31,7 @@ class _Member:
     orders: dict[str, Order] = field(default_factory=dict)  # by the id of each answer that it owes
     sampled_tokens: int = 0  # that it told of
     delivered_tokens: int = 0  # of finished answers
-    counts: EngineCounts = EngineCounts()
+    counts: EngineCounts = field(default_factory=EngineCounts)
     following: asyncio.Task[None] | None = None
 
 
@@ -99,6 +99,15 @@ class RolloutPool:
             owed = [i for i in range(len(order.indices)) if self._id(order, i) in member.orders]
             self._give(_part(order, owed))
 
+    def fail(self, error: Exception) -> None:
+        """Nobody can go on: everyone who waits hears why."""
+        if not self._failed().done():
+            self._failed().set_exception(error)
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(error)
+        self._futures.clear()
+
     def close(self) -> None:
         """Follow nobody any more."""
         for member in self._members:
@@ -153,7 +162,7 @@ class RolloutPool:
 
     async def run(self) -> None:
         """Wait for what cannot be mended: workers sample by themselves."""
-        await self._failed()
+        await asyncio.shield(self._failed())
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished answers have so far. Call it in the device thread."""
@@ -219,12 +228,7 @@ class RolloutPool:
         except WorkerLostError as lost:
             self.lose(member.worker, str(lost))
         except Exception as error:  # the engine's own, which another worker would meet as well
-            if not self._failed().done():
-                self._failed().set_exception(error)
-            for future in self._futures.values():
-                if not future.done():
-                    future.set_exception(error)
-            self._futures.clear()
+            self.fail(error)
 
     def _hear(self, member: _Member, news: News) -> None:
         if news.sampled_tokens > member.sampled_tokens:

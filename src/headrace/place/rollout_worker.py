@@ -14,9 +14,9 @@ import torch
 
 from headrace.config import Config, ModelSection
 from headrace.ledger.clock import StageClock, StageSpan
-from headrace.place.build import make_engine
+from headrace.place.build import load, make_engine
 from headrace.place.device import DeviceThread
-from headrace.policy.policy import Lora, Policy, load_policy
+from headrace.policy.policy import Policy
 from headrace.publish.publisher import PublishTimes, Subscriber
 from headrace.publish.transport import ReceivingEnd, Ticket
 from headrace.rollout.actor import RolloutActor
@@ -86,8 +86,7 @@ class RolloutWorker:
         self._name = spec.name
         self._clock = StageClock(start_s=time.time() - spec.epoch_s)
         self._device = device or DeviceThread()
-        lora = Lora.of(config.learner, config.run.seed)
-        self._policy: Policy = self._device.call(load_policy, spec.model, lora)
+        self._policy: Policy = self._device.call(load, config, spec.model)
         self._engine = make_engine(
             config,
             self._policy,

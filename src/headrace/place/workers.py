@@ -1,7 +1,7 @@
 """What a place knows of the workers that it talks to, whatever brings the words to them.
 
 A worker is an object in another process. `ask` calls one of its methods: the answer can be awaited, or waited for in a
-thread. A worker that died, or does not answer in time, is lost: `WorkerLostError`. What it raises itself is raised here.
+thread. A worker that died, or does not answer in time, is lost (`WorkerLostError`); what it raises is raised here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,18 @@ class Worker(Protocol):
 
     name: str
     node: str  # that its process runs on
+    pid: int
 
     def ask(self, method: str, *args: Any) -> Answer:
         """Call a method there."""
+        ...
+
+    async def ready(self) -> None:
+        """Wait until its object is made."""
+        ...
+
+    def wait_ready(self) -> None:
+        """The same, in a thread."""
         ...
 
     def kill(self) -> None:

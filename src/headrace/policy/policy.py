@@ -430,7 +430,7 @@ def _peft() -> Any:
         return importlib.import_module("headrace.policy.adapters_peft")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "peft":
-            raise MissingExtraError("peft", "peft") from error
+            raise MissingExtraError("peft", "lora") from error
         raise
 
 

@@ -1,0 +1,53 @@
+"""The place that the settings name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.errors import MissingExtraError
+from headrace.place.local import LocalPlace
+from headrace.place.remote import RemotePlace
+from headrace.publish.collective import CollectiveReceiver, CollectiveSender
+from headrace.publish.disk import DiskReceiver, DiskSender
+from headrace.publish.transport import ReceivingEnd, SendingEnd
+
+PUBLISHED = "published"  # directory of a run in which weights travel
+
+
+def open_place(config: Config, run_dir: Path, *, resumed: bool = False) -> LocalPlace | RemotePlace:
+    """Build the stages where they belong."""
+    if config.place.cluster == "local":
+        return LocalPlace(config, run_dir, resumed=resumed)
+    cluster = _ray("headrace.place.cluster_ray").RayCluster(config.place.address)
+    try:
+        return RemotePlace(config, run_dir, cluster, _ends(config, run_dir), resumed=resumed)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def _ends(config: Config, run_dir: Path) -> tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]:
+    """Both ends of the transport, each to be made where it belongs."""
+    match config.publish.transport:
+        case "disk":
+            return partial(DiskSender, (run_dir / PUBLISHED).absolute()), DiskReceiver
+        case "collective":
+            return CollectiveSender, CollectiveReceiver
+        case "object_store":
+            store = _ray("headrace.publish.object_store_ray")
+            return store.ObjectStoreSender, store.ObjectStoreReceiver
+
+
+def _ray(module: str) -> Any:
+    """A file that imports Ray, loaded only when Ray is asked for."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "ray":
+            raise MissingExtraError("Ray (place.cluster = 'ray')", "ray") from error
+        raise

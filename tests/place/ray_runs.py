@@ -1,0 +1,89 @@
+"""Runs on Ray, with somebody who meddles."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from tiny_runs import Workshop
+
+from headrace import api
+from headrace.ledger.ledger import Ledger
+from headrace.loop.loop import Loop
+from headrace.place.remote import RemotePlace
+from headrace.types import Row
+
+ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass
+class Run(api.Nobody):
+    """A run and what was heard of it."""
+
+    run_dir: Path = Path()
+    notes: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    places: list[RemotePlace] = field(default_factory=list)
+    on_row: Callable[[RemotePlace, Row], None] = lambda place, row: None
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.places:
+            self.on_row(self.places[-1], row)
+
+
+def train(
+    workshop: Workshop,
+    name: str,
+    *settings: str,
+    on_row: Callable[[RemotePlace, Row], None] = lambda place, row: None,
+    on_loop: Callable[[RemotePlace, Loop], None] = lambda place, loop: None,
+    monkeypatch: Any = None,
+) -> Run:
+    """Train as `headrace train` does; `on_loop` and `on_row` get the place, and may do it harm."""
+    run = Run(run_dir=workshop.directory / name, on_row=on_row)
+    if monkeypatch is not None:
+        built = RemotePlace.loop
+
+        async def loop(place: RemotePlace) -> Loop:
+            run.places.append(place)
+            made = await built(place)
+            on_loop(place, made)
+            return made
+
+        monkeypatch.setattr(RemotePlace, "loop", loop)
+    config = workshop.config(name, *settings, reward="dense")
+    run.summary = api.train(config, run)
+    return run
+
+
+def trained_tokens(run_dir: Path) -> dict[str, list[int]]:
+    """By id, the tokens of every answer that was trained on."""
+    with Ledger.open(run_dir) as ledger:
+        groups = [pair for _, named in ledger.steps_after(0) for pair in named]
+        return {t.id: t.token_ids.tolist() for pair in groups for t in ledger.trajectories(*pair)}

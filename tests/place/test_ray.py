@@ -1,0 +1,133 @@
+"""The same loop with its engines and its learner in other processes, on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray_runs import ON_RAY, train, trained_tokens
+from tiny_runs import Workshop, weights
+
+from headrace.errors import ConfigError, MissingExtraError
+from headrace.ledger.audit import audit, books
+from headrace.ledger.ledger import Ledger
+from headrace.place import places
+from headrace.place.remote import RemotePlace, _gpus_of_a_worker
+from headrace.types import Row
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def once(at_step: int, harm: Callable[[RemotePlace], None]) -> Callable[[RemotePlace, Row], None]:
+    done: list[int] = []
+
+    def on_row(place: RemotePlace, row: Row) -> None:
+        if row.step == at_step and not done:
+            done.append(row.step)
+            harm(place)
+
+    return on_row
+
+
+def test_strictly_on_policy_the_same_answers_are_trained_on_with_the_same_result(workshop: Workshop, local_run: Path):
+    run = train(workshop, "ray", *ON_RAY, "loop.max_lag=0")
+    assert audit(run.run_dir) == []
+    assert trained_tokens(run.run_dir) == trained_tokens(local_run)
+    here, there = weights(local_run), weights(run.run_dir)
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) < 1e-5
+    start = weights_of_model(workshop)
+    assert max(float((here[name] - start[name]).abs().max()) for name in here) > 1e-4  # it was trained at all
+    with Ledger.open(run.run_dir) as ledger:
+        workers = {span.worker for span in ledger.spans_between(0.0, 1e9) if span.stage == "rollout"}
+        details = {span.detail.split(",")[0] for span in ledger.spans_between(0.0, 1e9) if span.stage == "publish"}
+    assert workers == {"rollout-0", "rollout-1"}
+    assert {"gather", "cast", "encode", "transfer", "apply"} <= details
+
+
+def weights_of_model(workshop: Workshop) -> dict[str, torch.Tensor]:
+    (workshop.directory / "start").mkdir(exist_ok=True)
+    link = workshop.directory / "start" / "model"
+    if not link.exists():
+        link.symlink_to(workshop.model)
+    return weights(workshop.directory / "start")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "transport"), [("delta", "object_store"), ("full", "collective"), ("delta", "disk")]
+)
+def test_ahead_of_the_learner_by_any_transport(workshop: Workshop, encoding: str, transport: str):
+    settings = ("loop.max_lag=2", f"publish.encoding={encoding}", f"publish.transport={transport}", "learner.ranks=1")
+    run = train(workshop, f"{encoding}-{transport}", *ON_RAY[:2], *settings)
+    assert audit(run.run_dir) == []
+    assert len(run.rows) == 3
+    assert all(row.publish_bytes > 0 for row in run.rows)
+    assert max(row.lag_max for row in run.rows) <= 2
+    assert not run.notes
+
+
+def test_what_a_killed_rollout_worker_was_at_goes_to_others(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def harm(place: RemotePlace) -> None:
+        kill(place.actor.workers[0].pid)
+
+    run = train(
+        workshop, "kill-rollout", *ON_RAY[:2], "loop.max_lag=1", "loop.steps=6",
+        on_row=once(2, harm), monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert len(run.rows) == 6
+    assert audit(run.run_dir) == []
+    assert any("rollout-0 is lost" in note for note in run.notes)
+    assert len(trained_tokens(run.run_dir)) == 6 * 4 * 4
+
+
+def test_without_a_rank_the_run_goes_on_from_its_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def harm(place: RemotePlace) -> None:
+        place.trainer.all("facts")
+        kill(pid_of(place.trainer.ranks[1]))
+
+    run = train(
+        workshop, "kill-rank", *ON_RAY, "loop.steps=4", "recovery.every_steps=1",
+        on_row=once(2, harm), monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert [row.step for row in run.rows] == [1, 2, 3, 4]
+    assert audit(run.run_dir) == []
+    assert any("learner-1 is lost" in note and "goes on from its last checkpoint" in note for note in run.notes)
+    assert len(trained_tokens(run.run_dir)) == 4 * 4 * 4
+    assert books(run.run_dir).trained.trajectories == 4 * 4 * 4
+
+
+def pid_of(worker: Any) -> int:
+    worker.wait_ready()
+    return int(worker.pid)
+
+
+def test_more_workers_than_gpus_are_refused_with_the_numbers(workshop: Workshop):
+    config = workshop.config("gpus", *ON_RAY, "model.device=cuda")
+    with pytest.raises(ConfigError, match=r"rollout.workers = 2 and learner.ranks = 2 need 4 GPUs, .* has 3"):
+        _gpus_of_a_worker(config, SimpleNamespace(num_gpus=3))  # type: ignore[arg-type]
+    assert _gpus_of_a_worker(config, SimpleNamespace(num_gpus=4)) == 1.0  # type: ignore[arg-type]
+
+
+def test_settings_that_need_a_cluster_say_so(workshop: Workshop):
+    with pytest.raises(ConfigError, match=r"rollout.workers = 2 and place.cluster = 'local'"):
+        workshop.config("none", "rollout.workers=2")
+    with pytest.raises(ConfigError, match=r"'colocated' with rollout.workers = 2 and learner.ranks = 1"):
+        workshop.config("none", "place.cluster=ray", "rollout.workers=2", "place.layout=colocated")
+
+
+def test_without_ray_the_extra_is_named(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr(places.importlib, "import_module", missing)
+    with pytest.raises(MissingExtraError, match=r"pip install 'headrace\[ray\]'"):
+        places.open_place(workshop.config("none", "place.cluster=ray"), tmp_path)
