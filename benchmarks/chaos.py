@@ -4,8 +4,8 @@
     python benchmarks/chaos.py --victim node --during publish
 
 Three nodes of a Ray cluster on this machine (the first has the driver), 2 rollout workers, 2 learner ranks, 2 reward
-processes, six steps of a tiny model. In the third step, when the stage begins, one is killed with SIGKILL; a node with all
-that runs on it. Afterwards the books are audited, and every answer must have been trained on once.
+processes, six steps of a tiny model. In the third step, when the stage begins, one is killed with SIGKILL; a node with
+all that runs on it. Afterwards the books are audited, and every answer must have been trained on once.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Nodes:
             self.others.append(self._cluster.add_node(num_cpus=2))
 
     def close(self) -> None:
+        """End all of them."""
         ray.shutdown()
         self._cluster.shutdown()
 
@@ -84,9 +85,11 @@ class Watcher(api.Nobody):
         self.step = 0
 
     def note(self, text: str) -> None:
+        """Its first line."""
         self.notes.append(text.splitlines()[0])
 
     def row(self, row: Row) -> None:
+        """How far the run is."""
         self.step = row.step
 
 

@@ -143,7 +143,7 @@ def _in_our_words(error: RayError, worker: str) -> BaseException:
             return cause
         return RuntimeError(f"{worker} failed:\n{error}")
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return WorkerLostError(f"{worker} is lost: {first_line}")
+    return WorkerLostError(f"{worker} is lost: {first_line.rstrip('.')}")
 
 
 def _quiet() -> None:
