@@ -129,6 +129,17 @@ def test_contradiction_names_both_keys():
     assert text == "reward.overlong_tokens is larger than rollout.max_new_tokens"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("learner.lora_rank=4", "model.exact=true"), "learner.lora_rank = 4 and model.exact = true"),
+        (("publish.encoding=adapter",), "publish.encoding = 'adapter' and learner.lora_rank = 0"),
+    ],
+)
+def test_adapters_are_refused_where_they_have_no_meaning(overrides: tuple[str, ...], expected: str):
+    assert message(None, *overrides).startswith(expected)
+
+
 def test_contradiction_with_a_value_that_is_wrong_anyway_is_not_reported():
     text = message(None, "reward.overlong_tokens=100", "rollout.max_new_tokens=x")
     assert text.startswith("rollout.max_new_tokens: expected a whole number")

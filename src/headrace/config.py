@@ -288,6 +288,8 @@ def contradictions(config: Config) -> list[str]:
             f"learner.lora_rank = {config.learner.lora_rank} and model.exact = true: adapters have no exact form; "
             "set one of them off"
         )
+    if config.publish.encoding == "adapter" and not config.learner.lora_rank:
+        found.append("publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta")
     if config.learner.loss == "reinforce" and config.loop.max_lag and config.learner.correction == "none":
         found.append(
             f"learner.loss = 'reinforce' and loop.max_lag = {config.loop.max_lag}: nothing corrects for old samples; "

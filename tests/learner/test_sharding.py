@@ -12,11 +12,12 @@ import pytest
 import torch
 from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
+from torch.profiler import ProfilerActivity, profile
 
-from headrace.config import LearnerSection
+from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import Item, pack
 from headrace.learner.sharding import Sharding, split
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Replay
 
 LR = 1e-3
@@ -146,6 +147,18 @@ def test_the_steps_of_one_rank_have_the_bits_of_one_process(saved: Callable[...,
     assert all(torch.equal(sharded.weights[name], weight) for name, weight in plain.weights.items())
 
 
+def num_reductions(sharding: Sharding, directory: Path, section: LearnerSection, groups: list[Group]) -> int:
+    learner = learner_of(load(directory), section, sharding)
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        take_step(learner, groups)
+    return sum(event.count for event in watched.key_averages() if "post_backward_reduce" in event.key)
+
+
+def test_gradients_are_reduced_once_per_step(saved: Callable[..., Path]):
+    found = on_ranks(2, num_reductions, saved(), LearnerSection(micro_batch_tokens=16), make_steps()[0])
+    assert found == [3, 3]  # of two layers, and of the rest; the step took more passes than that
+
+
 def skip_and_go_on(sharding: Sharding, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
     learner = learner_of(load(directory), section, sharding)
     before = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
@@ -168,7 +181,9 @@ def mismatches(sharding: Sharding | None, directory: Path, groups: list[Group]) 
         answers = split(answers, sharding.num_ranks, lambda t: len(t.token_ids))[sharding.rank]
     before = learner.mismatch(answers)
     take_step(learner, groups)
-    return before, learner.mismatch(answers)
+    after = learner.mismatch(answers)
+    assert len(list(learner.weights(torch.float32))) > 20  # the weights are in their pieces again
+    return before, after
 
 
 def test_ranks_measure_the_mismatch_of_their_parts(saved: Callable[..., Path]):
@@ -228,3 +243,24 @@ def test_every_item_goes_to_one_rank_and_loads_are_even():
     assert sorted(size for part in parts for size in part) == sorted(sizes)
     assert max(map(sum, parts)) - min(map(sum, parts)) <= 9
     assert split([5], 3, lambda size: size) == [[5], [], []]
+
+
+def adapters_of(sharding: Sharding | None, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
+    """What is published of a learner that trains adapters, and its steps."""
+    lora = Lora(rank=4, alpha=8.0, seed=1)
+    learner = learner_of(load_policy(ModelSection(path=str(directory), device="cpu"), lora), section, sharding)
+    stats = [take_step(learner, groups) for groups in steps]
+    trained = {name: weight.clone() for name, weight in learner.weights(torch.float32, trained_only=True)}
+    frozen = {name: weight.clone() for name, weight in learner.weights(torch.float32) if name not in trained}
+    return Outcome(trained, stats), frozen
+
+
+def test_ranks_train_adapters_alone(saved: Callable[..., Path]):
+    directory, steps, section = saved(), make_steps(), LearnerSection(lr=LR, micro_batch_tokens=32)
+    (found, frozen), _ = on_ranks(2, adapters_of, directory, section, steps)
+    expected, base = adapters_of(None, directory, section, steps)
+    assert_same(found, expected)
+    assert all(".lora_" in name for name in found.weights)
+    assert frozen.keys() == base.keys()
+    start = dict(load(directory).model.named_parameters())
+    assert all(torch.equal(weight, start[name.replace(".base_layer.", ".")]) for name, weight in frozen.items())

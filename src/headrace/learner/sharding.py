@@ -35,7 +35,7 @@ class Sharding:
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # small sums are added up on the hosts, without a word to the GPUs
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)
         dist.init_process_group(
             backend,
             init_method=f"tcp://{host}:{port}",

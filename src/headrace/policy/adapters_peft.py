@@ -1,40 +1,53 @@
 """Low-rank adapters (LoRA): the model's own weights stay, and small matrices beside them are trained.
 
 Every linear layer but the output head becomes W x + (alpha / rank) B A x, with B at zero to begin with, so that the
-first version is the model as it was. Engine and learner compute it in the same way.
+first version is the model as it was; of a mixture model, those of its attention. Engine and learner compute it in the
+same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-ADAPTER, BASE, OWN = "default", "base_layer.", "lora_"
+ADAPTER = "default"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
     """Freeze the model and put adapters into it, in its own precision. One seed makes one set of them."""
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_linear_layers(model), lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
 
 
+def _linear_layers(model: Any) -> list[str]:
+    """What gets adapters. Experts do not: `transformers` keeps them in tensors of their own, not in layers."""
+    head = model.get_output_embeddings()
+    found = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    if any(hasattr(module, "experts") for module in model.modules()):
+        found = [name for name in found if "attn" in name or "attention" in name]
+    return found
+
+
 @torch.no_grad()
-def merged_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same, in the host's memory."""
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+def merged_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same as `model` with these, in the host's memory."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     found: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
-        layer, _, rest = name.rpartition(BASE)
-        if OWN in name.removeprefix(layer + BASE):
+    for name, weight in weights.items():
+        if ".lora_" in name:
             continue
-        if rest == "weight" and layer.removesuffix(".") in adapted:
-            delta = adapted[layer.removesuffix(".")].get_delta_weight(ADAPTER)
-            weight = (weight.float() + delta.float()).to(weight.dtype)
-        found[layer + rest] = weight.cpu()
+        layer, _, kind = name.partition(".base_layer.")
+        if kind == "weight":
+            down, up = (weights[f"{layer}.lora_{side}.{ADAPTER}.weight"].float() for side in "AB")
+            added = layers[layer].scaling[ADAPTER] * (up @ down)
+            weight = (weight.float() + (added.T if layers[layer].fan_in_fan_out else added)).to(weight.dtype)
+        found[name.replace(".base_layer.", ".")] = weight.detach().cpu()
     return found

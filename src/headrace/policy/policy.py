@@ -200,10 +200,16 @@ class Policy:
                 module.p = 0.0
 
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a model directory that `transformers` loads; with these weights, if its own are in parts."""
+        """Write a model directory that `transformers` loads; with these weights, if its own are in parts.
+
+        What adapters add is added to the weights.
+        """
         with self._stock_attention():
-            merged = _peft().merged_weights(self.model) if self.adapted else weights
-            self.model.save_pretrained(directory, state_dict=merged)
+            if self.adapted:
+                weights = _peft().merged_weights(self.model, weights or dict(self.model.named_parameters()))
+            if weights is not None:
+                weights = weights | _kept_buffers(self.model)
+            self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
@@ -356,6 +362,12 @@ def _without_dropout(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model keeps besides weights, such as the bias of DeepSeek's routers."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
 
 
 def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:

@@ -1,0 +1,51 @@
+"""A whole run that trains adapters."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from safetensors.torch import load_file
+from tiny_runs import Workshop, play, rows_of, same_bits, weights
+
+from headrace import api
+from headrace.loop.loop import Loop
+from headrace.place.local import LocalPlace
+from headrace.types import Row
+
+SETTINGS = ("learner.lora_rank=4", "learner.lr=1e-2")
+
+
+async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Workshop):
+    places: list[LocalPlace] = []
+
+    def watch(place: LocalPlace, loop: Loop) -> None:
+        places.append(place)
+
+    await play(workshop.config("adapters", *SETTINGS, "learner.kl_coef=0.01", reward="dense"), watch)
+    run_dir = workshop.directory / "adapters"
+    rows = rows_of(run_dir)
+    assert [row.step for row in rows] == [1, 2, 3]
+    assert all(row.grad_norm > 0 and row.mismatch_mean < 1e-5 for row in rows)
+    start, end = load_file(workshop.model / "model.safetensors"), weights(run_dir)
+    assert start.keys() == end.keys()
+    moved = {name for name, weight in end.items() if not torch.equal(weight, start[name])}
+    assert moved == {name for name in end if "_proj." in name}
+    base = dict(places[0].policy.model.named_parameters())
+    assert all(torch.equal(base[name.replace("_proj.", "_proj.base_layer.")], start[name]) for name in start)
+
+
+class Impatient(api.Nobody):
+    """Interrupts the run after its first step."""
+
+    def row(self, row: Row) -> None:
+        if row.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_run_goes_on_with_its_adapters(workshop: Workshop):
+    api.train(workshop.config("adapters-whole", *SETTINGS, reward="dense"))
+    assert not api.train(workshop.config("adapters-cut", *SETTINGS, reward="dense"), Impatient())["finished"]
+    assert api.resume(workshop.directory / "adapters-cut")["finished"]
+    assert same_bits(weights(workshop.directory / "adapters-cut"), weights(workshop.directory / "adapters-whole"))
