@@ -25,6 +25,7 @@ ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 @contextmanager
 def local_ray() -> Iterator[None]:
     ray.init(
+        address="local",  # whatever else runs on this machine
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,

@@ -239,3 +239,13 @@ def test_through_the_object_store_no_node_sends_a_byte_twice(ray_frame: Callable
     idle, *busy = sorted(after - b for after, b in zip(frame.sent_bytes_by_node(), before, strict=True))
     assert idle < 0.1 * size  # the last node has nobody to pass it on to
     assert all(size <= sent < 1.1 * size for sent in busy)
+
+
+def test_a_ticket_is_void_once_other_receivers_are_expected(collective: CollectiveFrame) -> None:
+    end = collective.sender()
+    end.expect(["a"])
+    end.stage(Encoder("full").encode(1, START.items()))
+    ticket = end.ticket(1)
+    end.expect(["a", "b"])
+    with pytest.raises(PublishError, match="version 1: the ticket is void"):
+        end.send(ticket, SHORT_S)

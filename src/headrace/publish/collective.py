@@ -106,6 +106,8 @@ class CollectiveSender:
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
         """Give every chunk to the first receiver. If that fails, the next ticket is for another meeting."""
+        if ticket.where != self._meeting:
+            raise PublishError(f"version {ticket.version}: the ticket is void, since other receivers are expected now")
         if not self._meeting.num_receivers:
             return
         wait = _Patience(timeout_s)

@@ -64,15 +64,15 @@ class Encoder:
     ) -> None:
         self.kind = Encoding(kind)
         self._bucket_bytes, self._device = bucket_bytes, torch.device(device)
-        self._committed: int | None = None
+        self.version: int | None = None  # the committed one
         self._held: dict[str, Tensor] = {}  # weights of the committed version
         self._pending: _Pending | None = None
 
     @torch.no_grad()
     def encode(self, version: int, tensors: Named) -> Payload:
         """A version's payload. It replaces one that was not committed."""
-        if self._committed is not None and version <= self._committed:
-            raise PublishError(f"version {version} cannot follow version {self._committed}")
+        if self.version is not None and version <= self.version:
+            raise PublishError(f"version {version} cannot follow version {self.version}")
         self._pending = _Pending(version)
         if self.kind is Encoding.DELTA:
             return self._delta(version, tensors) if self._held else self._first(version, tensors)
@@ -92,13 +92,13 @@ class Encoder:
         self._held |= self._pending.whole
         for name, (places, values) in self._pending.changes.items():
             bits(self._held[name])[places] = values
-        self._committed, self._pending = version, None
+        self.version, self._pending = version, None
 
     @torch.no_grad()
     def rebase(self) -> Payload:
         """The committed version in full, for receivers that hold none; only where deltas are made."""
-        assert self._committed is not None
-        return self._full(self._committed, self._held.items())
+        assert self.version is not None, "nothing was committed"
+        return self._full(self.version, self._held.items())
 
     def _full(self, version: int, tensors: Named, encoding: Encoding = Encoding.FULL) -> Payload:
         writer, specs = BucketWriter(self._bucket_bytes, self._device), []
@@ -121,7 +121,7 @@ class Encoder:
         for name, tensor in tensors:
             old = self._held.get(name)
             if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
-                raise PublishError(f"version {version}: '{name}' is not a tensor of version {self._committed}")
+                raise PublishError(f"version {version}: '{name}' is not a tensor of version {self.version}")
             new = bits(tensor.detach().to(self._device).contiguous())
             places = changed_places(new, bits(old))
             changes[name] = places, new[places]
@@ -131,11 +131,11 @@ class Encoder:
                     writer.write(part)
                 specs.append(_spec(name, tensor, sum(map(len, parts)), len(places), len(parts[0])))
         if missing := self._held.keys() - changes.keys():
-            raise PublishError(f"version {version} lacks '{min(missing)}', which version {self._committed} has")
+            raise PublishError(f"version {version} lacks '{min(missing)}', which version {self.version} has")
         self._pending = _Pending(version, changes=changes)
         if writer.num_bytes >= sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
             return self._full(version, self._with(changes))
-        return writer.payload(version, self._committed, Encoding.DELTA, specs)
+        return writer.payload(version, self.version, Encoding.DELTA, specs)
 
     def _with(self, changes: Changes) -> Iterator[tuple[str, Tensor]]:
         """The committed weights with the changes made, one at a time."""

@@ -119,7 +119,7 @@ class Publisher:
         elif self._kept:
             self._kept.append(version)
             self._chain_bytes += ticket.manifest.num_bytes
-            if len(self._kept) > MAX_DELTAS or 2 * self._chain_bytes > self._base_bytes:
+            if len(self._kept) - 1 > MAX_DELTAS or 2 * self._chain_bytes > self._base_bytes:
                 self._keep_only(None)  # a base and all these would be more than a new base
         else:
             self._end.forget(version)
@@ -135,7 +135,7 @@ class Publisher:
         if self._nodes is not None:
             self._end.expect(self._nodes)  # newcomers are not together with anybody, even if others were on their nodes
             self._nodes = None
-        if not self._kept and self._encoder.kind is Encoding.DELTA:
+        if not self._kept and self._encoder.kind is Encoding.DELTA and self._encoder.version is not None:
             base = self._encoder.rebase()
             self._end.stage(base)
             self._keep_only(self._end.ticket(base.manifest.version))
