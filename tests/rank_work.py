@@ -22,7 +22,7 @@ from headrace.learner.sharding import Sharding, split
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group
 
-WAIT_S = 60
+WAIT_S = 300  # a busy machine takes a minute to import torch
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "starcoder2", "llama")]
 _context = multiprocessing.get_context("forkserver")
 # imported once, not by every rank
