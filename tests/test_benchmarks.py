@@ -69,6 +69,18 @@ def test_the_grpo_benchmark_trains_on_equal_and_on_long_tailed_answers(
     assert all(0 < tokens < 8 * 24 for tokens in found["tail/headrace"]["tokens"])
 
 
+def test_the_sync_benchmark_publishes_real_steps_and_counts_what_the_sender_sent(
+    benchmark: Callable[[str], Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    found = run(benchmark("sync").main, tmp_path, "1m/plain", "1m/disk/delta", "fan-out/collective/2")
+    assert len(found["1m/plain"]["delta_shares"]) == 4
+    assert found["1m/disk/delta"]["of_full"] == found["1m/plain"]["delta_shares"][-1] < 0.05
+    fan_out = found["fan-out/collective/2"]
+    assert fan_out["bytes"] == fan_out["full_bytes"]
+    assert fan_out["bytes"] <= fan_out["sender_sent_bytes"]["median"] < 1.05 * fan_out["bytes"]
+
+
 def test_the_staircase_model_ends_its_answers_at_the_lengths_asked_for(
     benchmark: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -9,7 +9,8 @@ import typer
 from rich.table import Column, Table
 
 import headrace  # its functions load torch when first called; checking settings and books does without
-import headrace.cli_insight  # adds its commands
+import headrace.cli_bench  # adds its commands
+import headrace.cli_insight  # and these
 from headrace.cli_app import RunDir, Settings, app, messages, settings_from
 from headrace.config_file import explain, to_toml
 from headrace.dashboard.serve import serve

@@ -21,19 +21,13 @@ from rich.text import Text
 
 from headrace.config import Config
 from headrace.config_file import changed
+from headrace.insight.equation import STAGE_WORDS
 from headrace.types import STAGES, Row, StageTimes
 
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
 PLAIN_LINES = 20  # about so many lines for a whole run where output is not a terminal
 PLOT_ROWS = 9  # odd, so that one of them is the middle
 
-STAGE_WORDS = {
-    "rollout": "generating answers",
-    "reward": "scoring answers",
-    "reference": "log-probs of the reference",
-    "train": "forward, backward, optimizer",
-    "publish": "new weights to the engine",
-}
 WALL_WORDS = {
     "rollout": "generating answers sets the pace; shorter answers or more of rollout.max_running would help",
     "reward": "scoring sets the pace; more reward.workers or a quicker reward function would help",

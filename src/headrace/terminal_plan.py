@@ -8,11 +8,10 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from headrace.insight.equation import SYMBOLS, Placement
+from headrace.insight.equation import SYMBOLS
 from headrace.insight.frameworks import Framework
-from headrace.insight.memory_bill import MemoryBill
 from headrace.insight.planner import Plan, Question
-from headrace.insight.walls import ADVICE
+from headrace.insight.words import PLAN_TITLES, in_general, layout, plan_lines, sign, workload
 from headrace.terminal import Terminal
 from headrace.types import STAGES
 
@@ -26,13 +25,13 @@ class PlanTerminal(Terminal):
     def plans(self, question: Question, found: Sequence[Plan], others: Sequence[Framework]) -> None:
         """The best one at length, and the next ones in a line each."""
         best = found[0]
-        self._print(_workload(question))
+        self._print(workload(question))
         self._section("take this")
-        self._pairs(_layout(question, best))
+        self._pairs(layout(question, best))
         self._print()
         self._print(_stages(best))
         self._section("the wall")
-        self._paragraph(f"{best.wall}: {ADVICE[best.wall].sign}. What helps: {'; '.join(ADVICE[best.wall].moves)}.")
+        self._paragraph(f"{sign(best.wall)} {in_general(best.wall)}")
         if best.risks:
             self._section("mind")
             for risk in best.risks:
@@ -63,49 +62,6 @@ def _plain(plan: Plan) -> dict[str, Any]:
     return known
 
 
-def _workload(question: Question) -> str:
-    lengths, samples = question.lengths, question.num_samples
-    longest = lengths.expected_max(samples) / lengths.cut_mean
-    return (
-        f"{question.model.name} on {question.num_devices} x {question.device.name}: {question.num_prompts} prompts x "
-        f"{samples} answers of {lengths.cut_mean:,.0f} tokens; the longest of {samples} has {longest:.1f} times that "
-        f"(the popular closed form says {lengths.closed_form_max(samples) / lengths.mean:.1f})"
-    )
-
-
-def _layout(question: Question, plan: Plan) -> dict[str, str]:
-    layout = plan.layout
-    engines = f"{layout.num_engines} engines of {layout.tensor_parallel}, {plan.num_running} sequences at a time each"
-    if layout.placement is Placement.COLOCATED:
-        split = f"colocated: {engines}, in turns with the learner on all {layout.learner_devices}"
-    else:
-        split = f"{layout.placement}: {engines}; {layout.learner_devices} devices that train"
-    publish = "none needed: engine and learner share the weights"
-    if plan.transfer is not None and plan.sync is not None:
-        relay = ", passed on from engine to engine" if plan.transfer.relay else ""
-        publish = f"{plan.transfer.encoding} weights in buckets{relay}: {plan.sync.total_s:.2g} s"
-    return {
-        "placement": split,
-        "loop.max_lag": f"{plan.max_lag}; {plan.lag:.1f} versions old on average",
-        "publish": publish,
-        "engine's GPU": _bill(plan.rollout_bill, question),
-        "learner's GPU": _bill(plan.learner_bill, question),
-        "a step": f"{plan.step_s:,.3g} s",
-        "goodput": f"{plan.goodput:,.0f} trained tokens a second, {plan.dollars_per_million:.2f} dollars a million",
-    }
-
-
-def _bill(bill: MemoryBill, question: Question) -> str:
-    parts = {
-        "weights": bill.weight_bytes,
-        "training state": bill.training_bytes,
-        "cache": bill.kv_bytes,
-        "activations": bill.activation_bytes,
-    }
-    listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
-    return f"{bill.total_bytes / 1e9:.0f} of {question.device.memory_bytes / 1e9:.0f} GB: {listed}"
-
-
 def _stages(plan: Plan) -> Table:
     table = Table("stage", Column("seconds a step", justify="right"), box=None, pad_edge=False)
     for stage in STAGES:
@@ -114,10 +70,9 @@ def _stages(plan: Plan) -> Table:
 
 
 def _table(found: Sequence[Plan]) -> Table:
-    numbers = [Column(title, justify="right") for title in ("engines", "learner", "step", "tok/s", "$/M tok", "lag")]
-    table = Table("placement", *numbers, "wall", box=None, pad_edge=False)
-    for plan in found:
-        engines = f"{plan.layout.num_engines} x {plan.layout.tensor_parallel}"
-        cells = (f"{plan.step_s:,.3g} s", f"{plan.goodput:,.0f}", f"{plan.dollars_per_million:.2f}", f"{plan.lag:.1f}")
-        table.add_row(str(plan.layout.placement), engines, str(plan.layout.learner_devices), *cells, str(plan.wall))
+    first, *numbers, last = PLAN_TITLES
+    columns = [Column(title, justify="right") for title in numbers]
+    table = Table(first, *columns, last, box=None, pad_edge=False)
+    for line in plan_lines(found):
+        table.add_row(*line)
     return table

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from large_run import write_large_run
+from big_ledger import make_big_ledger
 from page_runs import broken_runs
 from tiny_runs import Workshop
 
@@ -40,5 +40,5 @@ def site_dir(workshop: Workshop, real_run: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten thousand steps and a hundred thousand trajectories."""
-    return write_large_run(tmp_path_factory.mktemp("long") / "large")
+    """Ten thousand steps and more than a hundred thousand trajectories."""
+    return make_big_ledger(tmp_path_factory.mktemp("long") / "large")

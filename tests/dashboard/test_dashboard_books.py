@@ -49,8 +49,8 @@ def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path
     assert (shown.start_s, shown.end_s) == (0.0, 10.0)
     assert shown.busy == pytest.approx({"reward · a": 0.2001, "reward · b": 0.1, "train": 0.2, "evaluate": 0.1})
     first = shown.bars[0]
-    assert (first.lane, first.start_s, first.end_s, first.num_spans) == ("reward · a", 0.0, 2.001, 2000)
-    assert [bar.versions for bar in shown.bars] == [None, None, (2, 2), (4, 4)]
+    assert (first.lane, first.start_s, first.end_s) == ("reward · a", 0.0, 2.001)
+    assert [bar.stage for bar in shown.bars] == ["reward", "reward", "train", "evaluate"]
 
 
 def test_timeline_shows_the_last_steps_only(real_run: Path):
@@ -115,16 +115,16 @@ def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, mon
     page, seen = read_page(real_run, Wanted()), []
     assert not page.has_newer
     while True:
-        seen += [line.place for line in page.lines]
+        seen += [line.rowid for line in page.lines]
         if not page.has_older:
             break
-        page = read_page(real_run, Wanted(older_than=page.lines[-1].place))
+        page = read_page(real_run, Wanted(older_than=page.lines[-1].rowid))
     assert seen == places
     back = list(page.lines)
     while page.has_newer:
-        page = read_page(real_run, Wanted(newer_than=page.lines[0].place))
+        page = read_page(real_run, Wanted(newer_than=page.lines[0].rowid))
         back = [*page.lines, *back]
-    assert [line.place for line in back] == places
+    assert [line.rowid for line in back] == places
 
 
 def test_pages_are_filtered(real_run: Path):

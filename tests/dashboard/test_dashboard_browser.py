@@ -6,6 +6,7 @@ HEADRACE_SCREENSHOTS=DIR keeps a picture of every view, to be looked at.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -24,6 +26,7 @@ from page_runs import BROKEN
 from tiny_runs import select
 
 from headrace.config_file import dump
+from headrace.insight.triage import triage
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import run_config
 
@@ -243,14 +246,47 @@ def test_answers_are_found_by_filter_and_read_token_by_token(browser: Any, serve
     tab.close()
 
 
+def says(text: str) -> str:
+    return f"document.body.innerText.includes({json.dumps(text)})"
+
+
+def test_the_overview_names_the_wall_and_what_to_change(browser: Any, server: Server, real_run: Path):
+    tab = Tab(browser, server)
+    with ThreadPoolExecutor() as threads:  # the browser's event loop is in this one
+        found = threads.submit(triage, real_run).result()
+    page = tab.open("/run/real/overview", "svg")
+    page.wait_for_function(says(f"The wall is {found.wall}"), timeout=DEADLINE_S * 1000)
+    assert f"What helps against {found.wall} in general" in text_of(page)
+    tab.close()
+
+
 def test_the_plan_follows_its_sliders(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
-    assert "The wall is rollout" in text_of(page)
+    assert "The wall is generation, in a step of 34 s" in text_of(page)
+    assert "rollout in half the time" in text_of(page)
     slider = page.get_by_role("slider", name="train")
     box = slider.bounding_box()
     slider.click(position={"x": box["width"] - 2, "y": box["height"] / 2})
-    page.wait_for_function("document.body.innerText.includes('The wall is train')")
+    page.wait_for_function(says("The wall is learner"))
+    tab.close()
+
+
+def test_the_plan_answers_what_is_typed_and_says_what_is_wrong_beside_it(browser: Any, server: Server):
+    tab = Tab(browser, server)
+    page = tab.open("/plan", "svg")
+    assert "7B on 8 x H100" in text_of(page)
+    page.get_by_label("model size").fill("70B")
+    page.wait_for_function(says("70B cannot be trained on 8 x H100"))
+    page.get_by_label("GPUs").fill("64")
+    page.wait_for_function(says("70B on 64 x H100"))
+    page.get_by_label("spread of lengths").fill("wide")
+    page.wait_for_function(says("'wide' is not a number"))
+    page.wait_for_function(says("Put right what is marked above: spread of lengths."))
+    tab.picture("plan-wrong")
+    page.get_by_label("spread of lengths").fill("0.5")
+    page.get_by_text("train a low-rank adapter only").click()
+    page.wait_for_function(says("adapter weights in buckets"))
     tab.close()
 
 

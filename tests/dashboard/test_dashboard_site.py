@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from large_run import STEPS
 from page_runs import BROKEN
 from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
 from headrace.dashboard import curves
+from headrace.dashboard import site as site_module
 from headrace.dashboard.books import Wanted, read_flows, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
-from headrace.dashboard.markup import Cell, Token, address, duration, table, tokens
+from headrace.dashboard.markup import Link, Token, address, duration, table, tokens
 from headrace.dashboard.overview import overview_numbers
-from headrace.dashboard.plan import EXAMPLE, predict
+from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.series import Series
 from headrace.dashboard.serve import is_local
-from headrace.dashboard.site import Site
-from headrace.errors import RunError
-from headrace.insight.equation import Placement
-from headrace.types import StageTimes
+from headrace.dashboard.site import NOT_YET, LiveRun, Site
+from headrace.dashboard.verdicts import plan_markup, triage_markup
+from headrace.errors import ConfigError, RunError
+from headrace.insight.frameworks import others_that_fit
+from headrace.insight.planner import plan
+from headrace.insight.triage import Triage, triage
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../secret", "real/../../secret", "/etc", "a/b", "real\0", "nothing"])
@@ -56,27 +61,60 @@ def test_overview_is_what_the_rows_say(real_run: Path):
 
 def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
     seen = Site(real_run).run("real").overview(dollars_per_hour=3600.0)
-    told = {name: (value, says) for name, value, says in overview_numbers(seen, max_lag=2)}
-    assert seen.now_stage_s is not None
-    assert told["Wall"][0] == seen.now_stage_s.wall
+    verdict = triage(real_run)
+    told = {name: (value, says) for name, value, says in overview_numbers(seen, 2, verdict)}
+    assert told["Wall"][0] == verdict.wall
+    assert ("Wall", "…", NOT_YET) in overview_numbers(seen, 2, NOT_YET)
     assert told["Cost so far"][0] == f"${seen.elapsed_s:,.2f}"
     assert told["Steps"] == ("6", "of 6; finished, after " + duration(seen.elapsed_s))
     assert "2 allowed" in told["Lag"][1]
 
 
+def verdict_of(live: LiveRun) -> Triage | str:
+    """What the page says once it has been worked out."""
+    deadline = time.monotonic() + 30.0
+    while (found := live.triage()) == NOT_YET:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
+    real_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(site_module, "TRIAGE_AFTER_S", 0.0)
+    monkeypatch.setattr(site_module, "TRIAGE_SHARE", 1.0)
+    asked: list[Path] = []
+    monkeypatch.setattr(site_module, "triage", lambda path: asked.append(path) or triage(path))
+    shutil.copytree(real_run, tmp_path / "run")
+    live = Site(tmp_path).run("run")
+    assert live.triage() == NOT_YET  # nobody waits for it
+    found = verdict_of(live)
+    assert isinstance(found, Triage)
+    assert found.wall == triage(real_run).wall
+    assert live.triage() is found
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as connection, connection:
+        connection.execute("UPDATE rows SET step = 7 WHERE step = 6")
+    while live.triage() is found:  # until there is a newer one
+        time.sleep(0.01)
+    assert len(asked) == 2
+
+
+def test_a_triage_is_told_in_words_with_its_moves(real_run: Path):
+    found = triage(real_run)
+    markup = triage_markup(found, "/plan")
+    assert f"The wall is {found.wall}" in markup
+    assert "as it is" in markup or not found.moves
+    for move in found.moves:
+        assert f"{move.gain:.2f}x" in markup
+
+
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    for chart in (
-        curves.reward_chart,
-        curves.goodput_chart,
-        curves.stage_chart,
-        curves.ratio_chart,
-        curves.weight_chart,
-    ):
-        assert chart(Series()) == ({}, "There is no row yet: the first step is under way.")
+    assert curves.drawn(Series(), curves.reward_chart) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options, _ = curves.stage_chart(Site(real_run).run("real").series())
+    options = curves.stage_chart(Site(real_run).run("real").series())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
@@ -85,6 +123,7 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
     live = Site(site_dir).run(name)
     reads = [
         lambda: live.overview(2.0),
+        lambda: live.triage(),
         lambda: live.series(),
         lambda: lag_bars(live.lag_shares(), 1),
         lambda: sankey(read_flows(live.path)),
@@ -114,11 +153,11 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
 
     def look() -> float:
         begin = time.perf_counter()
-        assert live.overview(1.0).facts.steps == STEPS
+        assert live.overview(1.0).facts.steps == 10_000
         live.lag_shares()
         read_timeline(live.path, 10)
         read_rewards(live.path)
-        read_page(live.path, Wanted(state="dropped", reason="stale"))
+        read_page(live.path, Wanted(state="dropped", reason="no_signal"))
         return time.perf_counter() - begin
 
     first_s, second_s = look(), min(look() for _ in range(3))
@@ -134,7 +173,7 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
 def test_what_a_policy_writes_is_never_markup():
     nasty = "<script>alert(1)</script><img src=x onerror='y'>\"\x1b"
     for markup in (
-        table([Cell(text=nasty)], [[Cell(text=nasty, link=address("run", nasty))]]),
+        table([nasty], [[Link(nasty, address("run", nasty))]]),
         tokens([Token(position=0, id=1, text=nasty, sampled=True, logprob=-1.0, version=3)]),
     ):
         assert "<script" not in markup
@@ -149,22 +188,42 @@ def test_addresses_keep_what_is_odd_in_a_name():
     )
 
 
-def test_the_plan_knows_that_a_faster_learner_changes_nothing_where_rollout_is_the_wall():
-    found = predict(EXAMPLE, Placement.OVERLAPPED)
-    assert found.step_s[Placement.COLOCATED] == 42.0
-    assert found.step_s[Placement.OVERLAPPED] == 34.0
-    assert found.step_s[Placement.ASYNCHRONOUS] == 30.0
-    assert found.step_s[Placement.STREAMED] == 38.0  # half of the 8 s of training is hidden
-    assert found.wall == "rollout"
-    assert "rollout" in found.moves[0].says
-    assert found.moves[0].step_s == 19.0
-    assert not any("train (" in move.says for move in found.moves)
+TYPED = {name: field.value for name, field in FIELDS.items()}
 
 
-def test_the_plan_of_nothing_is_nothing():
-    found = predict(StageTimes(), Placement.COLOCATED)
-    assert found.moves == []
-    assert found.wall_share == 0.0
+def test_a_form_as_it_stands_has_a_plan_with_everything_in_it():
+    asked = question(TYPED, device="H100", reference=False, adapter=False)
+    found = plan(asked)
+    markup = plan_markup(asked, found, others_that_fit(found[0].wall, num_params=7e9, may_lag=True))
+    said = ("Wall", "Placement", "Goodput", "Cost", "Lag", "of 80 GB", "engines of", "new weights", "If not Headrace")
+    assert [word for word in said if word not in markup] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("model", "seven", "not a size, such as 7B"),
+        ("model", "/etc", "not a size"),  # the page looks at no files
+        ("model", "9" * 400 + "B", "more weights than any model has"),
+        ("model", "1T-A2T", "active"),
+        ("num_devices", "0", "out of range: from 1"),
+        ("num_prompts", "1.5", "not a whole number"),
+        ("num_samples", "many", "not a number like 4096"),
+        ("mean_tokens", "", "not a number like 4096, 8k"),
+        ("cv", "-1", "not a number"),
+        ("reward_s", "4 parsecs", "not a time like 4s"),
+        ("max_lag", "1e9", "not a number"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_beside_its_field(name: str, text: str, says: str):
+    assert says in (FIELDS[name].problem(text) or "")
+    with pytest.raises(ConfigError, match=f"marked above: {FIELDS[name].label}"):
+        question(TYPED | {name: text}, device="H100", reference=False, adapter=False)
+
+
+def test_more_answers_than_can_be_worked_out_soon_are_refused():
+    with pytest.raises(ConfigError, match="4,096,000 answers in a step are too many to plan: at most 16,384"):
+        question(TYPED | {"num_prompts": "4k", "num_samples": "1024"}, device="H100", reference=False, adapter=False)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +256,7 @@ def test_a_port_in_use_is_named(tmp_path: Path):
 def test_reading_for_the_page_needs_neither_torch_nor_nicegui():
     code = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None, 'nicegui': None}; "
-        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.answers, headrace.dashboard.plan"
+        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.answers, "
+        "headrace.dashboard.plan, headrace.dashboard.verdicts"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

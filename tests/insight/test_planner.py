@@ -68,6 +68,11 @@ def test_a_model_that_cannot_be_trained_is_refused_with_the_numbers() -> None:
         plan(replace(SEVEN, model=model_shape("70B")))
 
 
+def test_answers_that_no_engine_can_hold_are_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"7B cannot generate on 8 x H100: .* answer of \d\d\d,\d\d\d,\d\d\d tokens"):
+        plan(replace(SEVEN, lengths=LogNormal(10_000_000, 3.0)))
+
+
 def test_an_adapter_fits_where_training_everything_does_not() -> None:
     adapted = plan(replace(SEVEN, model=model_shape("70B"), adapter=True))[0]
     assert adapted.learner_bill.training_bytes == 0

@@ -9,7 +9,7 @@ from tiny_runs import Workshop, write_prompts
 
 from headrace import api
 from headrace.config import Config, LearnerSection, LoopSection, RolloutSection
-from headrace.errors import RunError
+from headrace.errors import ConfigError, RunError
 from headrace.insight.calibration import Calibration
 from headrace.insight.equation import Placement
 from headrace.insight.simulator import simulate
@@ -63,6 +63,11 @@ def test_the_worked_example() -> None:
     assert found.moves[0].text == "rollout in half the time"
     assert found.moves[0].step_s == 19.0  # 15 + 3 + 1
     assert not any("train in half" in move.text for move in found.moves)
+
+
+def test_a_step_that_takes_no_time_has_no_wall() -> None:
+    with pytest.raises(ConfigError, match="every stage takes 0 s"):
+        triage_typed(StageTimes(), Placement.COLOCATED)
 
 
 def test_of_like_moves_the_smallest_that_is_as_good_stays() -> None:

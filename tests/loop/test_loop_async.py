@@ -156,7 +156,7 @@ async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, mon
     monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
 
     def tighten(place: LocalPlace, loop: Loop) -> None:
-        place.engine._store = TightStore(place.policy, 12 * PAGE)
+        place.engine._held = TightStore(place.policy, 12 * PAGE)
 
     longer = ("rollout.max_new_tokens=200", "rollout.stop=[]")
     config = workshop.config("tight", "loop.steps=1", "loop.groups_per_step=2", *longer, reward="dense")

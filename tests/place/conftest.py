@@ -15,9 +15,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("place"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    """A cluster on this machine that runs join instead of starting their own."""
+    """A cluster on this machine that runs join instead of starting their own; a process has one at a time."""
     with ray_runs.local_ray():
         yield
 

@@ -62,6 +62,14 @@ def weights_of_model(workshop: Workshop) -> dict[str, torch.Tensor]:
     return weights(workshop.directory / "start")
 
 
+def test_in_turns_on_the_same_devices(workshop: Workshop, local_run: Path):
+    run = train(workshop, "colocated", *ON_RAY, "place.layout=colocated", "loop.max_lag=0")
+    assert audit(run.run_dir) == []
+    assert trained_tokens(run.run_dir) == trained_tokens(local_run)
+    here, there = weights(local_run), weights(run.run_dir)
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("encoding", "transport"), [("delta", "object_store"), ("full", "collective"), ("delta", "disk")]
 )

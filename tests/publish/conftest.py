@@ -16,14 +16,22 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["headrace.publish.collective", "headrace.publish.disk", "headrace.publish.publisher"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_frame() -> Iterator[Callable[[], Frame]]:
-    """One local Ray for all tests, started when the first of them asks."""
+    """One Ray for all tests of a module, started when the first of them asks; a process has one at a time."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed")
     module = import_module("transports_ray")
     with module.local_ray():
         yield module.ObjectStoreFrame
+
+
+@pytest.fixture
+def collective() -> Iterator[CollectiveFrame]:
+    """That one alone."""
+    made = CollectiveFrame(_CONTEXT)
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["disk", "collective", "object_store"])

@@ -1,4 +1,7 @@
-"""The contract of every encoding and transport: a version arrives bit for bit and in order, or not at all, in time."""
+"""The contract of every encoding and transport: a version arrives bit for bit and in order, or not at all, in time.
+
+And more receivers do not cost the sender more.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from small_weights import copied, same_bits, stepped, weights
-from transports import PATIENCE_S, SHORT_S, Audience, Frame, deliver
+from transports import PATIENCE_S, SHORT_S, Audience, CollectiveFrame, Frame, deliver
 
 from headrace.errors import PublishError
+from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.encoding import Encoder
 from headrace.publish.payload import Payload
 from headrace.publish.publisher import Publisher, Subscriber
@@ -158,7 +162,7 @@ def test_a_late_receiver_catches_up(frame: Frame, kind: str) -> None:
         truth = stepped(truth, version, share=0.02, only="lora_" if kind == "adapter" else "")
         everybody.publish(version, truth)
     newcomer = Subscriber(frame.receiver(), live := copied(START))
-    everybody.end.expect([""])
+    everybody.publisher.expect([""])
     tickets = everybody.publisher.catch_up()
     assert [t.manifest.encoding for t in tickets] == (["full", "delta", "delta"] if kind == "delta" else [kind])
     for ticket in tickets:
@@ -166,7 +170,7 @@ def test_a_late_receiver_catches_up(frame: Frame, kind: str) -> None:
         newcomer.commit(ticket.version)
     assert (newcomer.version, same_bits(live, truth)) == (3, True)
     everybody.subscribers.append(newcomer)
-    everybody.end.expect(["", ""])
+    everybody.publisher.expect(["", ""])
     truth = stepped(truth, 4, share=0.02, only="lora_" if kind == "adapter" else "")
     everybody.publish(4, truth)
     assert same_bits(live, truth)
@@ -190,3 +194,48 @@ def test_versions_out_of_order_are_refused(frame: Frame) -> None:
     assert same_bits(live, START)
     subscriber.restart()
     assert not everybody.deliver(everybody.end.ticket(1))
+
+
+NUM_ELEMENTS = 2_000_000
+
+
+def send_and_count(say: Callable[[Any], None], frame: Frame, num_receivers: int) -> None:
+    end, encoder = frame.sender(), Encoder("full")
+    end.expect([""] * num_receivers)
+    for version in (1, 2):  # the first makes the connections
+        end.stage(encoder.encode(version, [("w", torch.arange(NUM_ELEMENTS))]))
+        before = tcp_sent_bytes()
+        say(end.ticket(version))
+        end.send(end.ticket(version), PATIENCE_S)
+    after, last = tcp_sent_bytes(), -1
+    while after != last:  # what is sent may still be on its way out
+        time.sleep(0.3)
+        after, last = tcp_sent_bytes(), after
+    say(after - before)
+    time.sleep(60)  # until it is killed
+
+
+@pytest.mark.parametrize("num_receivers", [1, 8])
+def test_the_senders_kernel_counts_every_byte_once_however_many_receive(
+    num_receivers: int, collective: CollectiveFrame
+) -> None:
+    sender = collective.elsewhere(send_and_count, num_receivers)
+    receivers = [collective.receiver() for _ in range(num_receivers)]
+    with ThreadPoolExecutor(num_receivers) as pool:
+        for _ in range(2):
+            ticket = sender.hear()
+            payloads = list(pool.map(lambda receiver, ticket=ticket: receiver.fetch(ticket, PATIENCE_S), receivers))
+    size = payloads[0].manifest.num_bytes
+    assert all(torch.equal(payload.buckets[0].view(torch.int64), torch.arange(NUM_ELEMENTS)) for payload in payloads)
+    assert size <= sender.hear() < 1.01 * size
+
+
+def test_through_the_object_store_no_node_sends_a_byte_twice(ray_frame: Callable[[], Any]) -> None:
+    frame = ray_frame()
+    end, before = frame.sender(), frame.sent_bytes_by_node()
+    end.stage(payload := Encoder("full").encode(1, [("w", torch.arange(NUM_ELEMENTS))]))
+    size = payload.manifest.num_bytes
+    assert frame.fetched_by_others(end, 1) == [size, size]
+    idle, *busy = sorted(after - b for after, b in zip(frame.sent_bytes_by_node(), before, strict=True))
+    assert idle < 0.1 * size  # the last node has nobody to pass it on to
+    assert all(size <= sent < 1.1 * size for sent in busy)

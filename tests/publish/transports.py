@@ -153,7 +153,7 @@ class Audience:
         self.end = frame.sender()
         self.publisher = Publisher(Encoder(kind, bucket_bytes=1000), self.end, torch.bfloat16)
         self.subscribers = [Subscriber(frame.receiver(), live) for live in lives]
-        self.end.expect([""] * len(lives))
+        self.publisher.expect([""] * len(lives))
 
     def deliver(self, ticket: Ticket, timeout_s: float = PATIENCE_S) -> list[str]:
         """Stage a version at every subscriber; returns what went wrong."""

@@ -43,7 +43,7 @@ def make_engine(policy: Policy, **changes: Any) -> Engine:
 def tight_engine(policy: Policy, kv_tokens: int, most_steps: int = 1, **changes: Any) -> tuple[Engine, TightStore]:
     """An engine whose cache has room for so many tokens, counted in pages, and that cache."""
     engine = make_engine(policy, **changes)
-    engine._store = store = TightStore(policy, kv_tokens, most_steps)
+    engine._held = store = TightStore(policy, kv_tokens, most_steps)
     return engine, store
 
 

@@ -69,6 +69,24 @@ def test_preempted_sequences_come_to_what_they_would_have_come_to(policy: Policy
     assert_right(stock_model(policy), FAMILIES, found)
 
 
+def test_a_released_cache_is_made_again_and_every_answer_goes_on(policy: Policy):
+    undisturbed = run(make_engine(policy), *FAMILIES)
+    engine = make_engine(policy)
+    for family in FAMILIES:
+        engine.submit(*family)
+    found: dict[str, Generation] = {}
+    for _ in range(4):
+        found |= {g.id: g for g in engine.advance(max_steps=20)}
+        engine.release_cache()
+        assert engine._held is None
+        assert not len(engine._rows)
+    found |= finish(engine)
+    assert found.keys() == undisturbed.keys()
+    for id, generation in found.items():
+        assert_same(generation, undisturbed[id])
+    assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
+
+
 def test_the_first_token_is_announced_once(policy: Policy):
     engine, _ = tight_engine(policy, 12 * 64)
     run(engine, *FAMILIES)

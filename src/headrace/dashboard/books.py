@@ -6,10 +6,9 @@ Nothing here looks at a whole table when it is asked again: it reads accounts, t
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from headrace.dashboard.series import looking_into, when_created
@@ -30,9 +29,6 @@ _FATE_WORDS = {
     "buffered": "complete and scored; they wait for the learner",
     "in_flight": "being written or scored right now",
 }
-_LINE_COLUMNS = (
-    "rowid, id, prompt_id, num_tokens, reward, finish, state, drop_reason, lag, trained_step, oldest_version"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +51,13 @@ class Bar:
     """A stage was busy, in one worker; spans that lie close together are one bar.
 
     Example:
-        Bar(lane="reward", stage="reward", start_s=12.0, end_s=12.4, num_spans=128, versions=(7, 7))
+        Bar(lane="reward", stage="reward", start_s=12.0, end_s=12.4)
     """
 
     lane: str
     stage: str
     start_s: float
     end_s: float
-    num_spans: int
-    versions: tuple[int, int] | None  # of the policy, from and to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +123,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One trajectory in a list.
+    """One trajectory in a list; the names are those of its columns.
 
     Example:
-        Line(place=4711, id="40:train-17/3", prompt_id="train-17", num_tokens=3, reward=1.0, finish="eos",
-            state="trained", drop_reason=None, lag=0, trained_step=8, oldest_version=7)
+        Line(rowid=4711, id="40:train-17/3", num_tokens=3, reward=1.0, finish="eos", state="trained",
+            drop_reason=None, lag=0, trained_step=8)
     """
 
-    place: int
+    rowid: int
     id: str
-    prompt_id: str
     num_tokens: int
     reward: float | None
     finish: str | None
@@ -146,7 +139,6 @@ class Line:
     drop_reason: str | None
     lag: int | None
     trained_step: int | None
-    oldest_version: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,20 +195,22 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
             return Timeline(start_s=0.0, end_s=0.0, lanes=(), busy={}, bars=())
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
         spans = connection.execute(
-            "SELECT stage, worker, version, start_s, end_s FROM spans WHERE end_s > ? ORDER BY end_s DESC LIMIT ?",
+            "SELECT stage, worker, start_s, end_s FROM spans WHERE end_s > ? ORDER BY end_s DESC LIMIT ?",
             (start_s, MOST_SPANS),
         ).fetchall()
     if len(spans) == MOST_SPANS:
-        start_s = spans[-1][4]
-    by_lane: dict[tuple[str, str], list[tuple[float, float, int | None]]] = {}
-    for stage, worker, version, begun_s, ended_s in spans:
-        by_lane.setdefault((stage, worker), []).append((max(begun_s, start_s), ended_s, version))
+        start_s = spans[-1][3]
+    by_lane: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for stage, worker, begun_s, ended_s in spans:
+        by_lane.setdefault((stage, worker), []).append((max(begun_s, start_s), ended_s))
     names = _lane_names(by_lane)
     length_s = max(end_s - start_s, 1e-9)
     bars = [
-        bar for key in names for bar in _bars(names[key], key[0], sorted(by_lane[key], key=lambda s: s[:2]), length_s)
+        Bar(lane=names[key], stage=key[0], start_s=begin, end_s=end)
+        for key in names
+        for begin, end in _joined(by_lane[key], gap_s=length_s / FINEST)
     ]
-    busy = {names[key]: union_length((s[0], s[1]) for s in by_lane[key]) / length_s for key in names}
+    busy = {names[key]: union_length(by_lane[key]) / length_s for key in names}
     return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(names.values()), busy=busy, bars=bars)
 
 
@@ -277,11 +271,11 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     }
     given = {text: value for text, value in conditions.items() if value is not None}
     backwards = wanted.newer_than is not None
+    names = [field.name for field in fields(Line)]
     query = (
-        f"SELECT {_LINE_COLUMNS} FROM trajectories WHERE {' AND '.join(given) or '1'} "
+        f"SELECT {', '.join(names)} FROM trajectories WHERE {' AND '.join(given) or '1'} "
         f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
     )
-    names = ("place", *_LINE_COLUMNS.split(", ")[1:])
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
     more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
@@ -301,25 +295,15 @@ def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {key: key[0] if num_workers[key[0]] == 1 else f"{key[0]} · {key[1]}" for key in keys}
 
 
-def _bars(lane: str, stage: str, spans: Iterable[tuple[float, float, int | None]], length_s: float) -> Iterable[Bar]:
-    """Bars of one lane; `spans` are sorted by their start."""
-    gap_s = length_s / FINEST
-    current: list[float] | None = None
-    num_spans, versions = 0, set[int]()
-    for start_s, end_s, version in [*spans, (math.inf, math.inf, None)]:
-        if current and start_s > current[1] + gap_s:
-            yield Bar(
-                lane=lane,
-                stage=stage,
-                start_s=current[0],
-                end_s=current[1],
-                num_spans=num_spans,
-                versions=(min(versions), max(versions)) if versions else None,
-            )
-            current, num_spans, versions = None, 0, set()
-        current = [start_s, end_s] if current is None else [current[0], max(current[1], end_s)]
-        num_spans += 1
-        versions |= set() if version is None else {version}
+def _joined(spans: Iterable[tuple[float, float]], *, gap_s: float) -> list[tuple[float, float]]:
+    """Spans in order, those that are closer than a gap as one."""
+    joined: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(spans):
+        if joined and start_s <= joined[-1][1] + gap_s:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end_s))
+        else:
+            joined.append((start_s, end_s))
+    return joined
 
 
 def _histogram(

@@ -36,56 +36,22 @@ _SHORT = "value => Math.abs(value) >= 1e6 ? value / 1e6 + ' M' : Math.abs(value)
 
 def lines(curves: Mapping[str, tuple[Points, str]], *, x: str, y: str, low: float | None = None) -> Options:
     """Curves by name, each with its colour; `low` is where the axis begins, if not near the smallest value."""
-    series = []
-    for name, (points, colour) in curves.items():
-        one: Options = {
-            "name": name,
-            "type": "line",
-            "data": [list(point) for point in points],
-            "showSymbol": len(points) < 3,
-            "symbolSize": 5,
-            "emphasis": {"disabled": True},
-            "lineStyle": {"width": 2, "color": colour},
-            "itemStyle": {"color": colour},
-        }
-        series.append(one)
-    return _plane(series, x=x, y=y, low=low)
+    return _plane([_line(name, *curve) for name, curve in curves.items()], x=x, y=y, low=low)
 
 
 def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x: str, y: str, colour: str) -> Options:
     """A curve, and a shaded band around it from `low` to `high`; `names` are of the two."""
-    floor = [[place, value] for place, value in low]
     spread = [
-        [place, None if top is None or bottom is None else top - bottom]
+        (place, None if top is None or bottom is None else top - bottom)
         for (place, bottom), (_, top) in zip(low, high, strict=True)
     ]
-    unseen: Options = {
-        "type": "line",
-        "stack": "band",
-        "stackStrategy": "all",
-        "symbol": "none",
-        "lineStyle": {"opacity": 0},
-        "silent": True,
-    }
+    unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "lineStyle": {"opacity": 0}}
+    unseen |= {"silent": True, "tooltip": {"show": False}}
+    shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
     series = [
-        unseen | {"name": "", "data": floor, "tooltip": {"show": False}},
-        unseen
-        | {
-            "name": names[1],
-            "data": spread,
-            "areaStyle": {"color": colour, "opacity": 0.25},
-            "itemStyle": {"color": colour, "opacity": 0.35},
-            "tooltip": {"show": False},
-        },
-        {
-            "name": names[0],
-            "type": "line",
-            "data": [list(point) for point in middle],
-            "showSymbol": len(middle) < 3,
-            "emphasis": {"disabled": True},
-            "lineStyle": {"width": 2, "color": colour},
-            "itemStyle": {"color": colour},
-        },
+        _line("", low, colour) | unseen,
+        _line(names[1], spread, colour) | unseen | shade,
+        _line(names[0], middle, colour),
     ]
     options = _plane(series, x=x, y=y, low=None)
     options["legend"]["data"] = list(names)
@@ -100,7 +66,7 @@ def with_points(options: Options, name: str, points: Points, colour: str) -> Opt
         options["series"].append(
             {"name": name, "type": "scatter", "data": known, "symbol": "diamond", "symbolSize": 10, "itemStyle": style}
         )
-        options["legend"]["data"] = [*options["legend"].get("data", _names(options)), name]
+        options["legend"]["data"].append(name)
     return options
 
 
@@ -210,9 +176,9 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
         str(end) if shares.width == 1 else f"{bucket * shares.width + 1}-{end}"
         for bucket, end in zip(buckets, ends, strict=True)
     ]
-    return _bars(series, names, x="step", y="% of trained tokens") | {
-        "yAxis": _left("% of trained tokens") | {"max": 100}
-    }
+    options = _bars(series, names, x="step", y="% of trained tokens")
+    options["yAxis"]["max"] = 100
+    return options
 
 
 def reward_bars(shape: RewardShape) -> Options:
@@ -244,8 +210,17 @@ def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
     }
 
 
-def _names(options: Options) -> list[str]:
-    return [one["name"] for one in options["series"]]
+def _line(name: str, points: Points, colour: str) -> Options:
+    return {
+        "name": name,
+        "type": "line",
+        "data": [list(point) for point in points],
+        "showSymbol": len(points) < 3,
+        "symbolSize": 5,
+        "emphasis": {"disabled": True},
+        "lineStyle": {"width": 2, "color": colour},
+        "itemStyle": {"color": colour},
+    }
 
 
 def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Options:
@@ -253,27 +228,24 @@ def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Optio
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
     pointer = {"label": {"precision": 0, "formatter": f"{x} {{value}}"}}
     x_axis = _below(x) | {"minInterval": 1, "scale": True, "axisPointer": pointer}
-    return {
-        "tooltip": _tooltip("axis")
-        | {":valueFormatter": "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"},
-        "legend": _legend() | {"show": len(series) > 1, "data": [one["name"] for one in series if one["name"]]},
-        "animation": False,
-        "grid": _grid(legend=len(series) > 1),
-        "xAxis": x_axis,
-        "yAxis": y_axis,
-        "series": series,
-    }
+    value = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
+    return _chart(series, x_axis, y_axis, value, legend=len(series) > 1)
 
 
 def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
-    x_axis = _below(x) | {"type": "category", "data": names}
+    """Bars over names."""
+    return _chart(series, _below(x) | {"type": "category", "data": names}, _left(y) | {"min": 0}, "v => v + ' %'")
+
+
+def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str, *, legend: bool = True) -> Options:
+    named = {"show": legend, "data": [one["name"] for one in series if one["name"]]}
     return {
-        "tooltip": _tooltip("axis") | {":valueFormatter": "v => v + ' %'"},
-        "legend": _legend() | {"data": [one["name"] for one in series]},
+        "tooltip": _tooltip("axis") | {":valueFormatter": value},
+        "legend": _legend() | named,
         "animation": False,
-        "grid": _grid(legend=True),
+        "grid": {"left": 8, "right": 28, "top": 60 if legend else 32, "bottom": 28, "containLabel": True},
         "xAxis": x_axis,
-        "yAxis": _left(y) | {"min": 0},
+        "yAxis": y_axis,
         "series": series,
     }
 
@@ -308,27 +280,11 @@ def _left(name: str) -> Options:
     return axis
 
 
-def _grid(*, legend: bool) -> Options:
-    return {"left": 8, "right": 28, "top": 60 if legend else 32, "bottom": 28, "containLabel": True}
-
-
 def _legend() -> Options:
-    return {
-        "type": "scroll",
-        "top": 0,
-        "left": 0,
-        "icon": "roundRect",
-        "itemWidth": 14,
-        "itemHeight": 10,
-        "textStyle": {"color": INK},
-    }
+    shape = {"icon": "roundRect", "itemWidth": 14, "itemHeight": 10, "textStyle": {"color": INK}}
+    return shape | {"type": "scroll", "top": 0, "left": 0}
 
 
 def _tooltip(trigger: str) -> Options:
-    return {
-        "trigger": trigger,
-        "confine": True,
-        "backgroundColor": CARD,
-        "borderColor": LINE,
-        "textStyle": {"color": INK, "fontSize": 12},
-    }
+    colours = {"backgroundColor": CARD, "borderColor": LINE, "textStyle": {"color": INK, "fontSize": 12}}
+    return colours | {"trigger": trigger, "confine": True}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
+Number = tuple[str, str, str]  # its name, the number, what it means
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One cell of a table; `wide` ones are left out on a narrow screen.
+
+class Link(NamedTuple):
+    """A text that leads somewhere.
 
     Example:
-        Cell(text="40:train-17/3", link="/run/a/trajectory?id=40%3Atrain-17%2F3")
+        Link("40:train-17/3", "/run/a/trajectory?id=40%3Atrain-17%2F3")
     """
 
     text: str
-    link: str = ""
-    number: bool = False
-    wide: bool = False
+    target: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,75 @@ class Token:
         return None if self.logprob is None else math.exp(min(self.logprob, 0.0))
 
 
-def table(titles: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table that scrolls sideways if it must."""
-    head = "".join(f"<th{_classes(title)}>{_shown(title.text)}</th>" for title in titles)
-    body = "".join(f"<tr>{''.join(f'<td{_classes(cell)}>{_content(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def table(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str | Link]],
+    *,
+    numbers: Container[str] = (),
+    wide: Container[str] = (),
+) -> str:
+    """A table that scrolls sideways if it must; columns of these titles are numbers, or not for a narrow screen."""
+    kinds = ["number " * (title in numbers) + "wide" * (title in wide) for title in titles]
+    head = "".join(f"<th class='{kind}'>{_shown(title)}</th>" for title, kind in zip(titles, kinds, strict=True))
+    lines = (
+        "".join(f"<td class='{kind}'>{_content(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
+        for row in rows
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def facts(pairs: Mapping[str, str]) -> str:
-    """Names and what they are."""
+    """Names and what they are; beside each other also on a narrow screen, if they are short."""
+    kind = " class='short'" if all(len(name + text) < 30 for name, text in pairs.items()) else ""
     lines = (f"<dt>{_shown(name)}</dt><dd>{_shown(text)}</dd>" for name, text in pairs.items())
-    return f"<dl>{''.join(lines)}</dl>"
+    return f"<dl{kind}>{''.join(lines)}</dl>"
+
+
+def numbers(shown: Iterable[Number]) -> str:
+    """Numbers with their names and meanings, a box each."""
+    boxes = (
+        f"<section class='card'><div class='name'>{_shown(name)}</div>"
+        f"<div class='value{' long' if len(value) > 9 else ''}'>{_shown(value)}</div>"
+        f"<div class='says'>{_shown(says)}</div></section>"
+        for name, value, says in shown
+    )
+    return f"<div class='numbers'>{''.join(boxes)}</div>"
+
+
+def card(title: str, *content: str) -> str:
+    """A box around markup."""
+    return f"<section class='card'><h2>{_shown(title)}</h2>{''.join(content)}</section>"
+
+
+def paragraphs(*texts: str) -> str:
+    """Sentences, as text."""
+    return "".join(f"<p>{_shown(text)}</p>" for text in texts)
+
+
+def problem(text: str) -> str:
+    """What is wrong, or missing."""
+    return f"<p class='message' role='status'>{_shown(text)}</p>"
+
+
+def more(title: str, *content: str) -> str:
+    """Markup that is shown when somebody asks for it."""
+    return f"<details><summary>{_shown(title)}</summary>{''.join(content)}</details>"
+
+
+def pair(*content: str) -> str:
+    """Beside each other where there is room."""
+    return f"<div class='pair'>{''.join(content)}</div>"
+
+
+def points(texts: Iterable[str]) -> str:
+    """A list of remarks."""
+    return f"<ul>{''.join(f'<li>{_shown(text)}</li>' for text in texts)}</ul>"
+
+
+def line_of(links: Iterable[Link]) -> str:
+    """Links beside each other."""
+    return f"<div class='line'>{''.join(map(_content, links))}</div>"
 
 
 def text_block(text: str) -> str:
@@ -81,28 +139,20 @@ def tokens(shown: Sequence[Token]) -> str:
 
 def token_table(shown: Sequence[Token]) -> str:
     """The same, one token to a line."""
-    titles = [
-        Cell(text="place", number=True),
-        Cell(text="token"),
-        Cell(text="id", number=True, wide=True),
-        Cell(text="log-prob", number=True),
-        Cell(text="probability", number=True),
-        Cell(text="version", number=True),
-        Cell(text="mask", wide=True),
-    ]
+    titles = ("place", "token", "id", "log-prob", "probability", "version", "mask")
     rows = [
-        [
-            Cell(text=str(token.position), number=True),
-            Cell(text=repr(token.text)),
-            Cell(text=str(token.id), number=True, wide=True),
-            Cell(text="" if token.logprob is None else f"{token.logprob:.3f}", number=True),
-            Cell(text="" if token.probability is None else f"{token.probability:.1%}", number=True),
-            Cell(text="" if token.version is None else str(token.version), number=True),
-            Cell(text="sampled" if token.sampled else "given", wide=True),
-        ]
+        (
+            str(token.position),
+            repr(token.text),
+            str(token.id),
+            "" if token.logprob is None else f"{token.logprob:.3f}",
+            "" if token.probability is None else f"{token.probability:.1%}",
+            "" if token.version is None else str(token.version),
+            "sampled" if token.sampled else "given",
+        )
         for token in shown
     ]
-    return table(titles, rows)
+    return table(titles, rows, numbers=set(titles) - {"token", "mask"}, wide=("id", "mask"))
 
 
 def address(*parts: str, **query: object) -> str:
@@ -119,8 +169,8 @@ def printable(text: str) -> str:
 
 def short(number: float) -> str:
     """A large number in a few characters."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= 10 * size:
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(number) >= least:
             return f"{number / size:,.0f} {unit}" if abs(number) >= 100 * size else f"{number / size:.3g} {unit}"
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 
@@ -139,14 +189,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _classes(cell: Cell) -> str:
-    names = [name for name, given in (("number", cell.number), ("wide", cell.wide)) if given]
-    return f" class='{' '.join(names)}'" if names else ""
-
-
-def _content(cell: Cell) -> str:
-    text = _shown(cell.text)
-    return f'<a href="{escape(cell.link)}">{text}</a>' if cell.link else text
+def _content(cell: str | Link) -> str:
+    return f'<a href="{escape(cell.target)}">{_shown(cell.text)}</a>' if isinstance(cell, Link) else _shown(cell)
 
 
 def _shown(text: str) -> str:

@@ -12,10 +12,10 @@ from nicegui import run, ui
 
 from headrace.dashboard.charts import Options
 from headrace.dashboard.markup import address
-from headrace.dashboard.overview import Number
 from headrace.errors import HeadraceError
 
 EVERY_S = 2.0  # a look into the ledger
+SETTLED_S = 0.25  # without another change: nobody types or drags any more
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 THEME = "headrace_theme"  # a cookie: light or dark, if somebody chose
 _SWITCH_THEME = f"""() => {{
@@ -81,6 +81,7 @@ class Panel:
         """`read` runs in a thread; `show` puts what it found on the page."""
         self._read, self._show = read, show
         self._found: Any = None
+        self._changes, self._one_at_a_time = 0, asyncio.Lock()
         self._message = message("")
         self._message.set_visibility(False)
 
@@ -96,6 +97,16 @@ class Panel:
         if found != self._found:
             self._found = found
             self._show(found)
+
+    async def changed(self) -> bool:
+        """Look again, a moment after the last of several changes; whether this was the last."""
+        self._changes += 1
+        mine = self._changes
+        await asyncio.sleep(SETTLED_S)
+        async with self._one_at_a_time:
+            if mine == self._changes:
+                await self.refresh()
+        return mine == self._changes
 
 
 async def follow(panels: Sequence[Panel]) -> None:
@@ -126,27 +137,16 @@ def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], 
         return Panel(read, show)
 
 
-def numbers_panel(read: Callable[[], list[Number]]) -> Panel:
-    """Numbers with their names and meanings."""
-    box = ui.element("div").classes("numbers")
-
-    def show(found: list[Number]) -> None:
-        box.clear()
-        with box:
-            for name, value, says in found:
-                with ui.element("section").classes("card"):
-                    ui.label(name).classes("name")
-                    ui.label(value).classes("value")
-                    ui.label(says).classes("says")
-
-    return Panel(read, show)
-
-
 def html_panel(title: str, says: str, read: Callable[[], str]) -> Panel:
-    """Markup that `dashboard.markup` made."""
+    """A card with markup that `dashboard.markup` made."""
     with card(title, says):
-        content = ui.html("", sanitize=False)
-        return Panel(read, content.set_content)
+        return bare_panel(read)
+
+
+def bare_panel(read: Callable[[], str]) -> Panel:
+    """Markup that has its own cards."""
+    content = ui.html("", sanitize=False).classes("bare")
+    return Panel(read, content.set_content)
 
 
 def plain_html(markup: str) -> None:

@@ -1,7 +1,8 @@
-"""The plan: move five sliders, and see what a step takes, which stage is the wall and what to change first."""
+"""The plan: what holds a step of five stage times back, and what a run that does not exist yet would need."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -9,115 +10,168 @@ from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard import charts
-from headrace.dashboard.markup import address
-from headrace.dashboard.nicegui_frame import card, frame, message
-from headrace.dashboard.plan import EXAMPLE, predict
+from headrace.dashboard.charts import Options
+from headrace.dashboard.markup import address, problem
+from headrace.dashboard.nicegui_frame import Panel, bare_panel, card, frame, message
+from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site
+from headrace.dashboard.verdicts import plan_markup, typed_markup
 from headrace.errors import HeadraceError
-from headrace.insight.equation import PLACEMENT_WORDS, SYMBOLS, Placement
+from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
+from headrace.insight.frameworks import others_that_fit
+from headrace.insight.hardware import built_in
+from headrace.insight.planner import plan as work_out
+from headrace.insight.triage import triage_typed
 from headrace.types import STAGES, StageTimes
 
-STAGE_WORDS = {
-    "rollout": "generating the answers",
-    "reward": "scoring them",
-    "reference": "log-probs of the reference policy",
-    "train": "gradient and update",
-    "publish": "handing over the new weights",
-}
+EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
+SMALL = "outlined dense options-dense"
 
 
 async def plan(site: Site, run: str = "") -> None:
-    """The sliders, from a run's times if one is named."""
-    times, problem = EXAMPLE, ""
+    """Stage times, a run's if one is named, and a form."""
+    times, trouble = EXAMPLE, ""
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
             times = series.recent.stage_s if series.recent else EXAMPLE
-            problem = "" if series.recent else f"{run} has no step yet; these are an example's times."
+            trouble = "" if series.recent else f"{run} has no step yet; these are an example's times."
         except HeadraceError as error:
-            problem = str(error)
-    with frame("Plan", f"with the stage times of {run}" if run and not problem else "what sets the pace?"):
-        if problem:
-            message(problem)
+            trouble = str(error)
+    measured = bool(run) and not trouble
+    with frame("Plan", "What would a change bring, and what would a run need?"):
         names = [facts.path.name for facts in await threads.io_bound(site.facts)]
-        if names:
-            ui.select(
-                names,
-                label="begin with the times of a run",
-                value=run if run in names else None,
-                on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
-            ).classes("field").props("outlined dense options-dense")
-        _Sliders(times)
+        with ui.element("div").classes("pair"):
+            with card(
+                "What holds a step back?",
+                "A step has five stages. Take the seconds that a run measured, or guess, and move the sliders.",
+            ):
+                if trouble:
+                    message(trouble)
+                if names:
+                    ui.select(
+                        names,
+                        label="take the times of a run",
+                        value=run if measured and run in names else None,
+                        on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
+                    ).classes("above").props(SMALL)
+                sliders = _Sliders(times, Placement.COLOCATED if measured else Placement.OVERLAPPED)
+            with card("What to change first"):
+                sliders.results()
+        form = _Form()
+        await asyncio.gather(sliders.panel.refresh(), form.panel.refresh())
 
 
 class _Sliders:
     """Five times, a placement, and what they come to."""
 
-    def __init__(self, times: StageTimes) -> None:
-        self._values = {stage: float(getattr(times, stage)) for stage in STAGES}
-        self._labels: dict[str, Any] = {}
-        top = _round_up(2 * max(self._values.values()) or 1.0)
-        with card("Seconds of each stage in a step", "Begin with those of a run, or with a guess, and move them."):
-            for stage in STAGES:
-                self._slider(stage, top)
-            self._placement = ui.select(
-                {placement: f"{placement}: {words}" for placement, words in PLACEMENT_WORDS.items()},
-                value=Placement.COLOCATED,
-                label="placement now",
-                on_change=self._update,
-            ).props("outlined dense options-dense")
-        with card("What to do first"):
-            self._says = [ui.label("").style("margin-bottom: 6px; line-height: 1.5") for _ in range(4)]
-        with card(
-            "A step in each placement",
-            "The same stage times, overlapped more and more. With max_lag = 0 a step can never be as short as its "
-            "slowest stage: the last answer must be written before it can be trained on. Streaming is assumed to hide "
-            "half of the shorter side.",
-        ):
-            self._chart = ui.echart({}, renderer="svg").style("height: 220px; width: 100%")
-        self._update()
+    panel: Panel
+
+    def __init__(self, times: StageTimes, placement: Placement) -> None:
+        self._times = {stage: float(getattr(times, stage)) for stage in STAGES}
+        self._shown: dict[str, Any] = {}
+        top = _round_up(2 * max(self._times.values()) or 1.0)
+        for stage in STAGES:
+            self._slider(stage, top)
+        self._placement = ui.select(
+            {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()},
+            value=placement,
+            label="what may run at the same time",
+            on_change=self._changed,
+        ).props(SMALL)
+        ui.label(
+            "The same times in each placement. Streamed is drawn at its longest, as if all answers ended together: "
+            "with max_lag = 0 the last of them must be written before it can be trained on."
+        ).classes("says")
+        self._chart = ui.echart({}, renderer="svg").style("height: 180px; width: 100%")
+
+    def results(self) -> None:
+        """What they come to, where that is to be shown."""
+        self._says = ui.html("", sanitize=False).classes("bare")
+        self.panel = Panel(self._read, self._show)
 
     def _slider(self, stage: str, top: float) -> None:
         with ui.element("div").classes("slider"):
-            ui.label(f"{stage} {SYMBOLS[stage]}").props(f"title='{STAGE_WORDS[stage]}'")
+            with ui.element("div"):
+                ui.label(f"{stage} {SYMBOLS[stage]}")
+                ui.label(STAGE_WORDS[stage]).classes("says")
             ui.slider(
                 min=0,
                 max=top,
                 step=top / 200,
-                value=min(self._values[stage], top),
+                value=min(self._times[stage], top),
                 on_change=lambda event: self._moved(stage, event.value),
             ).props(f"aria-label='{stage}'")
-            self._labels[stage] = ui.label("").classes("value")
+            self._shown[stage] = ui.label(f"{self._times[stage]:.3g} s").classes("value")
 
-    def _moved(self, stage: str, value: float) -> None:
-        self._values[stage] = float(value)
-        self._update()
+    async def _moved(self, stage: str, value: float) -> None:
+        self._times[stage] = float(value)
+        self._shown[stage].set_text(f"{value:.3g} s")
+        await self._changed()
 
-    def _update(self) -> None:
-        for stage, label in self._labels.items():
-            label.set_text(f"{self._values[stage]:.3g} s")
-        if len(self._labels) < len(STAGES) or not hasattr(self, "_chart"):
-            return
-        placement = Placement(self._placement.value)
-        found = predict(StageTimes(**self._values), placement)
-        now_s = found.step_s[placement]
-        texts = [
-            f"Now a step takes {now_s:.3g} s. The wall is {found.wall} ({SYMBOLS[found.wall]}): "
-            f"{found.wall_share:.0%} of it."
-        ]
-        texts += [
-            f"{number}. {move.says} {now_s:.3g} → {move.step_s:.3g} s ({now_s / max(move.step_s, 1e-9):.2f}x)."
-            for number, move in enumerate(found.moves[:3], 1)
-        ]
-        if len(texts) == 1:
-            texts.append("No single change makes a step much shorter.")
-        for label, text in zip(self._says, texts + [""] * 4, strict=False):
-            label.set_text(text)
-            label.set_visibility(bool(text))
+    async def _changed(self) -> None:
+        await self.panel.changed()
+
+    def _read(self) -> tuple[str, Options]:
+        try:
+            found = triage_typed(StageTimes(**self._times), Placement(self._placement.value))
+        except HeadraceError as error:
+            return problem(str(error)), {}
         best = min(found.step_s, key=lambda where: found.step_s[where])
+        return typed_markup(found), charts.placement_bars({str(w): s for w, s in found.step_s.items()}, best)
+
+    def _show(self, found: tuple[str, Options]) -> None:
+        self._says.set_content(found[0])
+        self._chart.set_visibility(bool(found[1]))
         self._chart.options.clear()
-        self._chart.options.update(charts.placement_bars({str(w): s for w, s in found.step_s.items()}, best))
+        self._chart.options.update(found[1])
         self._chart.update()
+
+
+class _Form:
+    """A workload, GPUs, and the layout that suits them."""
+
+    panel: Panel
+
+    def __init__(self) -> None:
+        with card(
+            "What would a run need?",
+            "Describe it, and see how to lay it out, how fast it would be and what it would cost. This is arithmetic "
+            "with the speeds of datasheets: the shape of an answer, before anything is paid for.",
+        ):
+            with ui.element("div").classes("form"):
+                self._device = ui.select(list(built_in()), value="H100", label="kind of GPU", on_change=self._changed)
+                self._device.props(f"{SMALL} hint='to run it on'")
+                self._texts = {
+                    name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self._changed)
+                    for name, field in FIELDS.items()
+                }
+                for name, field in FIELDS.items():
+                    self._texts[name].props(f"outlined dense debounce=200 hint='{field.says}'")
+            with ui.element("div").classes("line"):
+                self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
+                self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
+        with ui.element("div") as self._results:
+            self.panel = bare_panel(self._read)
+
+    async def _changed(self) -> None:
+        self._results.classes("waiting")
+        if await self.panel.changed():
+            self._results.classes(remove="waiting")
+
+    def _read(self) -> str:
+        try:
+            asked = question(
+                {name: text.value or "" for name, text in self._texts.items()},
+                device=self._device.value,
+                reference=self._reference.value,
+                adapter=self._adapter.value,
+            )
+            found = work_out(asked)
+        except HeadraceError as error:
+            return problem(str(error))
+        others = others_that_fit(found[0].wall, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
+        return plan_markup(asked, found, others)
 
 
 def _round_up(value: float) -> float:

@@ -2,58 +2,75 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nicegui import ui
 
 from headrace.dashboard import charts, curves
 from headrace.dashboard.books import read_flows, read_rewards, read_timeline
-from headrace.dashboard.charts import BLUE, STAGE_COLOURS, Options
-from headrace.dashboard.markup import address
+from headrace.dashboard.charts import Options
+from headrace.dashboard.markup import address, numbers
 from headrace.dashboard.nicegui_frame import (
+    Panel,
+    bare_panel,
     chart_panel,
     follow,
     frame,
     html_panel,
-    numbers_panel,
     run_views,
     views,
 )
 from headrace.dashboard.overview import flow_table, overview_numbers
-from headrace.dashboard.site import Site
+from headrace.dashboard.site import LiveRun, Site
+from headrace.dashboard.verdicts import triage_markup
 
 TIMELINE_STEPS = (3, 10, 30)
 
 
+def _curve_panel(live: LiveRun, title: str, says: str, chart: curves.Chart) -> Panel:
+    return chart_panel(title, says, lambda: curves.drawn(live.series(), chart))
+
+
 async def overview(site: Site, name: str) -> None:
-    """The run in a few numbers and three curves."""
+    """The run in a few numbers, what holds it back, and three curves."""
     live = site.run(name)
+    curve = partial(_curve_panel, live)
+
+    def told() -> str:
+        return numbers(overview_numbers(live.overview(site.dollars_per_hour), live.wanted_lag(), live.triage()))
+
     with frame(name):
         run_views(name, "overview")
-        panels = [numbers_panel(lambda: overview_numbers(live.overview(site.dollars_per_hour), live.wanted_lag()))]
-        panels.append(
-            chart_panel(
+        panels = [
+            bare_panel(told),
+            curve(
                 "Reward",
                 "The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds "
                 "are scores on held-out prompts, which are never trained on.",
-                lambda: curves.reward_chart(live.series()),
-            )
-        )
+                curves.reward_chart,
+            ),
+            html_panel(
+                "What to change first",
+                "What holds a step back most, and what each change would bring. A prediction, not a promise: change "
+                "one thing, and look again.",
+                lambda: triage_markup(live.triage(), address("plan", run=name)),
+            ),
+        ]
         with ui.element("div").classes("pair"):
-            panels.append(
-                chart_panel(
+            panels += [
+                curve(
                     "Goodput",
                     "Tokens that were trained on, per second: the speed that counts. Generated tokens that were "
                     "dropped are not in it.",
-                    lambda: curves.goodput_chart(live.series()),
-                )
-            )
-            panels.append(
-                chart_panel(
+                    curves.goodput_chart,
+                ),
+                curve(
                     "Stage times",
-                    "Seconds of a step in which each stage was busy. The highest line is the wall: only shortening "
-                    "that stage makes steps shorter.",
-                    lambda: curves.stage_chart(live.series()),
-                )
-            )
+                    "Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need "
+                    "not add up to the step.",
+                    curves.stage_chart,
+                ),
+            ]
         await follow(panels)
 
 
@@ -112,7 +129,7 @@ async def lag(site: Site, name: str) -> None:
     """How old the trained tokens were, and what that did to the importance ratios."""
     live = site.run(name)
 
-    def read_lag() -> tuple[Options, str]:
+    def read() -> tuple[Options, str]:
         shares = live.lag_shares()
         if not shares.tokens:
             return {}, "Nothing has been trained on yet."
@@ -127,25 +144,23 @@ async def lag(site: Site, name: str) -> None:
                 "Lag of the trained tokens",
                 "Lag counts the updates between sampling a token and training on it. 0 is fresh. Some lag lets stages "
                 "overlap; too much makes the policy learn from what it no longer would say.",
-                read_lag,
-            )
-        ]
-        panels.append(
-            chart_panel(
+                read,
+            ),
+            _curve_panel(
+                live,
                 "Importance ratio",
                 "How much more likely the learner finds a token than the policy that sampled it: 1 means that nothing "
                 "changed. The band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
-                lambda: curves.ratio_chart(live.series()),
-            )
-        )
-        panels.append(
-            chart_panel(
+                curves.ratio_chart,
+            ),
+            _curve_panel(
+                live,
                 "Effective samples",
                 "What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few "
                 "heavy ones dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
-                lambda: curves.weight_chart(live.series()),
-            )
-        )
+                curves.weight_chart,
+            ),
+        ]
         await follow(panels)
 
 
@@ -155,17 +170,17 @@ async def publish(site: Site, name: str) -> None:
     with frame(name):
         run_views(name, "publish")
         panels = [
-            chart_panel(
+            _curve_panel(
+                live,
                 "Publish latency",
                 "Milliseconds of a step in which new weights were handed to the engine.",
-                lambda: curves.one_curve(
-                    live.series(), "stage_s.publish", "ms per step", STAGE_COLOURS["publish"], 1e3
-                ),
+                curves.publish_chart,
             ),
-            chart_panel(
+            _curve_panel(
+                live,
                 "Bytes sent",
                 "Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
-                lambda: curves.one_curve(live.series(), "publish_bytes", "MB per step", BLUE, 1e-6),
+                curves.bytes_chart,
             ),
         ]
         await follow(panels)
@@ -191,19 +206,19 @@ async def rewards(site: Site, name: str) -> None:
             )
         ]
         with ui.element("div").classes("pair"):
-            panels.append(
-                chart_panel(
+            panels += [
+                _curve_panel(
+                    live,
                     "Mean and spread",
                     "The band is one standard deviation each way. Without spread inside a group there is nothing to "
                     "learn from it.",
-                    lambda: curves.spread_chart(live.series()),
-                )
-            )
-            panels.append(
-                chart_panel(
+                    curves.spread_chart,
+                ),
+                _curve_panel(
+                    live,
                     "Length of answers",
                     "Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
-                    lambda: curves.length_chart(live.series()),
-                )
-            )
+                    curves.length_chart,
+                ),
+            ]
         await follow(panels)

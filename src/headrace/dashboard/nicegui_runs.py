@@ -7,10 +7,10 @@ from datetime import datetime
 
 from nicegui import ui
 
-from headrace.config_file import changed
+from headrace.config_file import changed, explain
 from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
-from headrace.dashboard.markup import Cell, address, duration, short, table
+from headrace.dashboard.markup import Link, address, duration, short, table
 from headrace.dashboard.markup import facts as facts_list
 from headrace.dashboard.nicegui_frame import Panel, card, chart_panel, follow, frame, html_panel, message
 from headrace.dashboard.series import Series
@@ -72,55 +72,47 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
 
 def runs_table(found: list[RunFacts]) -> str:
     """A line for each run."""
-    titles = [
-        Cell(text="run"),
-        Cell(text="state"),
-        Cell(text="steps", number=True),
-        Cell(text="held-out", number=True, wide=True),
-        Cell(text="restarts", number=True, wide=True),
-        Cell(text="trained tokens", number=True, wide=True),
-        Cell(text="written", number=True),
-    ]
+    titles = ("run", "state", "steps", "held-out", "restarts", "trained tokens", "written")
     rows = []
     for facts in found:
         scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
         readable = facts.state is not RunState.UNREADABLE
         rows.append(
-            [
-                Cell(text=facts.path.name, link=address("run", facts.path.name, "overview")),
-                Cell(text=str(facts.state)),
-                Cell(text=f"{facts.steps} / {facts.wanted_steps}" if readable else "", number=True),
-                Cell(text=" → ".join(scores) or "-", number=True, wide=True),
-                Cell(text=str(facts.num_restarts or "-"), number=True, wide=True),
-                Cell(text=short(facts.trained_tokens) if readable else "", number=True, wide=True),
-                Cell(text=_ago(facts.written), number=True),
-            ]
+            (
+                Link(facts.path.name, address("run", facts.path.name, "overview")),
+                str(facts.state),
+                f"{facts.steps:,} / {facts.wanted_steps:,}" if readable else "",
+                " → ".join(scores) or "-",
+                str(facts.num_restarts or "-"),
+                short(facts.trained_tokens) if readable else "",
+                _ago(facts.written),
+            )
         )
     if not rows:
         return "There is no run here yet. <code>headrace train</code> makes one."
     problems = {facts.path.name: facts.problem for facts in found if facts.state is RunState.UNREADABLE}
-    return table(titles, rows) + (f"<h2 class='more'>Cannot be read</h2>{facts_list(problems)}" if problems else "")
+    shown = table(titles, rows, numbers=titles[2:], wide=titles[3:6])
+    return shown + (f"<h2 class='more'>Cannot be read</h2>{facts_list(problems)}" if problems else "")
 
 
 def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:
     """Totals of both runs."""
     both = [live.overview(dollars_per_hour) for live in chosen]
+    verdicts = [live.triage() for live in chosen]
     lines: Mapping[str, list[str]] = {
         "state": [str(seen.facts.state) for seen in both],
-        "steps": [f"{seen.steps} / {seen.facts.wanted_steps}" for seen in both],
+        "steps": [f"{seen.steps:,} / {seen.facts.wanted_steps:,}" for seen in both],
         "reward, last steps": [_number(seen.now_reward) for seen in both],
         "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
         "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
         "seconds per step": [_number(seen.now_step_s) for seen in both],
-        "wall": ["-" if seen.now_stage_s is None else seen.now_stage_s.wall for seen in both],
+        "wall": ["…" if isinstance(verdict, str) else str(verdict.wall) for verdict in verdicts],
         "largest lag": [str(seen.lag_max) for seen in both],
         "share trained on": ["-" if seen.useful_share is None else f"{seen.useful_share:.1%}" for seen in both],
         "time": [duration(seen.elapsed_s) for seen in both],
     }
-    titles = [Cell(text=""), *(Cell(text=live.name, number=True) for live in chosen)]
-    return table(
-        titles, [[Cell(text=name), *(Cell(text=t, number=True) for t in texts)] for name, texts in lines.items()]
-    )
+    names = [live.name for live in chosen]
+    return table(("", *names), [(name, *texts) for name, texts in lines.items()], numbers=names)
 
 
 def set_table(chosen: list[LiveRun]) -> str:
@@ -134,8 +126,9 @@ def set_table(chosen: list[LiveRun]) -> str:
     keys = sorted({key for key in {*both[0], *both[1]} if both[0].get(key) != both[1].get(key)} - {"run.dir"})
     if not keys:
         return "All settings are the same."
-    titles = [Cell(text="setting"), *(Cell(text=live.name) for live in chosen)]
-    return table(titles, [[Cell(text=key), *(Cell(text=side.get(key, "default")) for side in both)] for key in keys])
+    default = {setting.key: setting.default for setting in explain()}
+    rows = [(key, *(side.get(key, f"{default[key]} (default)") for side in both)) for key in keys]
+    return table(("setting", *(live.name for live in chosen)), rows)
 
 
 def _both(chosen: list[LiveRun], title: str, y: str, curve: Curve) -> Panel:

@@ -7,7 +7,7 @@ from nicegui import ui
 
 from headrace.dashboard.answers import TOKENS_SHOWN, Answer, read_answer
 from headrace.dashboard.books import Page, Wanted, read_flows, read_page
-from headrace.dashboard.markup import Cell, address, facts, table, text_block, token_table, tokens
+from headrace.dashboard.markup import Link, address, facts, line_of, table, text_block, token_table, tokens
 from headrace.dashboard.nicegui_frame import card, frame, html_panel, message, plain_html, run_views, views
 from headrace.dashboard.site import Site
 from headrace.errors import HeadraceError
@@ -68,34 +68,27 @@ def page_table(name: str, wanted: Wanted, page: Page) -> str:
     """The lines of a page, and links to the pages beside it."""
     if not page.lines:
         return "No answer is like this." if wanted != Wanted() else "No answer is finished yet."
-    titles = [
-        Cell(text="answer"),
-        Cell(text="reward", number=True),
-        Cell(text="tokens", number=True),
-        Cell(text="fate"),
-        Cell(text="step", number=True, wide=True),
-        Cell(text="lag", number=True, wide=True),
-        Cell(text="ended by", wide=True),
-    ]
+    titles = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
     rows = [
-        [
-            Cell(text=line.id, link=address("run", name, "trajectory", id=line.id)),
-            Cell(text="-" if line.reward is None else f"{line.reward:g}", number=True),
-            Cell(text=f"{line.num_tokens:,}", number=True),
-            Cell(text=f"dropped: {line.drop_reason}" if line.state == "dropped" else line.state),
-            Cell(text="" if line.trained_step is None else str(line.trained_step), number=True, wide=True),
-            Cell(text="" if line.lag is None else str(line.lag), number=True, wide=True),
-            Cell(text=line.finish or "-", wide=True),
-        ]
+        (
+            Link(line.id, address("run", name, "trajectory", id=line.id)),
+            "-" if line.reward is None else f"{line.reward:g}",
+            f"{line.num_tokens:,}",
+            f"dropped: {line.drop_reason}" if line.state == "dropped" else line.state,
+            "" if line.trained_step is None else str(line.trained_step),
+            "" if line.lag is None else str(line.lag),
+            line.finish or "-",
+        )
         for line in page.lines
     ]
     kept = {"state": wanted.state, "reason": wanted.reason, "step": wanted.step}
     links = []
     if page.has_newer:
-        links.append(("← newer", address("run", name, "trajectories", **kept, newer=page.lines[0].place)))
+        links.append(Link("← newer", address("run", name, "trajectories", **kept, newer=page.lines[0].rowid)))
     if page.has_older:
-        links.append(("older →", address("run", name, "trajectories", **kept, older=page.lines[-1].place)))
-    return table(titles, rows) + table([], [[Cell(text=text, link=link) for text, link in links]])
+        links.append(Link("older →", address("run", name, "trajectories", **kept, older=page.lines[-1].rowid)))
+    listed = table(titles, rows, numbers=("reward", "tokens", "step", "lag"), wide=titles[4:])
+    return listed + line_of(links)
 
 
 def _filters(name: str, wanted: Wanted, reasons: list[str]) -> None:

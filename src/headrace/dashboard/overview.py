@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headrace.dashboard.books import Flow
-from headrace.dashboard.markup import Cell, address, dollars, duration, short, table
+from headrace.dashboard.markup import Link, Number, address, dollars, duration, short, table
 from headrace.dashboard.series import RECENT_STEPS
-from headrace.dashboard.site import Overview
+from headrace.dashboard.site import NOT_YET, Overview
+from headrace.insight.triage import Triage
+from headrace.insight.walls import ADVICE
 from headrace.ledger.runs import RunState
-
-Number = tuple[str, str, str]  # its name, the number, what it means
 
 _STATE_WORDS = {
     RunState.FINISHED: "finished",
@@ -18,8 +18,8 @@ _STATE_WORDS = {
 }
 
 
-def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
-    """The numbers of the overview, with what they mean."""
+def overview_numbers(seen: Overview, max_lag: int | None, verdict: Triage | str) -> list[Number]:
+    """The numbers of the overview, with what they mean; `verdict` may be why there is none."""
     facts = seen.facts
     scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
     held_out = f"; held-out score {' → '.join(scores)}" if scores else ""
@@ -32,12 +32,10 @@ def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
             f"tokens trained on per second, {recent}; {_or_dash(seen.goodput_tokens_per_s, '{}')} over the whole run",
         ),
     ]
-    if seen.now_stage_s is not None and seen.now_step_s:
-        wall = seen.now_stage_s.wall
-        share = min(1.0, getattr(seen.now_stage_s, wall) / seen.now_step_s)
-        numbers.append(
-            ("Wall", wall, f"the stage that sets the pace: busy {share:.0%} of a step of {seen.now_step_s:.2f} s")
-        )
+    if isinstance(verdict, str):
+        numbers.append(("Wall", "…" if verdict == NOT_YET else "-", verdict))
+    else:
+        numbers.append(("Wall", str(verdict.wall), ADVICE[verdict.wall].sign))
     allowed = "" if max_lag is None else f"; {max_lag} allowed"
     numbers += [
         (
@@ -67,30 +65,15 @@ def overview_numbers(seen: Overview, max_lag: int | None) -> list[Number]:
 def flow_table(name: str, flows: list[Flow]) -> str:
     """The accounts, each with a link to its trajectories."""
     total = sum(flow.tokens for flow in flows) or 1
-    titles = [
-        Cell(text="account"),
-        Cell(text="tokens", number=True),
-        Cell(text="share", number=True),
-        Cell(text="answers", number=True),
-        Cell(text="mean length", number=True, wide=True),
-        Cell(text="because", wide=True),
-    ]
+    titles = ("account", "tokens", "share", "answers", "mean length", "because")
     rows = []
     for flow in flows:
         reason = flow.name.removeprefix("dropped: ") if flow.kind == "dropped" else None
-        link = "" if flow.kind == "in_flight" else address("run", name, "trajectories", state=flow.kind, reason=reason)
-        length = flow.tokens / flow.trajectories if flow.trajectories else None
-        rows.append(
-            [
-                Cell(text=flow.name, link=link),
-                Cell(text=f"{flow.tokens:,}", number=True),
-                Cell(text=f"{flow.tokens / total:.1%}", number=True),
-                Cell(text=f"{flow.trajectories:,}", number=True),
-                Cell(text="-" if length is None else f"{length:.1f}", number=True, wide=True),
-                Cell(text=flow.says, wide=True),
-            ]
-        )
-    return table(titles, rows)
+        link = Link(flow.name, address("run", name, "trajectories", state=flow.kind, reason=reason))
+        length = f"{flow.tokens / flow.trajectories:.1f}" if flow.trajectories else "-"
+        counts = (f"{flow.tokens:,}", f"{flow.tokens / total:.1%}", f"{flow.trajectories:,}", length)
+        rows.append((flow.name if flow.kind == "in_flight" else link, *counts, flow.says))
+    return table(titles, rows, numbers=titles[1:-1], wide=titles[-2:])
 
 
 def _or_dash(value: float | None, form: str) -> str:

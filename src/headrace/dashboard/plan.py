@@ -1,76 +1,88 @@
-"""The plan page's arithmetic: five stage times, what a step takes in each placement, and what to change first."""
+"""The plan page's form: what can be typed about a run that does not exist yet, and how it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from headrace.insight.equation import PLACEMENT_WORDS, SYMBOLS, Placement, binding_stage, step_s
-from headrace.types import STAGES, StageTimes
+from headrace.errors import ConfigError, HeadraceError
+from headrace.insight.hardware import find_device
+from headrace.insight.model_shape import sized_shape
+from headrace.insight.planner import Question
+from headrace.insight.scenario import amount, seconds
+from headrace.insight.tails import LogNormal
 
-EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
-STAGE_FIXES = {
-    "rollout": "more or faster machines for generation, shorter answers, or speculation",
-    "reward": "more reward workers, a faster reward function, or a cache of its verdicts",
-    "reference": "leave the reference out (learner.kl_coef = 0), or compute it on machines of its own",
-    "train": "more or faster machines for the learner, or fewer tokens in a step",
-    "publish": "send less (deltas, adapters) or faster, or publish while generation goes on",
+MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to work a plan out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """Something to type.
+
+    Example:
+        Field(label="prompts", says="per step", value="64", read=_whole(1, 65_536))
+    """
+
+    label: str
+    says: str
+    value: str  # at first
+    read: Callable[[str], Any]
+
+    def problem(self, text: str | None) -> str | None:
+        """What is wrong with a text, if anything."""
+        try:
+            self.read(text or "")
+        except HeadraceError as error:
+            return str(error)
+        return None
+
+
+def _number(low: float, high: float, read: Callable[[str], float] = amount) -> Callable[[str], float]:
+    def within(text: str) -> float:
+        value = read(text)
+        if not low <= value <= high:
+            raise ConfigError(f"{text.strip()} is out of range: from {low:,g} to {high:,g}")
+        return value
+
+    return within
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        value = _number(low, high)(text)
+        if value != int(value):
+            raise ConfigError(f"{text.strip()} is not a whole number")
+        return int(value)
+
+    return whole
+
+
+FIELDS = {
+    "num_devices": Field(label="GPUs", says="how many", value="8", read=_whole(1, 100_000)),
+    "model": Field(label="model size", says="7B, 500M; a mixture: 235B-A22B", value="7B", read=sized_shape),
+    "num_prompts": Field(label="prompts", says="per step", value="64", read=_whole(1, MOST_ANSWERS)),
+    "num_samples": Field(label="answers", says="per prompt", value="16", read=_whole(1, 4096)),
+    "mean_tokens": Field(label="tokens", says="of an answer, on average: 512, 8k", value="1k", read=_number(1, 1e7)),
+    "cv": Field(label="spread of lengths", says="deviation over mean; 0: all alike", value="1", read=_number(0, 10)),
+    "reward_s": Field(
+        label="time of a verdict",
+        says="95 in 100 take less: 4s, 200ms",
+        value="0s",
+        read=_number(0, 86_400, seconds),
+    ),
+    "max_lag": Field(label="largest lag", says="updates behind; 0: on-policy", value="4", read=_whole(0, 64)),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """One change, and the step time after it.
-
-    Example:
-        Move(says="Make rollout twice as fast: ...", step_s=19.0)
-    """
-
-    says: str
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What five stage times come to; `moves` are the changes that help, the best first.
-
-    Example:
-        Prediction(step_s={Placement.COLOCATED: 42.0, ...}, wall="rollout", wall_share=0.71, moves=[Move(...)])
-    """
-
-    step_s: Mapping[Placement, float]
-    wall: str
-    wall_share: float  # of the step, in the placement that was asked about
-    moves: list[Move]
-
-
-def predict(times: StageTimes, placement: Placement, hidden_share: float = 0.5) -> Prediction:
-    """What these times come to now, and which change would help most.
-
-    `hidden_share` is how much of the shorter side streaming hides: half is between groups that all end together (none)
-    and groups that end at even intervals (nearly all).
-    """
-
-    def seconds(changed: StageTimes, where: Placement) -> float:
-        return step_s(changed, where, hidden_share=hidden_share)
-
-    now_s, wall = seconds(times, placement), binding_stage(times, placement, hidden_share=hidden_share)
-    moves = [
-        Move(
-            says=f"Make {stage} ({SYMBOLS[stage]}) twice as fast: {STAGE_FIXES[stage]}.",
-            step_s=seconds(replace(times, **{stage: getattr(times, stage) / 2}), placement),
-        )
-        for stage in STAGES
-    ]
-    moves += [
-        Move(says=f"Change the placement to {where}: {PLACEMENT_WORDS[where]}.", step_s=seconds(times, where))
-        for where in Placement
-        if where is not placement
-    ]
-    helpful = sorted((move for move in moves if move.step_s < 0.99 * now_s), key=lambda move: move.step_s)
-    return Prediction(
-        step_s={where: seconds(times, where) for where in Placement},
-        wall=wall,
-        wall_share=getattr(times, wall) / now_s if now_s else 0.0,
-        moves=helpful,
-    )
+def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:
+    """What was typed, as the planner's question."""
+    wrong = [field.label for name, field in FIELDS.items() if field.problem(texts[name])]
+    if wrong:
+        raise ConfigError(f"Put right what is marked above: {', '.join(wrong)}.")
+    read = {name: field.read(texts[name]) for name, field in FIELDS.items()}
+    lengths = LogNormal(read.pop("mean_tokens"), read.pop("cv"))
+    asked = Question(device=find_device(device), lengths=lengths, reference=reference, adapter=adapter, **read)
+    if asked.num_answers > MOST_ANSWERS:
+        raise ConfigError(f"{asked.num_answers:,} answers in a step are too many to plan: at most {MOST_ANSWERS:,}")
+    return asked

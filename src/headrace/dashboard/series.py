@@ -138,7 +138,7 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
     try:
         with reading(run_dir) as connection:
             yield connection
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise RunError(f"The ledger of {run_dir.name} holds something that cannot be read ({error}).") from error
 
 

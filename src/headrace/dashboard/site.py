@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, update_lag_shares
-from headrace.dashboard.series import Series, read_series
-from headrace.errors import ConfigError, RunError
+from headrace.dashboard.series import Series, looking_into, read_series
+from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.insight.triage import Triage, triage
 from headrace.ledger.runs import RunFacts, RunState, is_run, read_run, read_runs, run_config
-from headrace.types import StageTimes
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
+TRIAGE_AFTER_S = 1.5  # a page is drawn first
+TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
+NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
+_one_at_a_time = threading.Lock()  # runs are triaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,7 @@ class Overview:
     Example:
         Overview(facts=RunFacts(...), steps=94, trained_tokens=81920, now_reward=0.62,
             now_goodput_tokens_per_s=2150.0, goodput_tokens_per_s=2080.0, now_lag_mean=0.4, lag_max=2, now_step_s=1.9,
-            now_stage_s=StageTimes(...), useful_share=0.83, elapsed_s=310.0, dollars=0.17, num_damaged=0)
+            useful_share=0.83, elapsed_s=310.0, dollars=0.17, num_damaged=0)
     """
 
     facts: RunFacts  # a few seconds old
@@ -35,7 +39,6 @@ class Overview:
     now_lag_mean: float | None
     lag_max: int
     now_step_s: float | None
-    now_stage_s: StageTimes | None
     useful_share: float | None  # of the tokens whose fate is decided
     elapsed_s: float
     dollars: float | None  # None without a price
@@ -49,6 +52,44 @@ class Overview:
         return self.dollars / self.trained_tokens * 1e6
 
 
+class LiveTriage:
+    """What holds a run back, worked out in a thread of its own: nobody waits for it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir
+        self._lock = threading.Lock()
+        self._found: Triage | str = NOT_YET
+        self._asked: tuple[str, int] | None = None  # ledger and number of steps that `_found` is about, or will be
+        self._idle, self._next_s = True, 0.0
+
+    def latest(self, created: str, num_steps: int) -> Triage | str:
+        """The newest there is, or why there is none. A newer one is begun where there are more steps."""
+        with self._lock:
+            if self._asked is not None and self._asked[0] != created:  # another run took the place of this one
+                self._found, self._next_s = NOT_YET, 0.0
+            if self._idle and (created, num_steps) != self._asked and time.monotonic() >= self._next_s:
+                self._idle, self._asked = False, (created, num_steps)
+                timer = threading.Timer(TRIAGE_AFTER_S, self._work)
+                timer.daemon = True
+                timer.start()
+            return self._found
+
+    def _work(self) -> None:
+        with _one_at_a_time:
+            begun_s = time.monotonic()
+            try:
+                with looking_into(self._path):  # what is wrong with the file is said in words
+                    found: Triage | str = triage(self._path)
+            except HeadraceError as error:
+                found = str(error)
+            except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
+                found = f"This cannot be told: {type(error).__name__}: {error}"
+            taken_s = time.monotonic() - begun_s
+        with self._lock:
+            self._found, self._idle = found, True
+            self._next_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
+
+
 class LiveRun:
     """One run. Any thread may ask, and what has not changed is not read again."""
 
@@ -57,6 +98,7 @@ class LiveRun:
         self._lock = threading.Lock()
         self._series = Series()
         self._lags = LagShares()
+        self._triage = LiveTriage(run_dir)
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
 
@@ -103,12 +145,18 @@ class LiveRun:
             now_lag_mean=now.values["lag_mean"] if now else None,
             lag_max=int(max((bucket.values["lag_max"] or 0 for bucket in series.buckets), default=0)),
             now_step_s=now.step_s if now else None,
-            now_stage_s=now.stage_s if now else None,
             useful_share=tokens["trained"] / decided if decided else None,
             elapsed_s=elapsed_s,
             dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
             num_damaged=series.num_damaged,
         )
+
+    def triage(self) -> Triage | str:
+        """What holds the run back, as of some recent step, or why that cannot be told yet."""
+        series = self.series()
+        if not series.last_step:
+            return "The first step is under way."
+        return self._triage.latest(series.created, series.last_step)
 
     def wanted_lag(self) -> int | None:
         """`loop.max_lag` of the run; None where its settings cannot be read."""

@@ -16,7 +16,6 @@ from headrace.types import FinishReason
 MOST_ANSWERS = 200_000  # of a longer run the newest
 TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to wait for
 _COMPLETE = [str(reason) for reason in FinishReason if reason is not FinishReason.ABORT]
-_CUT = [str(reason) for reason in FinishReason if reason.cut]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,46 +25,32 @@ class Answers:
     An answer that was ended before its time is not here: its length says nothing about how long answers are.
 
     Example:
-        Answers(num_tokens=[212, 80], num_prompt_tokens=[31, 31], group=[40.001, 40.001], reward=[1, 0],
-            started_s=[1.1, 1.1], finished_s=[4.0, 2.2], scored_s=[4.1, 2.3], lag=[0, 0], cut=[0, 0])
+        Answers(num_tokens=[212, 80], group=[40.001, 40.001], reward=[1, 0], finished_s=[4.0, 2.2], scored_s=[4.1, 2.3])
     """
 
     num_tokens: Numbers  # [A]
-    num_prompt_tokens: Numbers  # [A]
     group: Numbers  # [A] the same number for answers of one attempt at a prompt
     reward: Numbers  # [A]
-    started_s: Numbers  # [A]
     finished_s: Numbers  # [A]
     scored_s: Numbers  # [A]
-    lag: Numbers  # [A] of those that were trained on
-    cut: Numbers  # [A] 1 where the policy had more to say
 
     @classmethod
     def read(cls, connection: sqlite3.Connection, *, since_s: float = 0.0) -> Answers:
         """Those booked since a moment, or the newest of them if they are very many."""
         first = max(_first_rowid(connection, since_s), _last_rowid(connection) - MOST_ANSWERS + 1)
-        marks = ", ".join("?" * len(_COMPLETE)), ", ".join("?" * len(_CUT))
         rows = connection.execute(
-            "SELECT num_tokens, num_prompt_tokens, serial + attempt / 1000.0, reward, started_s, finished_s, scored_s, "
-            f"CASE state WHEN 'trained' THEN lag END, finish IN ({marks[1]}) FROM trajectories "
-            f"WHERE rowid >= ? AND finish IN ({marks[0]}) ORDER BY rowid",
-            (*_CUT, first, *_COMPLETE),
+            "SELECT num_tokens, serial + attempt / 1000.0, reward, finished_s, scored_s FROM trajectories "
+            f"WHERE rowid >= ? AND finish IN ({', '.join('?' * len(_COMPLETE))}) ORDER BY rowid",
+            (first, *_COMPLETE),
         ).fetchall()
         columns = zip(*rows, strict=True) if rows else ((),) * len(fields(cls))
         names = [field.name for field in fields(cls)]
         return cls(**{name: np.array(column, np.float64) for name, column in zip(names, columns, strict=True)})
 
-    def __len__(self) -> int:
-        return len(self.num_tokens)
-
     @property
     def scored(self) -> npt.NDArray[np.bool_]:
         """[A] whether there is a verdict."""
         return np.isfinite(self.reward)
-
-    def longest_of_groups(self) -> Numbers:
-        """[G] tokens of the longest answer of each group."""
-        return _of_groups(self.num_tokens, self.group, np.maximum)
 
     def signal(self) -> npt.NDArray[np.bool_]:
         """[G] whether the rewards of a group differ, of those with at least two verdicts."""
@@ -75,10 +60,6 @@ class Answers:
         high, low = _of_groups(rewards, group, np.maximum), _of_groups(rewards, group, np.minimum)
         found: npt.NDArray[np.bool_] = (high > low)[several]
         return found
-
-    def group_sizes(self) -> Numbers:
-        """[G] answers of each group."""
-        return _of_groups(np.ones(len(self)), self.group, np.add)
 
     def tails_s(self, times: StepTimes) -> Numbers:
         """Of each step the seconds between the end of all but its last answers and the end of its very last.

@@ -9,7 +9,7 @@ reward that is computed while other answers are still being generated belongs in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -18,6 +18,13 @@ from headrace.errors import ConfigError
 from headrace.insight.checks import check_above, check_at_least, check_share
 from headrace.types import STAGES, StageTimes
 
+STAGE_WORDS = {
+    "rollout": "generating answers",
+    "reward": "scoring answers",
+    "reference": "log-probs of the reference",
+    "train": "forward, backward, optimizer",
+    "publish": "new weights to the engine",
+}
 SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
 
 
@@ -111,23 +118,6 @@ def hidden_share_of(finish_s: Sequence[float], train_s: float) -> float:
         done_s = max(done_s, float(ready)) + train_s / ready_s.size
     rollout_s = float(ready_s[-1])
     return max(0.0, (rollout_s + train_s - done_s) / min(rollout_s, train_s))
-
-
-def dropped_shares(dropped_tokens: Mapping[str, float], generated_tokens: float) -> dict[str, float]:
-    """The part of the generated tokens that each reason took."""
-    check_above(0.0, generated_tokens=generated_tokens)
-    return {reason: tokens / generated_tokens for reason, tokens in dropped_tokens.items()}
-
-
-def useful_share(dropped: Mapping[str, float]) -> float:
-    """The part of the generated tokens that is trained on: what no reason took. `dropped` maps reasons to shares."""
-    for reason, share in dropped.items():
-        check_share(**{f"the share dropped as {reason}": share})
-    total = sum(dropped.values())
-    if total > 1.0 + 1e-9:
-        listed = ", ".join(f"{reason} {share:g}" for reason, share in dropped.items())
-        raise ConfigError(f"the shares dropped add up to {total:g}, more than everything: {listed}")
-    return max(0.0, 1.0 - total)
 
 
 def goodput(*, num_prompts: int, num_samples: int, mean_tokens: float, step_s: float, useful: float = 1.0) -> float:

@@ -49,67 +49,31 @@ class Device:
     number_bytes: int = 2  # of a weight: 2 is bfloat16, 4 float32
 
 
+def _known(name: str, *numbers: float, num_per_node: int = 8, number_bytes: int = 2) -> Device:
+    memory, memory_per_s, flops_per_s, link_per_s, network_per_s, dollars_per_hour = numbers
+    return Device(
+        name=name,
+        memory_bytes=memory,
+        memory_bytes_per_s=memory_per_s,
+        flops_per_s=flops_per_s,
+        link_bytes_per_s=link_per_s,
+        network_bytes_per_s=network_per_s,
+        dollars_per_hour=dollars_per_hour,
+        num_per_node=num_per_node,
+        number_bytes=number_bytes,
+    )
+
+
 # The A100 and H100 nodes have one network card of 200 and 400 Gbit/s per GPU. The 4090 has PCIe 4.0 and an assumed
 # network of 10 Gbit/s. The core is one of a server: 3 GHz, two 8-wide fused multiply-adds a cycle, its part of the
 # memory and of a network of 25 Gbit/s.
 BUILT_IN = (
-    Device(
-        name="A100",
-        memory_bytes=80e9,
-        memory_bytes_per_s=2.039e12,
-        flops_per_s=312e12,
-        link_bytes_per_s=300e9,
-        network_bytes_per_s=25e9,
-        dollars_per_hour=1.5,
-    ),
-    Device(
-        name="H100",
-        memory_bytes=80e9,
-        memory_bytes_per_s=3.35e12,
-        flops_per_s=989e12,
-        link_bytes_per_s=450e9,
-        network_bytes_per_s=50e9,
-        dollars_per_hour=3.0,
-    ),
-    Device(
-        name="H200",
-        memory_bytes=141e9,
-        memory_bytes_per_s=4.8e12,
-        flops_per_s=989e12,
-        link_bytes_per_s=450e9,
-        network_bytes_per_s=50e9,
-        dollars_per_hour=3.5,
-    ),
-    Device(
-        name="B200",
-        memory_bytes=180e9,
-        memory_bytes_per_s=8e12,
-        flops_per_s=2250e12,
-        link_bytes_per_s=900e9,
-        network_bytes_per_s=50e9,
-        dollars_per_hour=5.0,
-    ),
-    Device(
-        name="RTX 4090",
-        memory_bytes=24e9,
-        memory_bytes_per_s=1.008e12,
-        flops_per_s=165e12,
-        link_bytes_per_s=32e9,
-        network_bytes_per_s=1.25e9,
-        dollars_per_hour=0.5,
-        num_per_node=4,
-    ),
-    Device(
-        name="CPU",
-        memory_bytes=4e9,
-        memory_bytes_per_s=10e9,
-        flops_per_s=96e9,
-        link_bytes_per_s=10e9,
-        network_bytes_per_s=0.2e9,
-        dollars_per_hour=0.05,
-        num_per_node=16,
-        number_bytes=4,
-    ),
+    _known("A100", 80e9, 2.039e12, 312e12, 300e9, 25e9, 1.5),
+    _known("H100", 80e9, 3.35e12, 989e12, 450e9, 50e9, 3.0),
+    _known("H200", 141e9, 4.8e12, 989e12, 450e9, 50e9, 3.5),
+    _known("B200", 180e9, 8e12, 2250e12, 900e9, 50e9, 5.0),
+    _known("RTX 4090", 24e9, 1.008e12, 165e12, 32e9, 1.25e9, 0.5, num_per_node=4),
+    _known("CPU", 4e9, 10e9, 96e9, 10e9, 0.2e9, 0.05, num_per_node=16, number_bytes=4),
 )
 
 NUMBERS = tuple(field.name for field in fields(Device) if field.name != "name")

@@ -65,84 +65,73 @@ class ModelShape:
         return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
 
 
-def _dense(name: str, params: float, layers: int, hidden: int, attention: int, kv_heads: int, head: int) -> ModelShape:
+def _known(
+    name: str, params: float, layers: int, hidden: int, attention: int, kv: int, active: float = 0, experts: int = 0
+) -> ModelShape:
     return ModelShape(
         name=name,
         num_params=params,
-        num_active_params=params,
+        num_active_params=active or params,
         num_layers=layers,
         hidden_size=hidden,
         attention_size=attention,
-        kv_size=2 * kv_heads * head,
+        kv_size=kv,
+        num_experts=experts,
+        experts_per_token=8 if experts else 0,
     )
 
 
 # Published shapes: Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B.
 DENSE = (
-    _dense("0.5B", 0.494e9, 24, 896, 896, 2, 64),
-    _dense("0.6B", 0.596e9, 28, 1024, 2048, 8, 128),
-    _dense("1.5B", 1.54e9, 28, 1536, 1536, 2, 128),
-    _dense("1.7B", 1.72e9, 28, 2048, 2048, 8, 128),
-    _dense("3B", 3.09e9, 36, 2048, 2048, 2, 128),
-    _dense("4B", 4.02e9, 36, 2560, 4096, 8, 128),
-    _dense("7B", 7.62e9, 28, 3584, 3584, 4, 128),
-    _dense("8B", 8.03e9, 32, 4096, 4096, 8, 128),
-    _dense("14B", 14.8e9, 40, 5120, 5120, 8, 128),
-    _dense("32B", 32.8e9, 64, 5120, 8192, 8, 128),
-    _dense("70B", 70.6e9, 80, 8192, 8192, 8, 128),
-    _dense("405B", 405.9e9, 126, 16384, 16384, 8, 128),
+    _known("0.5B", 0.494e9, 24, 896, 896, 256),
+    _known("0.6B", 0.596e9, 28, 1024, 2048, 2048),
+    _known("1.5B", 1.54e9, 28, 1536, 1536, 512),
+    _known("1.7B", 1.72e9, 28, 2048, 2048, 2048),
+    _known("3B", 3.09e9, 36, 2048, 2048, 512),
+    _known("4B", 4.02e9, 36, 2560, 4096, 2048),
+    _known("7B", 7.62e9, 28, 3584, 3584, 1024),
+    _known("8B", 8.03e9, 32, 4096, 4096, 2048),
+    _known("14B", 14.8e9, 40, 5120, 5120, 2048),
+    _known("32B", 32.8e9, 64, 5120, 8192, 2048),
+    _known("70B", 70.6e9, 80, 8192, 8192, 2048),
+    _known("405B", 405.9e9, 126, 16384, 16384, 2048),
 )
 
 # Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache holds a compressed vector of 512 + 64 numbers.
 MIXTURES = (
-    replace(
-        _dense("30B-A3B", 30.5e9, 48, 2048, 4096, 4, 128),
-        num_active_params=3.35e9,
-        num_experts=128,
-        experts_per_token=8,
-    ),
-    replace(
-        _dense("235B-A22B", 235e9, 94, 4096, 8192, 4, 128), num_active_params=22e9, num_experts=128, experts_per_token=8
-    ),
-    replace(
-        _dense("671B-A37B", 671e9, 61, 7168, 20480, 0, 0),
-        num_active_params=37e9,
-        kv_size=576,
-        num_experts=256,
-        experts_per_token=8,
-    ),
-    replace(
-        _dense("1T-A32B", 1e12, 61, 7168, 10240, 0, 0),
-        num_active_params=32e9,
-        kv_size=576,
-        num_experts=384,
-        experts_per_token=8,
-    ),
+    _known("30B-A3B", 30.5e9, 48, 2048, 4096, 1024, 3.35e9, 128),
+    _known("235B-A22B", 235e9, 94, 4096, 8192, 1024, 22e9, 128),
+    _known("671B-A37B", 671e9, 61, 7168, 20480, 576, 37e9, 256),
+    _known("1T-A32B", 1e12, 61, 7168, 10240, 576, 32e9, 384),
 )
 
+MOST_PARAMS = 1e15
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])(?:-?a(\d+(?:\.\d+)?)([mbt]))?", re.IGNORECASE)
 
 
 def model_shape(text: str) -> ModelShape:
-    """The shape that is meant by 7B, 70B, 500M or 235B-A22B, or that a config.json or its directory has."""
+    """The shape that is meant by a size, or that a config.json or its directory has."""
+    if SIZE.fullmatch(text.strip()):
+        return sized_shape(text)
+    if not Path(text).exists():
+        raise ModelError(f"{text!r} is neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json")
+    return read_config(Path(text))
+
+
+def sized_shape(text: str) -> ModelShape:
+    """The shape that is meant by 7B, 70B, 500M or 235B-A22B."""
     size = SIZE.fullmatch(text.strip())
     if size is None:
-        path = Path(text)
-        if not path.exists():
-            raise ModelError(
-                f"{text!r} is neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json"
-            )
-        return read_config(path)
+        raise ModelError(f"{text!r} is not a size, such as 7B or 235B-A22B")
     number, unit, active, active_unit = size.groups()
     num_params = float(number) * UNITS[unit.lower()]
     if num_params == 0.0:
         raise ModelError(f"{text!r} is a model without weights")
-    if active is None:
-        shape = _stretched(DENSE, num_params)
-        return replace(shape, name=text.strip(), num_params=num_params, num_active_params=num_params)
-    num_active = float(active) * UNITS[active_unit.lower()]
-    shape = _stretched(MIXTURES, num_params)
+    if num_params > MOST_PARAMS:
+        raise ModelError(f"{text!r} is more weights than any model has")
+    num_active = float(active) * UNITS[active_unit.lower()] if active else num_params
+    shape = _stretched(MIXTURES if active else DENSE, num_params)
     return replace(shape, name=text.strip(), num_params=num_params, num_active_params=num_active)
 
 

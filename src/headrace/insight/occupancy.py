@@ -7,7 +7,6 @@ step, so a moment `t` is first mapped to the seconds of steps that had gone by a
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,24 +41,17 @@ class Pool:
 class Occupancy:
     """How the stages of some steps lay side by side. Seconds are totals over these steps.
 
-    `queued_share` takes a reward worker for one that scores one answer at a time: what is being scored beyond the
-    number of workers, waits. A function that is `async` scores many at a time and may have no queue even so.
-
     Example:
         Occupancy(num_steps=58, wall_s=81.2, busy_s=79.0, stage_s=StageTimes(rollout=52.0, reward=14.5, train=26.0),
-            alone_s=StageTimes(rollout=50.1, reward=1.0, train=25.0), pools=(Pool(...), Pool(...)), queued_share=0.02,
-            stall_s=0.3, num_stalls=3)
+            pools=(Pool(...), Pool(...)), stall_s=0.3)
     """
 
     num_steps: int
     wall_s: float
     busy_s: float  # at least one stage was busy
     stage_s: StageTimes
-    alone_s: StageTimes  # this stage was busy and no other: what would be saved if it took no time
     pools: tuple[Pool, ...]
-    queued_share: float | None  # of the seconds that answers spent being scored
     stall_s: float  # training waited for a checkpoint
-    num_stalls: int
 
     @property
     def overlap_s(self) -> float:
@@ -71,11 +63,6 @@ class Occupancy:
         """Of the sum of the stage times; 0 is one after the other, 0.5 is two stages side by side all the time."""
         total_s = self.busy_s + self.overlap_s
         return self.overlap_s / total_s if total_s else 0.0
-
-    @property
-    def no_stage_s(self) -> float:
-        """Seconds in which no stage was busy."""
-        return max(0.0, self.wall_s - self.busy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,21 +143,15 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_w
     numbers, workers, starts, ends = zip(*rows, strict=True)
     stage = np.array(numbers)
     starts_s, ends_s = (times.measured(np.array(column, np.float64)) for column in (starts, ends))
-    in_steps = ends_s > starts_s
-    merged = [union((starts_s[stage == i], ends_s[stage == i])) for i in range(len(stages))]
-    busy_s, alone_s = _side_by_side(merged[:_STALLED])
-    scoring = (starts_s[stage == STAGES.index(REWARD)], ends_s[stage == STAGES.index(REWARD)])
-    total_s = float((scoring[1] - scoring[0]).sum())
+    busy_s = [_length(union((starts_s[stage == i], ends_s[stage == i]))) for i in range(len(stages))]
+    working = stage < _STALLED
     return Occupancy(
         num_steps=len(times.steps),
         wall_s=times.wall_s,
-        busy_s=busy_s,
-        stage_s=StageTimes(**{name: _length(merged[i]) for i, name in enumerate(STAGES)}),
-        alone_s=alone_s,
+        busy_s=_length(union((starts_s[working], ends_s[working]))),
+        stage_s=StageTimes(**dict(zip(STAGES, busy_s, strict=False))),
         pools=_pools(stage, np.array(workers), (starts_s, ends_s), times.wall_s, reward_workers),
-        queued_share=1.0 - at_most(scoring, reward_workers) / total_s if total_s else None,
-        stall_s=_length(merged[_STALLED]),
-        num_stalls=int((in_steps & (stage == _STALLED)).sum()),
+        stall_s=busy_s[_STALLED],
     )
 
 
@@ -187,8 +168,10 @@ def union(intervals: Intervals) -> Intervals:
 
 def at_most(intervals: Intervals, limit: int) -> float:
     """Sum of the intervals' lengths, where at any moment no more than `limit` of them count."""
-    lengths, (running,) = _sweep([intervals])
-    return float((lengths * np.minimum(running, limit)).sum())
+    moments = np.concatenate(intervals)
+    order = np.argsort(moments, kind="stable")
+    running = np.cumsum(np.where(order < len(intervals[0]), 1, -1))[:-1]
+    return float((np.diff(moments[order]) * np.minimum(running, limit)).sum())
 
 
 def _bounded(connection: sqlite3.Connection, times: StepTimes) -> tuple[StepTimes, int]:
@@ -219,30 +202,6 @@ def _pools(
                 Pool(name=name, worker=str(worker), num_workers=num_workers, idle_share=min(1.0, max(0.0, idle_share)))
             )
     return tuple(found)
-
-
-def _side_by_side(merged: Sequence[Intervals]) -> tuple[float, StageTimes]:
-    """Seconds with any stage busy, and with each alone."""
-    lengths, running = _sweep(merged)
-    together = running.sum(axis=0)
-    alone = {
-        name: float(lengths[(together == 1) & (busy == 1)].sum()) for name, busy in zip(STAGES, running, strict=True)
-    }
-    return float(lengths[together > 0].sum()), StageTimes(**alone)
-
-
-def _sweep(kinds: Sequence[Intervals]) -> tuple[Numbers, npt.NDArray[np.int64]]:
-    """Lengths of the stretches between neighbouring ends of intervals, and how many of each kind run in each."""
-    moments = np.concatenate([np.concatenate(kind) for kind in kinds])
-    order = np.argsort(moments, kind="stable")
-    changes = [np.concatenate([np.ones(len(kind[0]), np.int64), -np.ones(len(kind[0]), np.int64)]) for kind in kinds]
-    running = np.zeros((len(kinds), len(moments)), np.int64)
-    done = 0
-    for number, change in enumerate(changes):
-        running[number, done : done + len(change)] = change
-        done += len(change)
-    running = np.cumsum(running[:, order], axis=1)[:, :-1]
-    return np.diff(moments[order]), running
 
 
 def _length(intervals: Intervals) -> float:

@@ -123,6 +123,12 @@ class Plan:
 def plan(question: Question) -> list[Plan]:
     """Every layout that fits, the one with the most goodput first."""
     found = [made for layout in _layouts(question) if (made := _plan(question, layout)) is not None]
+    if not any(_engine_sizes(question)):
+        raise ConfigError(
+            f"{question.model.name} cannot generate on {question.num_devices} x {question.device.name}: its weights "
+            f"and the cache of one answer of {_longest_tokens(question):,.0f} tokens, the longest of "
+            f"{question.num_answers:,}, do not fit; take more or larger devices, or shorter answers"
+        )
     if not found:
         state_gb = 16 * question.model.num_params / 1e9
         raise ConfigError(
@@ -193,11 +199,20 @@ def _engine_sizes(question: Question) -> Iterator[int]:
     """Devices of an engine: powers of two within a node, so many that weights and some sequences fit."""
     size = 1
     while size <= min(question.device.num_per_node, question.num_devices):
-        context = question.prompt_tokens + question.lengths.expected_max(question.num_answers)
-        bill = actor_bill(question.model, question.device, num_running=1, context_tokens=context, tensor_parallel=size)
+        bill = actor_bill(
+            question.model,
+            question.device,
+            num_running=1,
+            context_tokens=question.prompt_tokens + _longest_tokens(question),
+            tensor_parallel=size,
+        )
         if bill.fits(question.device):
             yield size
         size *= 2
+
+
+def _longest_tokens(question: Question) -> float:
+    return question.lengths.expected_max(question.num_answers)
 
 
 def _plan(question: Question, layout: Layout) -> Plan | None:

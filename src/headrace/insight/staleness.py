@@ -10,32 +10,13 @@ which the learner can train. Below 1 the learner waits for answers, above 1 the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from headrace.buffer.lag import LagPolicy
 from headrace.insight.checks import check_above, check_at_least
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedLag:
-    """Mean lag in versions, by where the data grew old.
-
-    Example:
-        ExpectedLag(in_flight=1.44, in_queue=0.9)
-    """
-
-    in_flight: float
-    in_queue: float
-
-    @property
-    def total(self) -> float:
-        """Mean lag of what is trained on."""
-        return self.in_flight + self.in_queue
-
-
 def expected_lag(
     *, concurrency: float, batch: float, group_tail: float, rho: float, queue_batches: float = 1.0
-) -> ExpectedLag:
+) -> float:
     """Mean lag when generation never pauses and a full queue of `queue_batches` (q) batches lets its oldest go.
 
     rollout-bound, ρ ≤ 1: C·M/B + ρ. A batch is complete and being trained on for the share ρ of the time, and what
@@ -46,8 +27,8 @@ def expected_lag(
     check_at_least(1.0, group_tail=group_tail, queue_batches=queue_batches)
     in_flight = concurrency * group_tail / batch
     if rho <= 1.0:
-        return ExpectedLag(in_flight=in_flight, in_queue=rho)
-    return ExpectedLag(in_flight=in_flight / rho, in_queue=(2 * queue_batches + rho - 1) / (2 * rho))
+        return in_flight + rho
+    return in_flight / rho + (2 * queue_batches + rho - 1) / (2 * rho)
 
 
 def admitted_lag(policy: LagPolicy, *, concurrency: float, group_tail: float, rho: float) -> float:
@@ -61,7 +42,7 @@ def admitted_lag(policy: LagPolicy, *, concurrency: float, group_tail: float, rh
         return float(policy.max_lag)
     in_flight = min(concurrency, most_ahead(policy))
     lag = expected_lag(concurrency=in_flight, batch=policy.groups_per_step, group_tail=group_tail, rho=rho)
-    return min(float(policy.max_lag), lag.total)
+    return min(float(policy.max_lag), lag)
 
 
 def most_ahead(policy: LagPolicy) -> int:

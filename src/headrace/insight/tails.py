@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -70,15 +71,7 @@ class LogNormal:
     def expected_max(self, n: int) -> float:
         """Mean of the longest of `n`: ∫ (1 - Φ(z)^n) dx over x = exp(mu + sigma·z), from 0 to the cap."""
         check_at_least(1, n=n)
-        if self.cv == 0.0:
-            return min(self.mean, self.cap)
-        start = math.exp(self.mu + self.sigma * LOWEST_Z)  # below it 1 - Φ^n is 1
-        if self.cap <= start:
-            return self.cap
-        highest_z = min(self.sigma + Z_ABOVE_SIGMA, (math.log(self.cap) - self.mu) / self.sigma)
-        z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
-        longer = -np.expm1(n * _log_cdf(z)) * self.sigma * np.exp(self.mu + self.sigma * z)
-        return start + _simpson(longer, float(z[1] - z[0]))
+        return _expected_max(self, n)
 
     def median_max(self, n: int) -> float:
         """Median of the longest of `n`: the length that one answer exceeds with probability 1 - 2^(-1/n)."""
@@ -91,13 +84,22 @@ class LogNormal:
         check_at_least(1, n=n)
         return self.mean * math.exp(self.sigma * math.sqrt(2 * math.log(n)) - self.sigma**2 / 2)
 
-    def overshoot(self, n: int) -> float:
-        """How many times too long the popular estimate is."""
-        return self.closed_form_max(n) / self.expected_max(n)
-
     def tail(self, n: int) -> float:
         """The longest of `n` over the average: M in the staleness formulas, for a group with n = K."""
         return self.expected_max(n) / self.cut_mean
+
+
+@lru_cache(maxsize=1024)  # a planner asks for the same few again and again
+def _expected_max(lengths: LogNormal, n: int) -> float:
+    if lengths.cv == 0.0:
+        return min(lengths.mean, lengths.cap)
+    start = math.exp(lengths.mu + lengths.sigma * LOWEST_Z)  # below it 1 - Φ^n is 1
+    if lengths.cap <= start:
+        return lengths.cap
+    highest_z = min(lengths.sigma + Z_ABOVE_SIGMA, (math.log(lengths.cap) - lengths.mu) / lengths.sigma)
+    z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
+    longer = -np.expm1(n * _log_cdf(z)) * lengths.sigma * np.exp(lengths.mu + lengths.sigma * z)
+    return start + _simpson(longer, float(z[1] - z[0]))
 
 
 def _log_cdf(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

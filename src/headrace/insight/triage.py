@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.config import Config
+from headrace.errors import ConfigError
 from headrace.insight.calibration import Calibration, calibrate
 from headrace.insight.equation import PLACEMENT_WORDS, Placement, binding_stage, step_s
 from headrace.insight.reading import Reading, read
@@ -95,6 +96,8 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
 def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
     """From stage times alone; every move is one number made smaller, or another placement."""
     now_s = step_s(times, placement)
+    if not now_s:
+        raise ConfigError("every stage takes 0 s: give at least one of them a time")
     stage = binding_stage(times, placement)
     found = []
     for halved in STAGES:
@@ -103,7 +106,7 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
             found.append(Move(text=f"{halved} in half the time", settings=(), step_s=faster_s, gain=now_s / faster_s))
     for other in Placement:
         other_s = step_s(times, other)
-        found.append(Move(text=PLACEMENT_WORDS[other], settings=(), step_s=other_s, gain=now_s / other_s))
+        found.append(Move(text=f"{other}: {PLACEMENT_WORDS[other]}", settings=(), step_s=other_s, gain=now_s / other_s))
     return TypedTriage(
         times=times,
         placement=placement,

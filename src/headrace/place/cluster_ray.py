@@ -21,7 +21,9 @@ START_TIMEOUT_S = 300.0  # until a worker's process is up; loading the model com
 class _Host:
     """In the worker's process: holds the object that is served. Ray calls what it is asked on one event loop."""
 
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, directory: str, make: Callable[..., Any], *args: Any) -> None:
+        if os.path.isdir(directory):  # what settings name, they name from there
+            os.chdir(directory)
         self._served = make(*args)
 
     async def whereabouts(self) -> tuple[str, int]:
@@ -101,6 +103,7 @@ class RayCluster:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 where = f"place.address = '{address}' cannot be reached" if address else "Ray cannot be started"
                 raise ConfigError(f"{where}: {error}") from error
+        self.num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, gpus: float = 0.0) -> RayWorker:
@@ -108,7 +111,7 @@ class RayCluster:
         host = ray.remote(_Host).options(
             num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
         )
-        worker = RayWorker(name, host.remote(make, *args))
+        worker = RayWorker(name, host.remote(os.getcwd(), make, *args))
         self._workers.append(worker)
         return worker
 
@@ -140,7 +143,7 @@ def _in_our_words(error: RayError, worker: str) -> BaseException:
             return cause
         return RuntimeError(f"{worker} failed:\n{error}")
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return WorkerLostError(f"{worker} is lost: {first_line}")
+    return WorkerLostError(f"{worker} is lost: {first_line.rstrip('.')}")
 
 
 def _quiet() -> None:

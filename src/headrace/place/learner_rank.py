@@ -24,6 +24,7 @@ from headrace.loop.canary import next_logprob
 from headrace.loop.checkpoint import Checkpoint, snapshot, write_tensors
 from headrace.place.build import PolicyFacts, load, make_learner
 from headrace.place.device import DeviceThread
+from headrace.place.memory import training_bytes
 from headrace.policy.policy import Policy
 from headrace.publish.encoding import Encoder, Encoding
 from headrace.publish.publisher import Publisher, PublishTimes
@@ -62,6 +63,11 @@ class LearnerRank:
         self._end: SendingEnd | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # of the checkpoint that is to be written
+
+    @property
+    def held_bytes(self) -> int:
+        """What this rank's part of the training state will take."""
+        return training_bytes(self._policy, self._spec.config.learner) // self._spec.config.learner.ranks
 
     @property
     def learner(self) -> Learner:
@@ -171,11 +177,11 @@ class LearnerRank:
 
     # ---- new weights
 
-    async def stage(self, version: int, nodes: Sequence[str]) -> Ticket | None:
+    async def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         """Make a version ready for the receivers on these nodes; the first rank has the ticket for them."""
-        return await self._device.run(self._stage, version, nodes)
+        return await self._device.run(self._offer, version, nodes)
 
-    def _stage(self, version: int, nodes: Sequence[str]) -> Ticket | None:
+    def _offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         only = self._spec.config.publish.encoding == "adapter"
         weights = self.learner.weights(self._policy.dtype, trained_only=only)
         if self._publisher is None or self._end is None:
@@ -194,13 +200,13 @@ class LearnerRank:
         finally:
             sending.close(wait=False)
 
-    def commit(self, version: int) -> PublishTimes:
+    def offered(self, version: int) -> PublishTimes:
         """All receivers hold it."""
         assert self._publisher is not None
         self._publisher.commit(version)
         return self._publisher.times
 
-    def abandon(self, version: int) -> None:
+    def withdraw(self, version: int) -> None:
         """It never was."""
         assert self._publisher is not None
         self._publisher.abandon(version)

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.errors import MissingExtraError
+from headrace.ledger.runs import START
 from headrace.place.local import LocalPlace
 from headrace.place.remote import RemotePlace
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
@@ -35,7 +36,9 @@ def _ends(config: Config, run_dir: Path) -> tuple[Callable[[], SendingEnd], Call
     """Both ends of the transport, each to be made where it belongs."""
     match config.publish.transport:
         case "disk":
-            return partial(DiskSender, (run_dir / PUBLISHED).absolute()), DiskReceiver
+            path = run_dir / START if config.model.path == "demo" else Path(config.model.path)
+            model_dir = None if path.suffix == ".gguf" else path.absolute()
+            return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
         case "collective":
             return CollectiveSender, CollectiveReceiver
         case "object_store":

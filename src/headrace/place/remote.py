@@ -32,10 +32,12 @@ from headrace.place.build import (
     model_of,
     room_for_prompts,
 )
+from headrace.place.colocated import ColocatedWorker
 from headrace.place.device import DeviceThread
 from headrace.place.learner_rank import LearnerRank, RankSpec
 from headrace.place.remote_publisher import RemotePublisher
 from headrace.place.remote_trainer import RemoteTrainer
+from headrace.place.reward_hosts import RewardHost, RewardHosts
 from headrace.place.rollout_pool import RolloutPool
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.place.workers import Cluster, LearnerLostError, Worker, WorkerLostError
@@ -43,6 +45,7 @@ from headrace.policy.policy import load_tokenizer
 from headrace.prompts.stream import PromptStream
 from headrace.publish.transport import ReceivingEnd, SendingEnd
 from headrace.reward.scorer import Scorer
+from headrace.reward.worker import Setup
 
 WARM_STEPS_AT_ONCE = 8
 MOST_FAILURES = 3  # of new workers in a row: there is no use in another
@@ -62,6 +65,7 @@ class RemotePlace:
     ) -> None:
         self.config, self.run_dir = config, run_dir
         self._cluster = cluster
+        self._colocated = config.place.layout == "colocated"
         self._gpus = _gpus_of_a_worker(config, cluster)
         self._sending, self._receiving = ends
         self.device = DeviceThread()  # in which the loop waits for ranks and workers
@@ -77,6 +81,7 @@ class RemotePlace:
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
+            judges=self._reward_hosts,
         )
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
@@ -170,19 +175,31 @@ class RemotePlace:
     # ---- workers
 
     def _spawn_ranks(self) -> list[Worker]:
+        kind, name = (ColocatedWorker, "worker") if self._colocated else (LearnerRank, "learner")
         return [
             self._cluster.spawn(
-                f"learner-{rank}",
-                LearnerRank,
+                f"{name}-{rank}",
+                kind,
                 RankSpec(config=self.config, model=self._model, rank=rank, sending=self._sending),
                 gpus=self._gpus,
             )
             for rank in range(self.config.learner.ranks)
         ]
 
+    def _reward_hosts(self, setup: Setup) -> RewardHosts:
+        section, numbers = self.config.reward, itertools.count()
+
+        def spawn(num_workers: int) -> Worker:
+            return self._cluster.spawn(f"reward-{next(numbers)}", RewardHost, setup, num_workers, section.retries)
+
+        return RewardHosts(spawn, num_workers=section.workers, num_nodes=self._cluster.num_nodes)
+
     def _spawn_rollout(self) -> Worker:
-        name = f"rollout-{next(self._numbers)}"
-        spec = RolloutSpec(
+        spec = self._rollout_spec(f"rollout-{next(self._numbers)}")
+        return self._cluster.spawn(spec.name, RolloutWorker, spec, gpus=self._gpus)
+
+    def _rollout_spec(self, name: str) -> RolloutSpec:
+        return RolloutSpec(
             config=self.config,
             model=self._model,
             name=name,
@@ -190,10 +207,14 @@ class RemotePlace:
             longest_prompt=max(len(p.token_ids) for p in self.prompts.held_out),
             receiving=self._receiving,
         )
-        return self._cluster.spawn(name, RolloutWorker, spec, gpus=self._gpus)
 
     def _first_workers(self) -> list[Worker]:
-        workers = [self._spawn_rollout() for _ in range(self.config.rollout.workers)]
+        if self._colocated:
+            workers = self.trainer.ranks
+            begun = [worker.ask("begin_rollout", self._rollout_spec(worker.name)) for worker in workers]
+            self._cluster.first_failure(begun)
+        else:
+            workers = [self._spawn_rollout() for _ in range(self.config.rollout.workers)]
         for worker in workers:
             worker.wait_ready()
         return workers
@@ -208,6 +229,10 @@ class RemotePlace:
         self.actor.lose(worker, why)
 
     def _on_lost(self, worker: Worker, why: str) -> None:
+        if self._colocated:  # a rank went with it
+            self.trainer.lost = True
+            self.actor.fail(LearnerLostError(f"{why}; the learner cannot go on without it"))
+            return
         self.on_note(f"{why}. What it was at goes to others, and another takes its place")
         task = asyncio.create_task(self._replace())
         self._joining.add(task)
@@ -255,9 +280,12 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     if config.model.device == "cpu" or (config.model.device == "auto" and not cluster.num_gpus):
         return 0.0
     workers, ranks = config.rollout.workers, config.learner.ranks
-    if workers + ranks > cluster.num_gpus:
+    colocated = config.place.layout == "colocated"
+    needed = ranks if colocated else workers + ranks
+    if needed > cluster.num_gpus:
+        advice = "lower both" if colocated else "lower one of them, or set place.layout = 'colocated'"
         raise ConfigError(
-            f"rollout.workers = {workers} and learner.ranks = {ranks} need {workers + ranks} GPUs, and the cluster has "
-            f"{cluster.num_gpus}: lower one of them, or set place.layout = 'colocated'"
+            f"rollout.workers = {workers} and learner.ranks = {ranks} need {needed} GPUs, and the cluster has "
+            f"{cluster.num_gpus}: {advice}"
         )
     return 1.0

@@ -48,7 +48,7 @@ class RemotePublisher:
             workers = self._staged_by_all(version)
             answers = {worker: worker.ask("commit", version) for worker in workers}
             received = self._heard(answers)
-            times: PublishTimes = self._first("commit", version)
+            times: PublishTimes = self._first("offered", version)
             self.version = version
         self._book(version, times.with_receivers(received.values()), len(workers))
 
@@ -65,14 +65,14 @@ class RemotePublisher:
         """Those that hold it, checked; there is at least one."""
         for _ in range(TRIES):
             workers = self._workers()
-            ticket: Ticket = self._trainer.all("stage", version, [worker.node for worker in workers])[0]
+            ticket: Ticket = self._trainer.all("offer", version, [worker.node for worker in workers])[0]
             failed = self._deliver(ticket, workers)
             dead = {worker: why for worker, why in failed.items() if isinstance(why, WorkerLostError)}
             for worker, why in (dead or failed).items():  # a death keeps others from getting it, too
                 self._give_up(worker, str(why))
             if len(failed) < len(workers) and not (dead and len(failed) > len(dead)):
                 return [worker for worker in workers if worker not in failed]
-            self._first("abandon", version)
+            self._first("withdraw", version)
             for worker in self._workers():
                 worker.ask("abandon", version)
         reasons = "; ".join(f"{worker.name}: {why}" for worker, why in failed.items())

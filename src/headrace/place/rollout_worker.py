@@ -176,6 +176,10 @@ class RolloutWorker:
             self._finished.append(future.result())
         self._news.set()
 
+    def release_cache(self) -> None:
+        """Give the cache's memory to whoever shares the device. Call it in the device thread."""
+        self._engine.release_cache()
+
     # ---- weights
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:

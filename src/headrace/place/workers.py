@@ -58,6 +58,7 @@ class Cluster(Protocol):
     """Where workers live."""
 
     num_gpus: int
+    num_nodes: int
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, gpus: float = 0.0) -> Worker:
         """A process that serves `make(*args)`. It may not be up yet: what keeps it from it, the first answer says."""

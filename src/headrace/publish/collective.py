@@ -11,6 +11,7 @@ not mended. The sender calls another meeting, and whoever is still there comes.
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from headrace.publish.transport import Ticket
 CHUNK_BYTES = 4 << 20
 _WINDOW = 4  # chunks under way at a time, to each neighbour
 _ARRIVED = "arrived"
+_ANYWHERE = "192.0.2.1"  # an address that nobody has
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,10 @@ class _Chain:
             options._timeout = timeout
             self._group: Any = distributed.ProcessGroupNCCL(rendezvous, self.index, size, options)
         else:
-            self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, timeout)
+            options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(meeting.host))]
+            self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, options)
         self.is_last = self.index == meeting.num_receivers
 
     def pass_on(self, chunk: Tensor, number: int) -> Any:
@@ -76,11 +81,11 @@ class _Chain:
 
 
 class CollectiveSender:
-    """The head of the chain. `host` is this machine's address for the receivers."""
+    """The head of the chain. `host` is this machine's address for the receivers, by default that of its network."""
 
-    def __init__(self, *, host: str = "127.0.0.1", device: torch.device | str = "cpu") -> None:
-        self._host, self._device = host, torch.device(device)
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    def __init__(self, *, host: str = "", device: torch.device | str = "cpu") -> None:
+        self._host, self._device = host or _own_address(_ANYWHERE), torch.device(device)
+        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count(1)
         self._staged: dict[int, Payload] = {}
         self._chain: _Chain | None = None
@@ -187,6 +192,16 @@ class _Patience:
         """Of something under way."""
         left_s = max(self._deadline - time.monotonic(), 0.001)
         work.wait(timedelta(seconds=left_s))
+
+
+def _own_address(towards: str) -> str:
+    """This machine's, on the way to another one. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 1))
+            return str(probe.getsockname()[0])
+        except OSError:  # a machine without a network
+            return "127.0.0.1"
 
 
 def _chunks(buckets: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -11,12 +11,12 @@ Nothing is forced to the disk: what a crash of the machine loses, the checksums 
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -29,6 +29,7 @@ MANIFEST, COMPLETE = "manifest.json", "complete"
 CONTENT = {Encoding.FULL: "model.safetensors", Encoding.ADAPTER: "adapter.safetensors", Encoding.DELTA: "changes.bin"}
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+_BESIDE = {".json", ".txt", ".model", ".jinja"}  # configuration and tokenizer
 _POLL_S = 0.02
 
 
@@ -55,7 +56,7 @@ class DiskSender:
                     file.write(bucket.cpu().numpy().data)
             if self._model_dir is not None and manifest.encoding == Encoding.FULL:
                 for beside in self._model_dir.iterdir():
-                    if beside.is_file() and "safetensors" not in beside.name and beside.suffix != ".bin":
+                    if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
             (path / MANIFEST).write_text(json.dumps(manifest.to_json()))
             (path / COMPLETE).touch()
@@ -98,7 +99,7 @@ class DiskReceiver:
         try:
             if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
                 raise PublishError(f"{path} holds another version than the one that was announced")
-            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb") as file:
+            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(ticket.manifest)))
                 payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -124,11 +125,14 @@ def _header(manifest: Manifest) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read(file: BinaryIO, size: int) -> torch.Tensor:
-    bucket = new_bucket(size, torch.device("cpu"))
-    return bucket[: file.readinto(bucket.numpy().data)]  # type: ignore[attr-defined]
+def _read(file: io.FileIO, size: int) -> torch.Tensor:
+    bucket, end = new_bucket(size, torch.device("cpu")), 0
+    while num_bytes := file.readinto(bucket.numpy()[end:].data):  # a read may stop early
+        end += num_bytes
+    return bucket[:end]
 
 
 def _remove(path: Path) -> None:
-    (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
-    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
+        shutil.rmtree(path, ignore_errors=True)

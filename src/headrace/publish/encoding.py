@@ -74,14 +74,16 @@ class Encoder:
         if self._committed is not None and version <= self._committed:
             raise PublishError(f"version {version} cannot follow version {self._committed}")
         self._pending = _Pending(version)
-        if self.kind is Encoding.ADAPTER:
-            chosen = [(name, tensor) for name, tensor in tensors if ADAPTER_MARK in name]
-            if not chosen:
-                raise PublishError("there is no adapter to publish: no tensor's name holds 'lora_'")
-            return self._full(version, chosen, Encoding.ADAPTER)
         if self.kind is Encoding.DELTA:
             return self._delta(version, tensors) if self._held else self._first(version, tensors)
-        return self._full(version, tensors)
+        payload = self._full(version, tensors, self.kind)
+        if self.kind is Encoding.ADAPTER and not payload.manifest.tensors:
+            raise PublishError(f"there is no adapter to publish: no tensor's name holds '{ADAPTER_MARK}'")
+        return payload
+
+    def takes(self, name: str) -> bool:
+        """Whether a tensor is published at all; the others need be neither gathered nor cast."""
+        return self.kind is not Encoding.ADAPTER or ADAPTER_MARK in name
 
     def committed(self, version: int) -> None:
         """Every receiver holds the version: the next delta starts from it."""
@@ -101,6 +103,8 @@ class Encoder:
     def _full(self, version: int, tensors: Named, encoding: Encoding = Encoding.FULL) -> Payload:
         writer, specs = BucketWriter(self._bucket_bytes, self._device), []
         for name, tensor in tensors:
+            if not self.takes(name):
+                continue
             content = flat_bytes(tensor.contiguous())
             writer.write(content)
             specs.append(_spec(name, tensor, content.numel()))

@@ -7,8 +7,10 @@ ask the sender's.)
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -85,3 +87,23 @@ class ObjectStoreReceiver:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+@contextmanager
+def local_store(num_bytes: int) -> Iterator[tuple[type[ObjectStoreSender], type[ObjectStoreReceiver]]]:
+    """Both ends, in the Ray that this process is connected to, or in one of its own with room for so many bytes."""
+    own = not ray.is_initialized()
+    if own:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            object_store_memory=max(num_bytes, 100 << 20),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield ObjectStoreSender, ObjectStoreReceiver
+    finally:
+        if own:
+            ray.shutdown()

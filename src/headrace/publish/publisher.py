@@ -1,5 +1,6 @@
 """Publishing as a transaction: stage, fetch and verify, commit, for every receiver or for none.
 
+    publisher.expect(nodes)             who is to get it
     publisher.stage(8, tensors)         gather, cast, encode; a ticket for the receivers
     subscriber.stage(ticket)            each fetches and checks, and goes on with version 7; publisher.send beside it
     subscriber.commit(8)                when all have it: between two engine steps
@@ -12,7 +13,7 @@ commits the tickets of `Publisher.catch_up`, one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,7 @@ from headrace.errors import PublishError
 from headrace.publish.encoding import Encoder, Encoding, Named, Update, cast
 from headrace.publish.transport import ReceivingEnd, SendingEnd, Ticket
 
+OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
 MAX_DELTAS = 32  # between a base and the newest version
 
 
@@ -37,7 +39,7 @@ class PublishTimes:
     gather_s: float = 0.0  # whole tensors from the learner's shards
     cast_s: float = 0.0
     encode_s: float = 0.0
-    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked
+    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
     apply_s: float = 0.0  # during which the engine stands still
     gather_bytes: int = 0
     cast_bytes: int = 0
@@ -69,14 +71,22 @@ class Publisher:
         self._kept: list[int] = []  # a base and the deltas since: what a late receiver is given
         self._chain_bytes = self._base_bytes = 0  # of the deltas, and of the base
         self._staged: Ticket | None = None
+        self._nodes: list[str] | None = None  # of the receivers that are together with this end
         self.times = PublishTimes()  # of the version staged last
+
+    def expect(self, nodes: Sequence[str]) -> None:
+        """Who gets the next version: the node of every receiver, one entry each. Those that are together stay so."""
+        if self._nodes != list(nodes):
+            self._nodes = list(nodes)
+            self._end.expect(nodes)
 
     def stage(self, version: int, tensors: Named) -> Ticket:
         """Gather (whatever the iterable does), cast, encode, and make ready. Replaces one that was not committed."""
         if self._staged is not None:
             self.abandon(self._staged.version)
         gathered = _Timed(tensors)
-        converted = _Timed(cast(gathered, self._dtype))
+        wanted = ((name, tensor) for name, tensor in gathered if self._encoder.takes(name))
+        converted = _Timed(cast(wanted, self._dtype))
         started = time.perf_counter()
         payload = self._encoder.encode(version, converted)
         encoded = time.perf_counter()
@@ -117,11 +127,14 @@ class Publisher:
     def abandon(self, version: int) -> None:
         """Somebody did not get it: it never was."""
         if self._staged is not None and self._staged.version == version:
-            self._staged = None
+            self._staged = self._nodes = None  # whoever failed, the others wait for it no more
             self._end.forget(version)
 
     def catch_up(self) -> list[Ticket]:
-        """For a receiver that holds nothing: a base and the deltas since. Sends are up to the caller."""
+        """For receivers that hold nothing, and are expected: a base and the deltas since. The caller sends them."""
+        if self._nodes is not None:
+            self._end.expect(self._nodes)  # newcomers are not together with anybody, even if others were on their nodes
+            self._nodes = None
         if not self._kept and self._encoder.kind is Encoding.DELTA:
             base = self._encoder.rebase()
             self._end.stage(base)
@@ -154,13 +167,9 @@ class Subscriber:
         self._staged = None
         started = time.perf_counter()
         payload = self._end.fetch(ticket, timeout_s)
-        fetched = time.perf_counter()
         self._staged = Update(payload, self._live, self.version)
-        self.times = PublishTimes(
-            transfer_s=fetched - started,
-            transfer_bytes=payload.manifest.num_bytes,
-            apply_s=time.perf_counter() - fetched,
-        )
+        seconds = time.perf_counter() - started
+        self.times = PublishTimes(transfer_s=seconds, transfer_bytes=payload.manifest.num_bytes)
 
     def commit(self, version: int) -> None:
         """Write it into the live weights. Call it between two engine steps."""
@@ -170,8 +179,7 @@ class Subscriber:
         started = time.perf_counter()
         update.write()
         self.version = version
-        apply_s = self.times.apply_s + time.perf_counter() - started
-        self.times = replace(self.times, apply_s=apply_s, apply_bytes=update.num_bytes)
+        self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=update.num_bytes)
 
     def abandon(self, version: int) -> None:
         """Somebody else did not get it: stay with the old one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from headrace.config import RewardSection
 from headrace.reward.cache import VerdictCache
@@ -15,10 +16,46 @@ from headrace.reward.worker import Setup
 from headrace.types import Completion, FinishReason, Score
 
 
-class Scorer:
-    """Scores completions with the pool, the cache and the overlong penalty of one `[reward]` section."""
+class Judges(Protocol):
+    """Processes that judge, here or elsewhere."""
 
-    def __init__(self, section: RewardSection, *, max_new_tokens: int, default_function: str = "exact") -> None:
+    @property
+    def num_retried(self) -> int:
+        """Further tries after a crash or a timeout."""
+        ...
+
+    @property
+    def num_workers_replaced(self) -> int:
+        """Processes that ended or had to be ended."""
+        ...
+
+    async def start(self) -> None:
+        """A function that cannot be loaded is an error here."""
+        ...
+
+    async def run(self, completion: Completion) -> Score:
+        """The function's verdict on one completion, or why there is none."""
+        ...
+
+    async def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+class Scorer:
+    """Scores completions with the pool, the cache and the overlong penalty of one `[reward]` section.
+
+    `judges(setup)` makes the pool, if it is to be elsewhere than beside this process.
+    """
+
+    def __init__(
+        self,
+        section: RewardSection,
+        *,
+        max_new_tokens: int,
+        default_function: str = "exact",
+        judges: Callable[[Setup], Judges] | None = None,
+    ) -> None:
         self._section = section
         self._max_new_tokens = max_new_tokens
         self.function = section.function or default_function
@@ -28,7 +65,9 @@ class Scorer:
             pattern=section.pattern,
             timeout_s=section.timeout_s,
         )
-        self._pool = Pool(setup, num_workers=section.workers, retries=section.retries)
+        self._pool: Judges = (
+            judges(setup) if judges else Pool(setup, num_workers=section.workers, retries=section.retries)
+        )
         self._cache: VerdictCache | None = None
         self.verdicts: dict[bytes, Score] = {}  # by content; a restart fills it with those of the run so far
         self.on_verdict: Callable[[bytes, Score], None] = lambda key, score: None

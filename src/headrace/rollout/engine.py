@@ -77,7 +77,8 @@ class Engine:
         self._on_update, self._clock = on_update, clock
         self._max_wall_s, self._on_wall = max_wall_s, on_wall
         self._max_running = max_running
-        self._store = make_store(policy, kv_tokens=kv_tokens, max_running=max_running)
+        self._make_store = partial(make_store, policy, kv_tokens=kv_tokens, max_running=max_running)
+        self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
                 f"model.exact = true and rollout.speculate = {speculate}: checking drafts on a CPU has no exact form; "
@@ -97,11 +98,7 @@ class Engine:
 
     def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
         """Queue the samples of one prompt."""
-        longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
-        at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
-        for start in range(0, len(requests), at_once):
-            family = _Family(prompt, list(requests[start : start + at_once]), longest)
-            self._inbox.append(partial(self._queue, family))
+        self._inbox.append(partial(self._split, prompt, list(requests)))
 
     def go_on(self, prompt: IntArray, request: Request, so_far: Generation) -> None:
         """Queue a request that has sampled something before, in another process perhaps."""
@@ -177,6 +174,15 @@ class Engine:
             self._store.recompute(sequences, known, self.prefill_tokens)
 
     @torch.inference_mode()
+    def release_cache(self) -> None:
+        """Give its memory back until there is something to decode: what runs is laid aside, and computed again then."""
+        while self._prefilling or len(self._rows):
+            self._make_room()
+        self._held = None
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
     def likeliest(self, prompt: IntArray) -> tuple[int, float] | None:
         """The likeliest token after a prompt and its log-prob, by the way of a request; None while there is no room."""
         place = self._store.open(len(prompt), 1)
@@ -198,6 +204,20 @@ class Engine:
         return {generation.id: generation for generation in (*rows, *aside)}
 
     # ---- inside
+
+    @property
+    def _store(self) -> Store:
+        """The cache; made again once it is needed after it was released."""
+        if self._held is None:
+            self._held = self._make_store()
+        return self._held
+
+    def _split(self, prompt: IntArray, requests: list[Request]) -> None:
+        """Queue the samples of one prompt, as many together as can run at the same time."""
+        longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
+        at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
+        for start in range(0, len(requests), at_once):
+            self._queue(_Family(prompt, requests[start : start + at_once], longest))
 
     def _queue(self, family: _Family) -> None:
         self._waiting.append(family)

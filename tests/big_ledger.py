@@ -1,6 +1,6 @@
 """A ledger as a long run leaves it, made in seconds: the books balance, the times and numbers are plausible.
 
-    python tests/insight/big_ledger.py RUN [STEPS]
+    PYTHONPATH=src python tests/big_ledger.py RUN [STEPS]
 
 Each step trains on two groups of five answers; one group in ten is dropped besides. Generation fills most of a step,
 then the learner works; scoring runs beside both. Rewards rise over the run.
@@ -27,7 +27,7 @@ from headrace.types import FinishReason, Span, Timing, Trajectory
 GROUPS, SAMPLES, MAX_LAG, MAX_TOKENS = 2, 5, 2, 512
 ENGINE_STEPS = 20  # spans of the engine in a step
 JOURNALED = 50  # of the last steps the answers are kept token by token
-ROLLOUT_S, TRAIN_S, PUBLISH_S = 1.2, 0.6, 0.02
+ROLLOUT_S, TRAIN_S, OPTIMIZER_S, PUBLISH_S = 1.2, 0.6, 0.04, 0.02  # the optimizer's is part of the learner's
 STEP_S = ROLLOUT_S + TRAIN_S + PUBLISH_S
 
 
@@ -156,16 +156,20 @@ def _transfers(a: dict[str, np.ndarray], ids: list[str], booked_s: np.ndarray) -
 
 def _spans(a: dict[str, np.ndarray], num_steps: int) -> Iterable[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    slice_s = ROLLOUT_S / ENGINE_STEPS
+    slice_s, pass_s = ROLLOUT_S / ENGINE_STEPS, (TRAIN_S - OPTIMIZER_S) / GROUPS
+    trained = np.bincount(a["step"], weights=(a["tokens"] + 20) * ~a["dull"], minlength=num_steps + 1)
     for step in range(1, num_steps + 1):
         begin_s, version = (step - 1) * STEP_S, step - 1
         for i in range(ENGINE_STEPS):
             start_s = begin_s + i * slice_s
             found.append(("rollout", "local", version, start_s, start_s + slice_s, ""))
         for i in range(GROUPS):
-            start_s = begin_s + ROLLOUT_S + i * TRAIN_S / GROUPS
-            found.append(("train", "local", version, start_s, start_s + TRAIN_S / GROUPS, ""))
+            start_s = begin_s + ROLLOUT_S + i * pass_s
+            found.append(
+                ("train", "local", version, start_s, start_s + pass_s, f"{int(trained[step]) // GROUPS} tokens")
+            )
         end_s = step * STEP_S
+        found.append(("train", "local", version, end_s - PUBLISH_S - OPTIMIZER_S, end_s - PUBLISH_S, ""))
         found.append(("publish", "local", step, end_s - PUBLISH_S, end_s, ""))
         if step % 20 == 0:
             found.append(("checkpoint", "local", step, end_s, end_s + 0.005, STALL))

@@ -1,0 +1,207 @@
+"""Whether a run on a cluster survives: workers, ranks and whole nodes killed in the middle of each stage.
+
+    python benchmarks/chaos.py                                   # everything, some fifteen minutes
+    python benchmarks/chaos.py --victim node --during publish
+
+Three nodes of a Ray cluster on this machine (the first has the driver), 2 rollout workers, 2 learner ranks, 2 reward
+processes, six steps of a tiny model. In the third step, when the stage begins, one is killed with SIGKILL; a node with
+all that runs on it. Afterwards the books are audited, and every answer must have been trained on once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from headrace import api
+from headrace.config_file import load_config
+from headrace.ledger.audit import audit, books
+from headrace.loop.loop import Loop
+from headrace.place.remote import RemotePlace
+from headrace.types import Row
+
+VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")
+STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2
+QUICK = {  # a dead node is noticed in a second or two
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 2,
+}
+REWARD = """
+import time
+
+def score(completion):
+    time.sleep(0.02)
+    return len(set(completion.text)) / 16
+"""
+
+
+class Nodes:
+    """A cluster on this machine."""
+
+    def __init__(self) -> None:
+        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": QUICK})
+        self.others = [self._cluster.add_node(num_cpus=2) for _ in range(2)]
+        ray.init(address=self._cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
+
+    def kill(self, node_id: str) -> bool:
+        """A node that is not the driver's, with all that runs there."""
+        for node in self.others:
+            if node.node_id == node_id:
+                self.others.remove(node)
+                self._cluster.remove_node(node, allow_graceful=False)
+                return True
+        return False
+
+    def mend(self) -> None:
+        """As many nodes as before."""
+        while len(self.others) < 2:
+            self.others.append(self._cluster.add_node(num_cpus=2))
+
+    def close(self) -> None:
+        """End all of them."""
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+class Watcher(api.Nobody):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.step = 0
+
+    def note(self, text: str) -> None:
+        """Its first line."""
+        self.notes.append(text.splitlines()[0])
+
+    def row(self, row: Row) -> None:
+        """How far the run is."""
+        self.step = row.step
+
+
+def victim_of(place: RemotePlace, kind: str, nodes: Nodes) -> None:
+    """Kill one of the kind."""
+    if kind == "node":
+        away = [worker.node for worker in place.actor.workers if nodes.others and worker.node]
+        assert any(nodes.kill(node) for node in away), "no rollout worker runs on another node"
+        return
+    hosts: Any = place.scorer._pool
+    worker: Any = {"rollout": place.actor.workers, "rank": place.trainer.ranks, "reward": hosts._hosts}[kind][0]
+    if not worker.pid:
+        worker.wait_ready()
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def strike(place: RemotePlace, loop: Loop, stage: str, harm: Callable[[], None], watcher: Watcher) -> None:
+    """Do the harm once, when the stage begins in the step after AT_STEP."""
+    done = threading.Event()
+
+    def before(work: Callable[..., Any]) -> Callable[..., Any]:
+        def worked(*args: Any, **named: Any) -> Any:
+            if watcher.step >= AT_STEP and not done.is_set():
+                done.set()
+                threading.Thread(target=harm).start()
+                time.sleep(0.005)
+            return work(*args, **named)
+
+        return worked
+
+    owner, name = {
+        "rollout": (place.actor, "start"),
+        "reward": (place.scorer, "score"),
+        "train": (place.trainer, "accumulate"),
+        "publish": (place.publisher, "_deliver"),
+    }[stage]
+    setattr(owner, name, before(getattr(owner, name)))
+
+
+def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
+    run_dir, watcher, struck = directory / f"{victim}-{stage}", Watcher(), []
+    config = load_config(
+        None,
+        [
+            f"run.dir={run_dir}",
+            f"model.path={directory / 'model'}",
+            "model.device=cpu",
+            f"prompts.source={directory / 'prompts.jsonl'}",
+            "prompts.chat=never",
+            "prompts.eval_count=2",
+            f"rollout.samples={SAMPLES}",
+            "rollout.max_new_tokens=24",
+            f"reward.function={directory / 'rewards.py'}:score",
+            "reward.workers=2",
+            "reward.cache=false",
+            "buffer.drop_no_signal=false",
+            f"loop.steps={STEPS}",
+            f"loop.groups_per_step={GROUPS}",
+            "loop.max_lag=1",
+            "recovery.every_steps=2",
+            "place.cluster=ray",
+            "rollout.workers=2",
+            "learner.ranks=2",
+        ],
+    )
+    build = RemotePlace.loop
+
+    async def loop(place: RemotePlace) -> Loop:
+        made = await build(place)
+        if not struck:
+            struck.append(place)
+            strike(place, made, stage, lambda: victim_of(place, victim, nodes), watcher)
+        return made
+
+    RemotePlace.loop = loop  # type: ignore[method-assign]
+    started = time.perf_counter()
+    try:
+        summary = api.train(config, watcher)
+    finally:
+        RemotePlace.loop = build  # type: ignore[method-assign]
+    assert summary["steps"] == STEPS, summary
+    assert audit(run_dir) == [], audit(run_dir)
+    found = books(run_dir)
+    assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
+    redone = found.dropped["redone"].tokens if "redone" in found.dropped else 0
+    assert watcher.notes or victim == "reward", "nothing was noticed"
+    return (
+        f"{time.perf_counter() - started:.0f} s, {redone} tokens redone; {watcher.notes[0] if watcher.notes else '-'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--victim", choices=VICTIMS)
+    parser.add_argument("--during", choices=STAGES)
+    arguments = parser.parse_args()
+    from cpu_model import build, write_prompts  # torch comes after Ray's own settings
+
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        build(directory / "model", endless=True)
+        write_prompts(directory / "prompts.jsonl")
+        (directory / "rewards.py").write_text(REWARD)
+        nodes = Nodes()
+        try:
+            for victim in [arguments.victim] if arguments.victim else VICTIMS:
+                for stage in [arguments.during] if arguments.during else STAGES:
+                    nodes.mend()
+                    print(f"| {victim} | {stage} | {survive(directory, victim, stage, nodes)} |", flush=True)
+        finally:
+            nodes.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What the publisher keeps for late receivers, and what it books."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from small_weights import copied, same_bits, stepped, weights
+from torch import Tensor
+
+from headrace.publish.disk import DiskReceiver, DiskSender
+from headrace.publish.encoding import Encoder
+from headrace.publish.publisher import MAX_DELTAS, Publisher, PublishTimes, Subscriber
+
+START = {name: tensor for name, tensor in weights().items() if tensor.dtype == torch.bfloat16}
+FULL_BYTES = 2 * sum(tensor.numel() for tensor in START.values())
+
+
+def publisher_of(directory: Path, kind: str) -> Publisher:
+    return Publisher(Encoder(kind), DiskSender(directory), torch.bfloat16)
+
+
+def test_what_is_kept_for_late_receivers_has_a_bound_and_brings_them_to_the_newest(tmp_path: Path) -> None:
+    publisher, truth = publisher_of(tmp_path, "delta"), START
+    for version in range(1, 2 * MAX_DELTAS):
+        truth = stepped(truth, version, share=0.01)
+        publisher.stage(version, truth.items())
+        publisher.commit(version)
+        kept = list(tmp_path.iterdir())
+        deltas = [file for path in kept for file in path.glob("*.bin")]
+        assert sum(file.stat().st_size for file in deltas) < FULL_BYTES
+        assert len(kept) <= MAX_DELTAS
+        if version % 20 == 0:
+            live = copied(START)
+            newcomer = Subscriber(DiskReceiver(), live)
+            for ticket in publisher.catch_up():
+                newcomer.stage(ticket, 1.0)
+                newcomer.commit(ticket.version)
+            assert (newcomer.version, same_bits(live, truth)) == (version, True)
+
+
+def test_a_version_that_is_replaced_before_it_is_committed_leaves_nothing(tmp_path: Path) -> None:
+    publisher = publisher_of(tmp_path, "full")
+    publisher.stage(1, START.items())
+    publisher.stage(2, START.items())
+    publisher.commit(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["version-00000002"]
+
+
+def test_bytes_and_seconds_are_booked_by_operation(tmp_path: Path) -> None:
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in START.items():
+            time.sleep(0.01)
+            yield name, tensor.float()
+
+    publisher, live = publisher_of(tmp_path, "full"), copied(START)
+    ticket = publisher.stage(1, gathered())
+    quick, slow = Subscriber(DiskReceiver(), live), PublishTimes(transfer_s=5.0, apply_s=7.0)
+    quick.stage(ticket, 1.0)
+    quick.commit(1)
+    times = publisher.times.with_receivers([quick.times, slow])
+    assert times.gather_s >= 0.01 * len(START)
+    assert min(times.cast_s, times.encode_s) > 0.0
+    assert times.encode_s < times.gather_s
+    assert (times.transfer_s, times.apply_s) == (publisher.times.transfer_s + 5.0, 7.0)
+    assert times.total_s > 12.0
+    assert times.gather_bytes == 2 * FULL_BYTES
+    assert {times.cast_bytes, times.encode_bytes, times.transfer_bytes, times.apply_bytes} == {FULL_BYTES}
