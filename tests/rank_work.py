@@ -22,11 +22,13 @@ from headrace.learner.sharding import Sharding, split
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group
 
-WAIT_S = 60
+WAIT_S = 300  # a busy machine takes a minute to import torch
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "starcoder2", "llama")]
 _context = multiprocessing.get_context("forkserver")
 # imported once, not by every rank
-_context.set_forkserver_preload(["headrace.learner.learner", "headrace.loop.checkpoint", *MODELS])
+_context.set_forkserver_preload(
+    ["headrace.loop.checkpoint", "headrace.learner.learner", "headrace.policy.adapters_peft", *MODELS]
+)
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:

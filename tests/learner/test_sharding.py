@@ -264,3 +264,29 @@ def test_ranks_train_adapters_alone(saved: Callable[..., Path]):
     assert frozen.keys() == base.keys()
     start = dict(load(directory).model.named_parameters())
     assert all(torch.equal(weight, start[name.replace(".base_layer.", ".")]) for name, weight in frozen.items())
+
+
+def save_whole(sharding: Sharding, directory: Path, groups: list[Group], lora: Lora | None, into: Path) -> Any:
+    section = LearnerSection(lr=LR)
+    learner = learner_of(load_policy(ModelSection(path=str(directory), device="cpu"), lora), section, sharding)
+    take_step(learner, groups)
+    weights = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
+    if sharding.rank == 0:
+        learner.policy.save(into, weights)
+    return weights
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0, seed=1)], ids=["weights", "adapters"])
+def test_a_policy_in_parts_is_saved_whole(saved: Callable[..., Path], tmp_path: Path, lora: Lora | None):
+    weights = on_ranks(2, save_whole, saved(), make_steps()[0], lora, tmp_path / "whole")[0]
+    found = dict(load(tmp_path / "whole").model.named_parameters())
+    if lora is None:
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+        return
+    base = [name for name in weights if ".base_layer." in name]
+    assert base
+    for name in base:
+        down, up = (weights[name.replace("base_layer", f"lora_{side}.default")] for side in "AB")
+        merged = weights[name] + 2.0 * (up @ down)
+        torch.testing.assert_close(found[name.replace("base_layer.", "")], merged, rtol=0, atol=1e-6)
+        assert not torch.equal(merged, weights[name])

@@ -50,9 +50,10 @@ class Shards:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._root.set_requires_gradient_sync(False)
+        self._weights = dict(self._named())
         # gradients go to the parts that are held here, which an optimizer may take for ordinary weights
         self.held = {
-            name: nn.Parameter(_parts(p).to_local(), requires_grad=p.requires_grad) for name, p in self._named()
+            name: nn.Parameter(_parts(p).to_local(), requires_grad=p.requires_grad) for name, p in self._weights.items()
         }
 
     @property
@@ -90,7 +91,7 @@ class Shards:
 
     def as_part(self, name: str, part: Tensor) -> DTensor:
         """A tensor that belongs to the part of the weight `name` held here, as what it is: a part of a larger one."""
-        weight = dict(self._named())[name]
+        weight = self._weights[name]
         return DTensor.from_local(
             part.detach(),
             self._mesh,
