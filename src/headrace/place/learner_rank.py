@@ -60,7 +60,6 @@ class LearnerRank:
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
-        self._end: SendingEnd | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # of the checkpoint that is to be written
 
@@ -109,8 +108,7 @@ class LearnerRank:
         if spec.rank == 0:
             section = spec.config.publish
             encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
-            self._end = spec.sending()
-            self._publisher = Publisher(encoder, self._end, self._policy.dtype)
+            self._publisher = Publisher(encoder, spec.sending(), self._policy.dtype)
 
     # ---- steps
 
@@ -184,12 +182,14 @@ class LearnerRank:
     def _offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         only = self._spec.config.publish.encoding == "adapter"
         weights = self.learner.weights(self._policy.dtype, trained_only=only)
-        if self._publisher is None or self._end is None:
-            for _ in weights:  # to gather takes all ranks
+        try:
+            if self._publisher is None:
+                return None
+            self._publisher.expect(nodes)
+            return self._publisher.stage(version, weights)
+        finally:
+            for _ in weights:  # to gather takes all ranks, also where one has no use for it, or fails
                 pass
-            return None
-        self._end.expect(nodes)
-        return self._publisher.stage(version, weights)
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part, while receivers fetch."""
@@ -214,6 +214,5 @@ class LearnerRank:
     async def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
         """For a receiver that holds nothing."""
         assert self._publisher is not None
-        assert self._end is not None
-        self._end.expect(nodes)
+        self._publisher.expect(nodes)
         return await self._device.run(self._publisher.catch_up)
