@@ -149,7 +149,7 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
             f"loop.steps={STEPS}",
             f"loop.groups_per_step={GROUPS}",
             "loop.max_lag=1",
-            "recovery.every_steps=2",
+            "recovery.every_steps=4",
             "place.cluster=ray",
             "rollout.workers=2",
             "learner.ranks=2",
@@ -193,6 +193,7 @@ def main() -> None:
         build(directory / "model", endless=True)
         write_prompts(directory / "prompts.jsonl")
         (directory / "rewards.py").write_text(REWARD)
+        print("| killed | during | it took | tokens redone | the user was told |\n|---|---|---|---|---|", flush=True)
         nodes = Nodes()
         try:
             for victim in [arguments.victim] if arguments.victim else VICTIMS:

@@ -110,13 +110,16 @@ class RemotePlace:
         self._events = asyncio.get_running_loop()
         await self.device.run(self.trainer.meet)
         checkpoints = Checkpoints(self.run_dir, self.config.recovery.keep)
-        if self.ledger is None:
+        begins = self.ledger is None
+        if begins:
             await self.device.run(first_checkpoint, self.run_dir, self.trainer, self.prompts, checkpoints)
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
+        assert self.ledger is not None
         keep_verdicts(self.scorer, self.ledger)
         for worker in await self.device.run(self._first_workers):
             self.actor.join(worker)
-        await self.device.run(self.publisher.commit, 0)
+        if begins:  # a restart publishes the version that it goes on from
+            await self.device.run(self.publisher.commit, 0)
         return make_loop(
             self.config,
             self._sieve,
