@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,16 @@ class Watcher(api.Nobody):
 
 def victim_of(place: RemotePlace, kind: str, nodes: Nodes) -> None:
     """Kill one of the kind."""
-    if kind == "node":
-        away = [worker.node for worker in place.actor.workers if nodes.others and worker.node]
-        assert any(nodes.kill(node) for node in away), "no rollout worker runs on another node"
-        return
     hosts: Any = place.scorer._pool
+    if kind == "node":
+        everyone: list[Any] = [*place.actor.workers, *place.trainer.ranks, *hosts._hosts]
+        for worker in everyone:
+            if not worker.pid:
+                worker.wait_ready()
+        away = Counter(worker.node for worker in everyone if worker.node in {n.node_id for n in nodes.others})
+        print("placed:", Counter(worker.node[:6] for worker in everyone), file=sys.stderr, flush=True)
+        nodes.kill(away.most_common(1)[0][0])
+        return
     worker: Any = {"rollout": place.actor.workers, "rank": place.trainer.ranks, "reward": hosts._hosts}[kind][0]
     if not worker.pid:
         worker.wait_ready()
@@ -176,9 +182,8 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
     assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
     redone = found.dropped["redone"].tokens if "redone" in found.dropped else 0
     assert watcher.notes or victim == "reward", "nothing was noticed"
-    return (
-        f"{time.perf_counter() - started:.0f} s, {redone} tokens redone; {watcher.notes[0] if watcher.notes else '-'}"
-    )
+    told = watcher.notes[0] if watcher.notes else "nothing"
+    return f"{time.perf_counter() - started:.0f} s | {redone} | {told}"
 
 
 def main() -> None:

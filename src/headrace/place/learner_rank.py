@@ -74,6 +74,10 @@ class LearnerRank:
         assert self._learner is not None
         return self._learner
 
+    def alive(self) -> bool:
+        """Answers even while it waits for other ranks."""
+        return True
+
     # ---- before the first step
 
     def facts(self) -> PolicyFacts:

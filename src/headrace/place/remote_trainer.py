@@ -17,6 +17,8 @@ from headrace.loop.checkpoint import Checkpoint
 from headrace.place.workers import Cluster, LearnerLostError, Worker, WorkerLostError
 from headrace.types import FloatArray, Group, IntArray, Trajectory
 
+NOTICED_S = 60.0  # after which a dead node is known to be dead
+
 
 class RemoteTrainer:
     """Cuts every micro-batch into a part for each rank. If one of them is lost, so is the learner."""
@@ -105,8 +107,22 @@ class RemoteTrainer:
         try:
             return self._cluster.first_failure(asked)
         except WorkerLostError as lost:
-            self.lost = True
-            raise LearnerLostError(f"{lost}; the learner cannot go on without it") from lost
+            reason = str(lost)
+        except RuntimeError:
+            # a rank that lives notices first that another is gone, and says so in the words of the network
+            if not (reason := self._death()):
+                raise
+        self.lost = True
+        raise LearnerLostError(f"{reason}; the learner cannot go on without it")
+
+    def _death(self) -> str:
+        """Of one of several ranks, if there was one; a node's takes a while to be noticed."""
+        for answer in [rank.ask("alive") for rank in self.ranks] if len(self.ranks) > 1 else []:
+            try:
+                answer.result(NOTICED_S)
+            except WorkerLostError as lost:
+                return str(lost)
+        return ""
 
     def _parts(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
         return split(trajectories, len(self.ranks), lambda t: len(t.token_ids))
