@@ -103,7 +103,6 @@ def victim_of(place: RemotePlace, kind: str, nodes: Nodes) -> None:
             if not worker.pid:
                 worker.wait_ready()
         away = Counter(worker.node for worker in everyone if worker.node in {n.node_id for n in nodes.others})
-        print("placed:", Counter(worker.node[:6] for worker in everyone), file=sys.stderr, flush=True)
         nodes.kill(away.most_common(1)[0][0])
         return
     worker: Any = {"rollout": place.actor.workers, "rank": place.trainer.ranks, "reward": hosts._hosts}[kind][0]

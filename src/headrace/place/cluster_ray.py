@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from headrace.errors import ConfigError, HeadraceError
 from headrace.place.workers import Answer, WorkerLostError
 
-START_TIMEOUT_S = 300.0  # until a worker's process is up; loading the model comes after that
+START_TIMEOUT_S = 300.0  # until a worker's process is up and its model loaded
 
 
 class _Host:

@@ -15,10 +15,9 @@ from headrace.errors import PublishError
 from headrace.ledger.clock import StageClock, StageSpan
 from headrace.place.remote_trainer import RemoteTrainer
 from headrace.place.workers import Answer, Worker, WorkerLostError
-from headrace.publish.publisher import PublishTimes
+from headrace.publish.publisher import OPERATIONS, PublishTimes
 from headrace.publish.transport import Ticket
 
-OPERATIONS = ("gather", "cast", "encode", "transfer")  # what applying takes, workers book themselves
 TRIES = 3
 LEADER = "learner-0"
 GRACE_S = 10.0  # more than the workers' own limit: they say themselves what is wrong
@@ -116,7 +115,7 @@ class RemotePublisher:
     def _book(self, version: int, times: PublishTimes, num_workers: int) -> None:
         self.moved_bytes = times.transfer_bytes * num_workers
         at_s = self._clock.now() - times.total_s
-        for operation in OPERATIONS:
+        for operation in OPERATIONS[:-1]:  # what applying takes, workers book themselves
             end_s = at_s + getattr(times, f"{operation}_s")
             detail = f"{operation}, {getattr(times, f'{operation}_bytes')} bytes"
             span = StageSpan(stage="publish", start_s=at_s, end_s=end_s, version=version, worker=LEADER, detail=detail)

@@ -148,7 +148,7 @@ class RolloutPool:
         """End what is left of a group; its futures give what was sampled so far."""
         for member in self._members:
             if any(order.counted and order.serial == serial for order in member.orders.values()):
-                _unheeded(member.worker.ask("abort", serial))
+                member.worker.ask("abort", serial)
         given_up = [order for order in self._waiting if order.counted and order.serial == serial]
         for order in given_up:
             self._waiting.remove(order)
@@ -196,7 +196,7 @@ class RolloutPool:
             return
         member = min(self._members, key=lambda m: len(m.orders))
         member.orders |= {self._id(order, i): order for i in range(len(order.indices))}
-        _unheeded(member.worker.ask("take", [order]))
+        member.worker.ask("take", [order])  # if it is lost before it hears this, whoever follows it finds out
 
     def _id(self, order: Order, i: int) -> str:
         return request_id(order.serial, order.prompt, order.indices[i], order.attempt, counted=order.counted)
@@ -260,7 +260,3 @@ def _part(order: Order, places: list[int]) -> Order:
         samplings=tuple(order.samplings[i] for i in places),
         indices=tuple(order.indices[i] for i in places),
     )
-
-
-def _unheeded(answer: object) -> None:
-    """If the worker is lost before it hears this, whoever follows it finds out."""

@@ -194,10 +194,6 @@ class RolloutWorker:
         """Stay with the old version."""
         self._subscriber.abandon(version)
 
-    async def restart(self) -> None:
-        """The next version comes whole, whichever it is."""
-        self._subscriber.restart()
-
     def _commit(self, version: int) -> PublishTimes:
         with self._clock.span("publish", version=version, worker=self._name, detail="apply"), torch.no_grad():
             self._subscriber.commit(version)

@@ -1,0 +1,115 @@
+"""Real engines behind a pool, one of which is lost in the middle of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from tiny_runs import Workshop
+
+from headrace.ledger.clock import StageClock
+from headrace.place.rollout_pool import RolloutPool
+from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
+from headrace.place.workers import WorkerLostError
+from headrace.publish.disk import DiskReceiver
+from headrace.rollout.sampling import Sampling
+from headrace.types import Prompt, Trajectory
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+class Asked:
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._task.__await__()
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        return self._task.result()
+
+
+class Here:
+    """A worker in this process, which can be lost like one elsewhere."""
+
+    node, pid = "here", 0
+
+    def __init__(self, workshop: Workshop, name: str) -> None:
+        config = workshop.config(name)
+        spec = RolloutSpec(
+            config=config, model=config.model, name=name, epoch_s=0.0, longest_prompt=8, receiving=DiskReceiver
+        )
+        self.name, self.worker, self.dead = name, RolloutWorker(spec), False
+
+    def ask(self, method: str, *args: Any) -> Asked:
+        return Asked(asyncio.ensure_future(self._answer(method, *args)))
+
+    async def _answer(self, method: str, *args: Any) -> Any:
+        found = await getattr(self.worker, method)(*args)
+        if self.dead:
+            raise WorkerLostError(f"{self.name} is lost")
+        return found
+
+    def kill(self) -> None:
+        self.dead = True
+
+
+class Books:
+    """What the pool books: sampled, and lost with a worker."""
+
+    def __init__(self, *workers: Here) -> None:
+        self.sampled = self.redone = 0
+        self.lost: list[str] = []
+        self.pool = RolloutPool(
+            exact=False,
+            clock=StageClock(),
+            on_sampled=lambda n: setattr(self, "sampled", self.sampled + n),
+            on_redone=lambda n: setattr(self, "redone", self.redone + n),
+            on_lost=lambda worker, why: self.lost.append(worker.name),
+        )
+        for worker in workers:
+            self.pool.join(worker)  # type: ignore[arg-type]
+
+    def start(self, tokens: int) -> list[asyncio.Future[Trajectory]]:
+        found = []
+        for serial in range(4):
+            prompt = Prompt(id=f"p{serial}", text="", token_ids=PROMPT + serial)
+            found += self.pool.start(serial, prompt, [Sampling(max_new_tokens=tokens)] * 2)
+        return found
+
+
+async def test_tokens_that_went_with_a_worker_are_booked_and_its_answers_come_all_the_same(workshop: Workshop):
+    undisturbed = Books(Here(workshop, "alone"))
+    expected = await asyncio.gather(*undisturbed.start(200))
+    assert undisturbed.redone == 0
+
+    doomed = Here(workshop, "doomed")
+    books = Books(doomed, Here(workshop, "other"))
+    futures = books.start(200)
+    while not books.pool._members[0].sampled_tokens:
+        await asyncio.sleep(0.001)
+    sampled = books.pool._members[0].sampled_tokens
+    books.pool.lose(doomed, "killed")  # type: ignore[arg-type]
+    assert books.lost == ["doomed"]
+    assert 0 < books.redone <= sampled
+    found = await asyncio.gather(*futures)
+    assert {t.id: t.token_ids.tolist() for t in found} == {t.id: t.token_ids.tolist() for t in expected}
+    assert books.sampled == sum(t.num_sampled_tokens for t in found) + books.redone
+    undisturbed.pool.close()
+    books.pool.close()
+
+
+async def test_without_anybody_an_aborted_group_ends_with_nothing(workshop: Workshop):
+    books = Books()
+    futures = books.start(8)
+    books.pool.abort(0)
+    first, second = await asyncio.gather(*futures[:2])
+    assert first.num_sampled_tokens == second.num_sampled_tokens == books.sampled == 0
+    assert not futures[2].done()
+    late = Here(workshop, "late")
+    books.pool.join(late)  # type: ignore[arg-type]
+    rest = await asyncio.gather(*futures[2:])
+    assert len(rest) == 6
+    books.pool.close()
