@@ -29,6 +29,7 @@ from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_dat
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import CHECKPOINTS, REFERENCE, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
+from headrace.ledger.scale import FILE as WANTED_WORKERS
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of
@@ -160,7 +161,7 @@ def prepare_run_dir(config: Config) -> Path:
 def _remove_run(run_dir: Path) -> None:
     """Delete what an earlier run left, and nothing else: a new run that fails must not pass off old weights."""
     remove_database(run_dir)
-    for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
+    for name in (SUMMARY, SETTINGS, STACKS, WANTED_WORKERS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
     for name in (WEIGHTS, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"):
         shutil.rmtree(run_dir / name, ignore_errors=True)

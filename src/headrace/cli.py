@@ -17,6 +17,7 @@ from headrace.dashboard.serve import serve
 from headrace.ledger.audit import audit as audit_books
 from headrace.ledger.audit import books as read_books
 from headrace.ledger.runs import read_runs
+from headrace.ledger.scale import scale as scale_run
 from headrace.ledger.show import read_details, read_trajectory, token_texts
 from headrace.terminal import Terminal
 from headrace.terminal_runs import RunsTerminal
@@ -39,6 +40,13 @@ def resume(run: RunDir, quiet: Annotated[bool, typer.Option("--quiet", "-q", hel
     """Go on with a run that was interrupted, killed, or stopped by an error."""
     with messages(), Terminal(quiet=quiet) as terminal:
         terminal.summary(headrace.resume(run, terminal))
+
+
+@app.command()
+def scale(run: RunDir, workers: Annotated[int, typer.Argument(help="how many rollout workers it is to have")]) -> None:
+    """Give a run on a cluster more or fewer rollout workers, while it goes on."""
+    with messages():
+        print(scale_run(run, workers))
 
 
 @app.command("eval")

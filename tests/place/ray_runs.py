@@ -47,10 +47,12 @@ class Run(api.Nobody):
     rows: list[Row] = field(default_factory=list)
     places: list[RemotePlace] = field(default_factory=list)
     on_row: Callable[[RemotePlace, Row], None] = lambda place, row: None
+    on_note: Callable[[str], None] = lambda text: None
     summary: dict[str, Any] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+        self.on_note(text)
 
     def row(self, row: Row) -> None:
         self.rows.append(row)
@@ -64,10 +66,11 @@ def train(
     *settings: str,
     on_row: Callable[[RemotePlace, Row], None] = lambda place, row: None,
     on_loop: Callable[[RemotePlace, Loop], None] = lambda place, loop: None,
+    on_note: Callable[[str], None] = lambda text: None,
     monkeypatch: Any = None,
 ) -> Run:
     """Train as `headrace train` does; `on_loop` and `on_row` get the place, and may do it harm."""
-    run = Run(run_dir=workshop.directory / name, on_row=on_row)
+    run = Run(run_dir=workshop.directory / name, on_row=on_row, on_note=on_note)
     if monkeypatch is not None:
         built = RemotePlace.loop
 

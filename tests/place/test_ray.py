@@ -14,9 +14,10 @@ import torch
 from ray_runs import ON_RAY, train, trained_tokens
 from tiny_runs import Workshop, weights
 
-from headrace.errors import ConfigError, MissingExtraError
+from headrace.errors import ConfigError, MissingExtraError, RunError
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.scale import scale
 from headrace.place import places
 from headrace.place.remote import RemotePlace, _gpus_of_a_worker
 from headrace.types import Row
@@ -86,6 +87,46 @@ def test_what_a_killed_rollout_worker_was_at_goes_to_others(workshop: Workshop, 
     assert max(row.lag_max for row in run.rows) <= 1
     assert all(row.publish_bytes > 0 for row in run.rows)
     assert len(trained_tokens(run.run_dir)) == 6 * 4 * 4
+
+
+def test_workers_join_and_leave_a_run_that_goes_on(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    """From the second step on nothing is scored until the new worker takes part; from then on one is to leave."""
+    monkeypatch.setattr("headrace.place.remote.LOOK_S", 0.05)
+    run_dir, gate = workshop.directory / "scale", workshop.directory / "gate"
+    rewards = workshop.directory / "gated.py"
+    rewards.write_text(
+        "import os, time\n"
+        "def score(completion):\n"
+        f"    while os.path.exists({str(gate)!r}):\n"
+        "        time.sleep(0.01)\n"
+        "    return sum(map(ord, completion.text)) % 97 / 97\n"
+    )
+
+    def more(place: RemotePlace) -> None:
+        gate.touch()
+        assert "1 -> 2 rollout workers" in scale(run_dir, 2)
+
+    def fewer(text: str) -> None:
+        if "rollout-1 takes part" in text:
+            gate.unlink()
+            scale(run_dir, 1)
+
+    run = train(
+        workshop, "scale", "place.cluster=ray", "loop.max_lag=1", "loop.steps=12", "reward.timeout_s=200",
+        f"reward.function={rewards}:score", on_row=once(2, more), on_note=fewer, monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert len(run.rows) == 12
+    assert audit(run_dir) == []
+    asked, joins, asked_again, leaves = run.notes
+    assert (asked, asked_again) == ("1 -> 2 rollout workers are asked for", "2 -> 1 rollout workers are asked for")
+    assert (joins, leaves) == ("rollout-1 takes part", "rollout-1 has finished its answers and is gone")
+    with pytest.raises(RunError, match="has finished"):
+        scale(run_dir, 3)
+
+
+def test_only_a_cluster_with_devices_of_their_own_gets_more_workers(local_run: Path):
+    with pytest.raises(RunError, match=r"place.cluster = 'local'.* changes only on a cluster"):
+        scale(local_run, 3)
 
 
 def test_without_a_rank_the_run_goes_on_from_its_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):

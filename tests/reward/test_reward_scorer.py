@@ -138,6 +138,26 @@ async def test_coroutines_run_together_and_time_out_alone(make_scorer: MakeScore
     assert scorer.num_workers_replaced == 0
 
 
+async def test_a_slow_coroutine_holds_up_nobody_who_comes_later(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer("later", retries=0, timeout_s=60.0)
+    slow = asyncio.ensure_future(scorer.score(completion("waits", do="wait")))
+    for n in range(1, 4):  # one after the other, while the first still waits
+        assert (await asyncio.wait_for(scorer.score(completion("x" * n)), 30)).reward == float(n)
+    assert not slow.done()
+    slow.cancel()
+
+
+async def test_a_coroutine_that_blocks_the_others_is_tried_alone(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer("later", retries=1, timeout_s=SHORT_S)
+    early = asyncio.ensure_future(scorer.score(completion("abc", delay=50)))
+    await asyncio.sleep(0.1)
+    scores = await score_all(scorer, completion("blocks", do="hang"), *(completion("x" * n, delay=9) for n in range(5)))
+    assert scores[0].failure is DropReason.REWARD_TIMEOUT
+    assert [score.reward for score in scores[1:]] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert (await early).reward == 3.0
+    assert scorer.num_workers_replaced == 2, "once for all of them, once for the one that is to blame"
+
+
 async def test_a_coroutine_that_kills_the_worker_takes_nobody_with_it(make_scorer: MakeScorer) -> None:
     scorer = await make_scorer("later", retries=1)
     scores = await score_all(

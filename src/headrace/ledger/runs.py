@@ -83,7 +83,7 @@ def read_run(run_dir: Path) -> RunFacts:
         raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
     written = _written(run_dir)  # before anything is opened
     summary = _summary(run_dir)
-    state = RunState.RUNNING if _is_claimed(run_dir) else RunState.STOPPED
+    state = RunState.RUNNING if is_claimed(run_dir) else RunState.STOPPED
     if summary.get("finished") is True:
         state = RunState.FINISHED
     try:
@@ -136,7 +136,7 @@ def is_run(path: Path) -> bool:
     return (path / FILE_NAME).is_file() or ((path / SETTINGS).is_file() and (path / LOCK_NAME).is_file())
 
 
-def _is_claimed(run_dir: Path) -> bool:
+def is_claimed(run_dir: Path) -> bool:
     """Whether a process trains there; asked with a shared lock, so that two who ask do not take each other for one."""
     try:
         with (run_dir / LOCK_NAME).open("rb") as lock:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.scale import wanted_workers
 from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
@@ -48,6 +50,7 @@ from headrace.reward.scorer import Scorer
 from headrace.reward.worker import Setup
 
 WARM_STEPS_AT_ONCE = 8
+LOOK_S = 1.0  # whether another number of rollout workers is asked for
 MOST_FAILURES = 3  # of new workers in a row: there is no use in another
 
 
@@ -102,7 +105,9 @@ class RemotePlace:
         self._numbers = itertools.count()
         self._failures = 0
         self._events: asyncio.AbstractEventLoop | None = None
+        self._wanted = wanted_workers(run_dir, config.rollout.workers)
         self._joining: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.on_note: Callable[[str], None] = lambda text: None
 
     async def loop(self) -> Loop:
@@ -118,6 +123,8 @@ class RemotePlace:
         keep_verdicts(self.scorer, self.ledger)
         for worker in await self.device.run(self._first_workers):
             self.actor.join(worker)
+        if not self._colocated:
+            self._in_background(self._watch_wanted())
         if begins:  # a restart publishes the version that it goes on from
             await self.device.run(self.publisher.commit, 0)
         return make_loop(
@@ -166,7 +173,7 @@ class RemotePlace:
 
     async def close(self, *, hung: bool = False) -> None:
         """End the workers, close the books. What hangs is not waited for."""
-        for task in self._joining:
+        for task in self._tasks:
             task.cancel()
         self.actor.close()
         await self.scorer.close()
@@ -217,52 +224,89 @@ class RemotePlace:
             begun = [worker.ask("begin_rollout", self._rollout_spec(worker.name)) for worker in workers]
             self._cluster.first_failure(begun)
         else:
-            workers = [self._spawn_rollout() for _ in range(self.config.rollout.workers)]
+            workers = [self._spawn_rollout() for _ in range(self._wanted)]
         for worker in workers:
             worker.wait_ready()
         return workers
 
     def _give_up(self, worker: Worker, why: str) -> None:
         """From the device thread: a worker did not take part."""
-        assert self._events is not None
-        done = asyncio.run_coroutine_threadsafe(self._lose(worker, why), self._events)
-        done.result()
 
-    async def _lose(self, worker: Worker, why: str) -> None:
-        self.actor.lose(worker, why)
+        async def lose(worker: Worker) -> None:
+            self.actor.lose(worker, why)
+
+        self._in_loop(lose, worker)
 
     def _on_lost(self, worker: Worker, why: str) -> None:
         if self._colocated:  # a rank went with it
             self.trainer.lost = True
             self.actor.fail(LearnerLostError(f"{why}; the learner cannot go on without it"))
             return
-        self.on_note(f"{why}. What it was at goes to others, and another takes its place")
-        task = asyncio.create_task(self._replace())
-        self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
+        self.on_note(f"{why}. What it was at goes to others")
+        self._fit()
 
-    async def _replace(self) -> None:
+    async def _watch_wanted(self) -> None:
+        """Have as many rollout workers as the run's directory says."""
+        while True:
+            wanted = wanted_workers(self.run_dir, self.config.rollout.workers)
+            if wanted != self._wanted:
+                self.on_note(f"{self._wanted} -> {wanted} rollout workers are asked for")
+                self._wanted, self._failures = wanted, 0
+                self._fit()
+            await asyncio.sleep(LOOK_S)
+
+    def _fit(self) -> None:
+        """Start or dismiss rollout workers, until there are as many as wanted."""
+        staying = self.actor.staying
+        for _ in range(self._wanted - len(staying) - len(self._joining)):
+            task = self._in_background(self._add())
+            self._joining.add(task)
+            task.add_done_callback(self._joining.discard)
+        for worker in staying[self._wanted :]:
+            self._in_background(self._dismiss(worker))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _dismiss(self, worker: Worker) -> None:
+        """Let a worker finish what it owes, then end it."""
+        await self.actor.retire(worker)
+        await asyncio.to_thread(self.publisher.farewell, worker, partial(self._in_loop, self._leave))
+
+    async def _leave(self, worker: Worker) -> None:
+        if worker in self.actor.workers:
+            self.actor.dismiss(worker)
+            self.on_note(f"{worker.name} has finished its answers and is gone")
+
+    async def _add(self) -> None:
         """A new worker: it takes part once it holds the present version."""
-        assert self._events is not None
+        task = asyncio.current_task()
+        assert task is not None
         while self._failures < MOST_FAILURES:
             worker = self._spawn_rollout()
             try:
                 await worker.ready()
-                await asyncio.to_thread(self.publisher.welcome, worker, self._admit)
+                await asyncio.to_thread(self.publisher.welcome, worker, partial(self._in_loop, self._join))
             except (WorkerLostError, LearnerLostError) as error:
                 self._failures += 1
                 self.on_note(f"{worker.name} could not join: {error}")
                 worker.kill()
                 continue
             self._failures = 0
+            self._joining.discard(task)
+            self.on_note(f"{worker.name} takes part")
+            self._fit()  # fewer may be wanted by now
             return
         if not self.actor.workers:
             self.actor.fail(WorkerLostError(f"no rollout worker is left, and {MOST_FAILURES} new ones could not join"))
 
-    def _admit(self, worker: Worker) -> None:
-        """From a thread, while no version is being published: it would be missed."""
+    def _in_loop(self, act: Callable[[Worker], Coroutine[Any, Any, None]], worker: Worker) -> None:
+        """From a thread, while no version is being published."""
         assert self._events is not None
-        asyncio.run_coroutine_threadsafe(self._join(worker), self._events).result()
+        asyncio.run_coroutine_threadsafe(act(worker), self._events).result()
 
     async def _join(self, worker: Worker) -> None:
         self.actor.join(worker)

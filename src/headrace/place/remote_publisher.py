@@ -60,6 +60,11 @@ class RemotePublisher:
                     worker.ask("commit", ticket.version).result(self._limit_s)
             admit(worker)
 
+    def farewell(self, worker: Worker, leave: Callable[[Worker], None]) -> None:
+        """Let a worker go between two versions: during one, its end would be a death."""
+        with self._lock:
+            leave(worker)
+
     def _staged_by_all(self, version: int) -> list[Worker]:
         """Those that hold it, checked; there is at least one."""
         for _ in range(TRIES):

@@ -1,7 +1,8 @@
 """Rollout workers as one: groups go to whoever has least to do, and what a lost worker had is sampled by another.
 
-A worker may be lost, or join, at any time. Tokens that went with a lost one were paid for: they are booked as redone.
-An answer has the same noise wherever it is sampled, so at the same version it is the same answer.
+A worker may be lost, join, or leave when it has done its work, at any time. Tokens that went with a lost one were paid
+for: they are booked as redone. An answer has the same noise wherever it is sampled, so at the same version it is the
+same answer.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _Member:
     sampled_tokens: int = 0  # that it told of
     delivered_tokens: int = 0  # of finished answers
     counts: EngineCounts = field(default_factory=EngineCounts)
+    leaves: asyncio.Event | None = None  # set when it owes nothing any more; it is given nothing new
     following: asyncio.Task[None] | None = None
 
 
@@ -67,6 +69,11 @@ class RolloutPool:
         return [member.worker for member in self._members]
 
     @property
+    def staying(self) -> list[Worker]:
+        """Those that are given work."""
+        return [member.worker for member in self._members if member.leaves is None]
+
+    @property
     def counts(self) -> EngineCounts:
         """What all engines did so far."""
         return sum((member.counts for member in self._members), self._past)
@@ -84,20 +91,29 @@ class RolloutPool:
 
     def lose(self, worker: Worker, why: str) -> None:
         """A worker is gone, or must go: what it owes goes to others."""
-        member = next((m for m in self._members if m.worker is worker), None)
+        member = self._member(worker)
         if member is None:
             return
-        self._members.remove(member)
-        worker.kill()  # what it still has to say must not be heard
-        if member.following is not None and member.following is not asyncio.current_task():
-            member.following.cancel()
-        self._past = self._past + member.counts
+        self._end(member)
         if redone := member.sampled_tokens - member.delivered_tokens:
             self._on_redone(redone)
         self._on_lost(worker, why)
         for order in {id(order): order for order in member.orders.values()}.values():
             owed = [i for i in range(len(order.indices)) if self._id(order, i) in member.orders]
             self._give(_part(order, owed))
+
+    async def retire(self, worker: Worker) -> None:
+        """Give a worker nothing more, and wait until it owes nothing, or is lost. Then `dismiss` it."""
+        member = self._member(worker)
+        if member is not None:
+            member.leaves = member.leaves or asyncio.Event()
+            if member.orders:
+                await member.leaves.wait()
+
+    def dismiss(self, worker: Worker) -> None:
+        """A worker that owes nothing ends."""
+        if member := self._member(worker):
+            self._end(member)
 
     def fail(self, error: Exception) -> None:
         """Nobody can go on: everyone who waits hears why."""
@@ -190,11 +206,24 @@ class RolloutPool:
 
     # ---- inside
 
+    def _member(self, worker: Worker) -> _Member | None:
+        return next((member for member in self._members if member.worker is worker), None)
+
+    def _end(self, member: _Member) -> None:
+        self._members.remove(member)
+        member.worker.kill()  # what it still has to say must not be heard
+        if member.following is not None and member.following is not asyncio.current_task():
+            member.following.cancel()
+        if member.leaves is not None:
+            member.leaves.set()
+        self._past = self._past + member.counts
+
     def _give(self, order: Order) -> None:
-        if not self._members:
+        staying = [member for member in self._members if member.leaves is None]
+        if not staying:
             self._waiting.append(order)
             return
-        member = min(self._members, key=lambda m: len(m.orders))
+        member = min(staying, key=lambda m: len(m.orders))
         member.orders |= {self._id(order, i): order for i in range(len(order.indices))}
         member.worker.ask("take", [order])  # if it is lost before it hears this, whoever follows it finds out
 
@@ -247,6 +276,8 @@ class RolloutPool:
             future = self._futures.pop(trajectory.id)
             if not future.done():
                 future.set_result(trajectory)
+        if member.leaves is not None and not member.orders:
+            member.leaves.set()
 
     def _failed(self) -> asyncio.Future[None]:
         if self._failure is None:

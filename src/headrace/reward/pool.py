@@ -29,7 +29,7 @@ from headrace.types import Completion, DropReason, Score
 START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # a worker that ends coroutines by itself gets so much longer; an idle one may clean up so long
 PAUSE_S = 0.5  # before another try at what was unavailable; twice as long each time
-MAX_CHUNK = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}
+MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # with one worker at a time
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 
@@ -54,6 +54,8 @@ class Job:
     blob: bytes
     done: asyncio.Future[Score]
     tries: int = 0
+    due: float = 0.0  # the loop's time by which the worker must have replied
+    suspect: bool = False  # it was with a worker that was lost, and so were others: which is to blame shows alone
 
     def finish(self, score: Score) -> None:
         """Give the caller its score, if it still waits."""
@@ -70,7 +72,7 @@ class Worker:
         self.busy = False
         self._replies: deque[dict[str, Any]] = deque()
         self._buffer = bytearray()
-        self._arrived = asyncio.Event()
+        self._stirred = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -92,7 +94,10 @@ class Worker:
         """Have the function loaded, or raise RewardError with what the worker says is wrong."""
         try:
             await self.send(pickle.dumps(setup), START_TIMEOUT_S)
-            ready = await self.receive(START_TIMEOUT_S)
+            deadline = self._loop.time() + START_TIMEOUT_S
+            while (ready := await self.receive(deadline)) is None:
+                if self._loop.time() > deadline:
+                    raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"not ready in {START_TIMEOUT_S:g} s")
         except WorkerLostError as lost:
             await self.stop()
             raise RewardError(f"reward.function = '{setup.function}' cannot be loaded: {lost}") from lost
@@ -114,21 +119,28 @@ class Worker:
         except OSError as error:
             raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
-    async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next reply."""
-        deadline = self._loop.time() + timeout_s
-        while not self._replies:
-            if self.ended:
-                raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph())
-            self._arrived.clear()
+    async def receive(self, deadline: float) -> dict[str, Any] | None:
+        """The next reply; None when there is none by the deadline, or when `stir` was called first."""
+        if not self._replies and not self.ended:
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._arrived.wait()
-            except TimeoutError as error:
+                    await self.stirred()
+            except TimeoutError:
                 self._read()  # if this loop was kept busy past the deadline, the reply lies here already
-                if not self._replies and not self.ended:
-                    raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {timeout_s:g} s") from error
-        return self._replies.popleft()
+        if self._replies:
+            return self._replies.popleft()
+        if self.ended:
+            raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph())
+        return None
+
+    def stir(self) -> None:
+        """Wake who waits for this worker: there is work."""
+        self._stirred.set()
+
+    async def stirred(self) -> None:
+        """Wait until there is work, or the process has ended."""
+        await self._stirred.wait()
+        self._stirred.clear()
 
     async def stop(self, *, gently: bool = False) -> None:
         """End the process and reap it; gently lets an idle one end by itself first."""
@@ -157,13 +169,13 @@ class Worker:
             self._replies.extend(_replies_in(self._buffer))
         except ValueError:  # not our protocol: someone else wrote to the socket
             self._hang_up()
-        self._arrived.set()
+        self._stirred.set()
 
     def _hang_up(self) -> None:
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self._socket)
-            self._arrived.set()
+            self._stirred.set()
 
     async def _reaped(self, timeout_s: float | None) -> None:
         with contextlib.suppress(TimeoutError):
@@ -190,7 +202,6 @@ class Pool:
         self._servers: list[asyncio.Task[None]] = []
         self._queue: deque[Job] = deque()
         self._unfinished: set[Job] = set()
-        self._queued = asyncio.Event()
         self._broken: Exception | None = RewardError("the reward workers are not started")
         self.num_retried = 0
         self.num_workers_replaced = 0
@@ -245,16 +256,11 @@ class Pool:
         """Feed one worker, and put another in its place when it is lost."""
         try:
             while True:
-                await self._work_waiting()
-                if self._workers[slot].ended:
-                    await self._replace(slot)
                 worker = self._workers[slot]
-                jobs = self._take(worker.mode)
-                if jobs:
-                    worker.busy = True
-                    worker.busy = not await self._judge(worker, jobs)
-                    if worker.busy:
-                        await self._replace(slot)
+                if not self._queue:
+                    await worker.stirred()
+                elif worker.ended or not await self._judge(worker):
+                    await self._replace(slot)
         except Exception as error:  # nobody awaits this task: those who wait for a score must hear of it
             self._break(error)
 
@@ -264,21 +270,17 @@ class Pool:
         self._workers[slot] = Worker()
         await self._workers[slot].prepare(self._setup)
 
-    async def _work_waiting(self) -> None:
-        while not self._queue:
-            self._queued.clear()
-            await self._queued.wait()
-
-    def _take(self, mode: Mode) -> list[Job]:
-        """The next jobs for one call: few enough that the other workers have work too."""
-        num_wanted = min(MAX_CHUNK[mode], len(self._queue))
+    def _take(self, mode: Mode, going: dict[int, Job]) -> list[Job]:
+        """The jobs that are to join those going: few enough that the other workers have work too."""
+        if going and (mode is not Mode.ASYNC or any(job.suspect for job in going.values())):
+            return []
+        num_wanted = min(MAX_GOING[mode] - len(going), len(self._queue))
         if mode is not Mode.BATCH and self._num_workers > 1:
             num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
         jobs: list[Job] = []
         while self._queue and len(jobs) < num_wanted:
-            # Who is to blame for a lost call of many is unknown; alone, the second try finds out.
-            alone = mode is not Mode.SINGLE and self._queue[0].tries > 0
-            if alone and jobs:
+            alone = self._queue[0].suspect
+            if alone and (jobs or going):
                 break
             job = self._queue.popleft()
             if not job.done.done():  # the caller may have been cancelled
@@ -287,29 +289,59 @@ class Pool:
                 break
         return jobs
 
-    async def _judge(self, worker: Worker, jobs: list[Job]) -> bool:
-        """Send jobs and book the replies as they come; False when the worker is lost."""
-        timeout_s = self._setup.timeout_s
-        waiting = dict(enumerate(jobs))
+    async def _judge(self, worker: Worker) -> bool:
+        """Send jobs and book the replies as they come, until nothing is going; False when the worker is lost.
+
+        Functions that are called once at a time get a chunk, and the next when that is judged. Coroutines run side by
+        side, so whatever has been queued joins them: one slow verdict holds nothing up.
+        """
+        going: dict[int, Job] = {}
+        num_sent = 0
+        worker.busy = True
         try:
-            await worker.send(pickle.dumps([job.blob for job in jobs]), timeout_s)
-            while waiting:
-                # With one item at a time, the time since the last reply is the time of this one.
-                reply = await worker.receive(timeout_s + (GRACE_S if worker.mode is Mode.ASYNC else 0.0))
-                item, score = score_from_json(reply)
-                job = waiting.pop(item)
-                if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
-                    self._retry(job, score)
-                else:
-                    job.finish(score)
+            while True:
+                jobs = self._take(worker.mode, going)
+                if jobs:
+                    joining = dict(enumerate(jobs, num_sent))
+                    going |= joining
+                    num_sent += len(jobs)
+                    blobs = {item: job.blob for item, job in joining.items()}
+                    await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
+                    for job in jobs:
+                        job.due = self._due(worker.mode)
+                if not going:
+                    worker.busy = False
+                    return True
+                await self._book_next(worker, going)
         except WorkerLostError as lost:
-            left = list(waiting.values())
+            left = list(going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
             self._enqueue(left[num_in_progress:], first=True)
             for job in left[:num_in_progress]:
+                job.suspect = worker.mode is not Mode.SINGLE
                 self._retry(job, lost.score)
             return False
-        return True
+
+    async def _book_next(self, worker: Worker, going: dict[int, Job]) -> None:
+        """Wait for a reply and give it to its job. Returns without one if there is work to take."""
+        first = next(iter(going.values()))
+        reply = await worker.receive(first.due)
+        if reply is None:
+            if asyncio.get_running_loop().time() > first.due:
+                raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
+            return
+        item, score = score_from_json(reply)
+        job = going.pop(item)
+        if worker.mode is not Mode.ASYNC and going:  # one after the other: the next one's time begins now
+            next(iter(going.values())).due = self._due(worker.mode)
+        if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
+            self._retry(job, score)
+        else:
+            job.finish(score)
+
+    def _due(self, mode: Mode) -> float:
+        grace_s = GRACE_S if mode is Mode.ASYNC else 0.0
+        return asyncio.get_running_loop().time() + self._setup.timeout_s + grace_s
 
     def _retry(self, job: Job, score: Score) -> None:
         if job.tries >= self._retries:
@@ -328,7 +360,8 @@ class Pool:
             self._queue.extendleft(reversed(list(jobs)))
         else:
             self._queue.extend(jobs)
-        self._queued.set()
+        for worker in self._workers:
+            worker.stir()
 
     def _break(self, error: Exception) -> None:
         """From now on there are no scores: tell all who wait and all who come."""

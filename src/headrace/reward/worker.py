@@ -120,24 +120,26 @@ def main(fd: int) -> None:
 
 def _serve(function: RewardFunction, setup: Setup, requests: BinaryIO, sock: socket.socket) -> None:
     def reply(item: int, score: Score) -> None:
-        sock.sendall(frame(json.dumps(score_to_json(item, score)).encode()))
+        sock.sendall(_reply_frame(item, score))
 
     with asyncio.Runner() as runner:
+        if function.mode is Mode.ASYNC:
+            runner.run(_judge_side_by_side(function, setup.timeout_s, sock))
+            return
+        judge = _judge_batch if function.mode is Mode.BATCH else _judge_in_turn
         while (request := read_frame(requests)) is not None:
-            blobs: list[bytes] = pickle.loads(request)
-            if function.mode is Mode.BATCH:
-                _judge_batch(function, blobs, runner, reply)
-            elif function.mode is Mode.ASYNC:
-                runner.run(_judge_together(function, blobs, setup.timeout_s, reply))
-            else:
-                _judge_in_turn(function, blobs, runner, reply)
+            judge(function, pickle.loads(request), runner, reply)
+
+
+def _reply_frame(item: int, score: Score) -> bytes:
+    return frame(json.dumps(score_to_json(item, score)).encode())
 
 
 # User code may raise anything, SystemExit too; whatever it is, it is an answer to this item and not the worker's end.
 
 
-def _judge_in_turn(function: RewardFunction, blobs: list[bytes], runner: asyncio.Runner, reply: Reply) -> None:
-    for item, blob in enumerate(blobs):
+def _judge_in_turn(function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, reply: Reply) -> None:
+    for item, blob in blobs.items():
         try:
             score = read_verdict(_call(function, unpack_completion(blob), runner), function.name)
         except BaseException as error:
@@ -145,35 +147,44 @@ def _judge_in_turn(function: RewardFunction, blobs: list[bytes], runner: asyncio
         reply(item, score)
 
 
-def _judge_batch(function: RewardFunction, blobs: list[bytes], runner: asyncio.Runner, reply: Reply) -> None:
+def _judge_batch(function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, reply: Reply) -> None:
     try:
-        verdicts = _call(function, [unpack_completion(blob) for blob in blobs], runner)
+        verdicts = _call(function, [unpack_completion(blob) for blob in blobs.values()], runner)
         scores = read_verdicts(verdicts, function.name, len(blobs))
     except BaseException as error:
         scores = [failure_of(error)] * len(blobs)
-    for item, score in enumerate(scores):
+    for item, score in zip(blobs, scores, strict=True):
         reply(item, score)
 
 
-async def _judge_together(function: RewardFunction, blobs: list[bytes], timeout_s: float, reply: Reply) -> None:
-    await asyncio.gather(
-        *(_judge_one_of_many(function, item, blob, timeout_s, reply) for item, blob in enumerate(blobs))
-    )
+async def _judge_side_by_side(function: RewardFunction, timeout_s: float, sock: socket.socket) -> None:
+    """Whatever is sent joins what is still being judged."""
+    requests, replies = await asyncio.open_connection(sock=sock)
+
+    async def judge(item: int, blob: bytes) -> None:
+        replies.write(_reply_frame(item, await _verdict_in_time(function, blob, timeout_s)))
+
+    going: set[asyncio.Task[None]] = set()  # the loop itself keeps no hold of its tasks
+    with contextlib.suppress(asyncio.IncompleteReadError):  # the other end has closed
+        while True:
+            (num_bytes,) = HEADER.unpack(await requests.readexactly(HEADER.size))
+            for item, blob in pickle.loads(await requests.readexactly(num_bytes)).items():
+                task = asyncio.create_task(judge(item, blob))
+                going.add(task)
+                task.add_done_callback(going.discard)
 
 
-async def _judge_one_of_many(function: RewardFunction, item: int, blob: bytes, timeout_s: float, reply: Reply) -> None:
+async def _verdict_in_time(function: RewardFunction, blob: bytes, timeout_s: float) -> Score:
     limit = asyncio.timeout(timeout_s)
     try:
         completion = unpack_completion(blob)
         async with limit:
             verdict = await function.call(completion)
-        score = read_verdict(verdict, function.name)
+        return read_verdict(verdict, function.name)
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
-            score = failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
-        else:
-            score = failure_of(error)
-    reply(item, score)
+            return failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
+        return failure_of(error)
 
 
 def _call(function: RewardFunction, argument: Any, runner: asyncio.Runner) -> Any:
