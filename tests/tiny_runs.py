@@ -76,17 +76,15 @@ def moody(completion):
 """
 
 
-def write_model(directory: Path, seed: int = 0) -> None:
+def write_model(directory: Path, seed: int = 0, **shape: int) -> None:
     """A Qwen3 of two layers over the character tokenizer, with opinions."""
     tokenizer = character_tokenizer()
+    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
+        **(small | shape),
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -115,10 +113,10 @@ def write_prompts(path: Path, **fields_of: Sequence[Any]) -> Path:
 class Workshop:
     """A directory with a model, prompts and rewards, and settings that use them."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *settings: str, **shape: int) -> None:
+        self.directory, self.settings = directory, settings
         self.model = directory / "tiny"
-        write_model(self.model)
+        write_model(self.model, **shape)
         write_prompts(directory / "prompts.jsonl", late=[0], huge=[False], slow=[False])
         (directory / "rewards.py").write_text(REWARDS, encoding="utf-8")
 

@@ -10,6 +10,7 @@ import torch
 from exact_runs import busy_run, gaps
 from mixtures import MIXTURES
 
+from headrace.errors import ModelError
 from headrace.policy.policy import Policy
 
 pytestmark = [
@@ -30,7 +31,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_cuda(make_policy: Callable[..., Policy], architecture: str, exact: bool, **changes: Any) -> Policy:
     shape = SHAPE | MIXTURES.get(architecture, {}) | EXPERTS.get(architecture, {}) | changes
     cpu = make_policy(architecture, **shape)
-    cpu.model.resize_token_embeddings(128)  # an output head of odd width has no steady product
+    cpu.model.resize_token_embeddings(128)
     return Policy(cpu.model.to("cuda", torch.bfloat16), cpu.tokenizer, exact=exact)
 
 
@@ -54,6 +55,14 @@ def test_no_difference_for_any_model_or_sampling(make_policy: Callable[..., Poli
     )
     for num_per_pack in (1, len(found)):
         assert gaps(policy, found, num_per_pack).max() == 0.0
+
+
+def test_an_output_head_of_odd_width_is_refused(make_policy: Callable[..., Policy]):
+    """Its product differs in one row of some hundreds, which a check on random numbers may miss."""
+    cpu = make_policy("Qwen3", **SHAPE)
+    cpu.model.resize_token_embeddings(99)
+    with pytest.raises(ModelError, match="sizes that 8 divides, and the output head makes 99 numbers of 256"):
+        Policy(cpu.model.to("cuda", torch.bfloat16), cpu.tokenizer, exact=True)
 
 
 def test_drafts_change_nothing(make_policy: Callable[..., Policy]):

@@ -21,7 +21,7 @@ from headrace.ledger.runs import REFERENCE, START
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
 from headrace.loop.stages import Stages, Trainer
-from headrace.place.memory import CACHE, memory_for
+from headrace.place.memory import CACHE, GIB, memory_for, room
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.prompts.stream import PromptStream
@@ -101,8 +101,9 @@ def make_engine(
     needed = longest_prompt + r.max_new_tokens
     if kv_tokens < needed:
         raise ConfigError(
-            f"the free memory holds a key/value cache of {kv_tokens} tokens, and one sequence may need {needed}: "
-            "lower rollout.max_new_tokens, take a smaller model, or free memory (rollout.kv_tokens sets the size)"
+            f"{room()}With {reserved_bytes / GIB:.1f} GiB kept for training, memory holds a key/value cache of "
+            f"{kv_tokens} tokens, and one sequence may need {needed}: lower rollout.max_new_tokens, take a smaller "
+            "model, or free memory (rollout.kv_tokens sets the size)"
         )
     with memory_for("the key/value cache", CACHE, wanted_bytes=kv_tokens * kv_bytes_per_token(policy)):
         return Engine(

@@ -13,25 +13,42 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.place.memory import STEPS, memory_for
 from headrace.place.workers import Answer, WorkerLostError
 
 START_TIMEOUT_S = 300.0  # until a worker's process is up and its model loaded
 
 
 class _Host:
-    """In the worker's process: holds the object that is served. Ray calls what it is asked on one event loop."""
+    """In the worker's process: holds the object that is served. Ray calls what it is asked on one event loop.
+
+    If the object cannot be made, every question is answered with why: of an error in a constructor Ray passes on the
+    text alone.
+    """
 
     def __init__(self, directory: str, make: Callable[..., Any], *args: Any) -> None:
         if os.path.isdir(directory):  # what settings name, they name from there
             os.chdir(directory)
-        self._served = make(*args)
+        self._failure: Exception | None = None
+        try:
+            with memory_for("the start of a worker", STEPS):
+                self._served = make(*args)
+        except Exception as error:
+            self._failure = error
 
     async def whereabouts(self) -> tuple[str, int]:
+        self._check()
         return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
     async def ask(self, method: str, *args: Any) -> Any:
-        found = getattr(self._served, method)(*args)
-        return await found if inspect.isawaitable(found) else found
+        self._check()
+        with memory_for("training", STEPS):
+            found = getattr(self._served, method)(*args)
+            return await found if inspect.isawaitable(found) else found
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 class RayAnswer:

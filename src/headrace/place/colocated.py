@@ -24,7 +24,7 @@ class ColocatedWorker:
 
     def begin_rollout(self, spec: RolloutSpec) -> None:
         """The engine, beside what the rank will hold."""
-        self._rollout = RolloutWorker(spec, self._device, self._rank.held_bytes)
+        self._rollout = RolloutWorker(spec, self._device, self._rank.still_wanted_bytes)
 
     async def finish(self) -> StepStats:
         """The optimizer step."""

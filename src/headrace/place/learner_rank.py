@@ -24,7 +24,7 @@ from headrace.loop.canary import next_logprob
 from headrace.loop.checkpoint import Checkpoint, snapshot, write_tensors
 from headrace.place.build import PolicyFacts, load, make_learner
 from headrace.place.device import DeviceThread
-from headrace.place.memory import training_bytes
+from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.policy import Policy
 from headrace.publish.encoding import Encoder, Encoding
 from headrace.publish.publisher import Publisher, PublishTimes
@@ -56,17 +56,20 @@ class LearnerRank:
         if spec.config.model.threads:
             torch.set_num_threads(spec.config.model.threads)
         self._device = device or DeviceThread()
-        self._policy: Policy = self._device.call(load, spec.config, spec.model)
+        with memory_for("the model", MODEL):
+            self._policy: Policy = self._device.call(load, spec.config, spec.model)
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # of the checkpoint that is to be written
+        self._wanted_bytes = training_bytes(self._policy, spec.config.learner) // spec.config.learner.ranks
+        self._held_bytes = 0
 
     @property
-    def held_bytes(self) -> int:
-        """What this rank's part of the training state will take."""
-        return training_bytes(self._policy, self._spec.config.learner) // self._spec.config.learner.ranks
+    def still_wanted_bytes(self) -> int:
+        """What this rank's part of the training state will yet take, gradients and moments mostly."""
+        return max(0, self._wanted_bytes - self._held_bytes)
 
     @property
     def learner(self) -> Learner:
@@ -108,7 +111,10 @@ class LearnerRank:
             self._sharding = Sharding(
                 rank=spec.rank, num_ranks=num_ranks, host=host, port=port, device=self._policy.device
             )
-        self._learner = make_learner(spec.config, self._policy, self._sharding)
+        before = _allocated_bytes(self._policy.device)
+        with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=self._wanted_bytes):
+            self._learner = make_learner(spec.config, self._policy, self._sharding)
+        self._held_bytes = _allocated_bytes(self._policy.device) - before
         if spec.rank == 0:
             section = spec.config.publish
             encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
@@ -220,3 +226,7 @@ class LearnerRank:
         assert self._publisher is not None
         self._publisher.expect(nodes)
         return await self._device.run(self._publisher.catch_up)
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

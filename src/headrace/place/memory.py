@@ -26,7 +26,7 @@ def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[Non
         yield
     except torch.OutOfMemoryError as error:
         wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
-        raise ConfigError(f"out of memory for {what}{wanted}: {_room()}{_first_sentence(error)}. {advice}") from error
+        raise ConfigError(f"out of memory for {what}{wanted}: {room()}{_first_sentence(error)}. {advice}") from error
 
 
 def training_bytes(policy: Policy, section: LearnerSection) -> int:
@@ -40,7 +40,8 @@ def training_bytes(policy: Policy, section: LearnerSection) -> int:
     return total
 
 
-def _room() -> str:
+def room() -> str:
+    """How much of the device's memory is free, if there is a device."""
     if not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()

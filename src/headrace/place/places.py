@@ -12,7 +12,7 @@ from headrace.config import Config
 from headrace.errors import MissingExtraError
 from headrace.ledger.runs import START
 from headrace.place.local import LocalPlace
-from headrace.place.remote import RemotePlace
+from headrace.place.remote import RemotePlace, uses_gpus
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.transport import ReceivingEnd, SendingEnd
@@ -26,13 +26,14 @@ def open_place(config: Config, run_dir: Path, *, resumed: bool = False) -> Local
         return LocalPlace(config, run_dir, resumed=resumed)
     cluster = _ray("headrace.place.cluster_ray").RayCluster(config.place.address)
     try:
-        return RemotePlace(config, run_dir, cluster, _ends(config, run_dir), resumed=resumed)
+        ends = _ends(config, run_dir, "cuda" if uses_gpus(config, cluster) else "cpu")
+        return RemotePlace(config, run_dir, cluster, ends, resumed=resumed)
     except BaseException:
         cluster.close()
         raise
 
 
-def _ends(config: Config, run_dir: Path) -> tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]:
+def _ends(config: Config, run_dir: Path, device: str) -> tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]:
     """Both ends of the transport, each to be made where it belongs."""
     match config.publish.transport:
         case "disk":
@@ -40,7 +41,9 @@ def _ends(config: Config, run_dir: Path) -> tuple[Callable[[], SendingEnd], Call
             model_dir = None if path.suffix == ".gguf" else path.absolute()
             return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
         case "collective":
-            return CollectiveSender, CollectiveReceiver
+            if config.place.layout == "colocated":  # a GPU takes one part in a chain, and here it has both ends
+                device = "cpu"
+            return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
         case "object_store":
             store = _ray("headrace.publish.object_store_ray")
             return store.ObjectStoreSender, store.ObjectStoreReceiver

@@ -290,7 +290,7 @@ class RemotePlace:
             try:
                 await worker.ready()
                 await asyncio.to_thread(self.publisher.welcome, worker, partial(self._in_loop, self._join))
-            except (WorkerLostError, LearnerLostError) as error:
+            except Exception as error:  # whatever it is, the others go on
                 self._failures += 1
                 self.on_note(f"{worker.name} could not join: {error}")
                 worker.kill()
@@ -322,9 +322,14 @@ class RemotePlace:
         self.ledger.redone(num_tokens)
 
 
+def uses_gpus(config: Config, cluster: Cluster) -> bool:
+    """Whether the model is to run on GPUs."""
+    return config.model.device == "cuda" or (config.model.device == "auto" and cluster.num_gpus > 0)
+
+
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     """One each, where the model is to run on GPUs; refused where there are too few."""
-    if config.model.device == "cpu" or (config.model.device == "auto" and not cluster.num_gpus):
+    if not uses_gpus(config, cluster):
         return 0.0
     workers, ranks = config.rollout.workers, config.learner.ranks
     colocated = config.place.layout == "colocated"

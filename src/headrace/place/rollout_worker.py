@@ -16,6 +16,7 @@ from headrace.config import Config, ModelSection
 from headrace.ledger.clock import StageClock, StageSpan
 from headrace.place.build import load, make_engine
 from headrace.place.device import DeviceThread
+from headrace.place.memory import MODEL, memory_for
 from headrace.policy.policy import Policy
 from headrace.publish.publisher import PublishTimes, Subscriber
 from headrace.publish.transport import ReceivingEnd, Ticket
@@ -86,7 +87,8 @@ class RolloutWorker:
         self._name = spec.name
         self._clock = StageClock(start_s=time.time() - spec.epoch_s)
         self._device = device or DeviceThread()
-        self._policy: Policy = self._device.call(load, config, spec.model)
+        with memory_for("the model", MODEL):
+            self._policy: Policy = self._device.call(load, config, spec.model)
         self._engine = make_engine(
             config,
             self._policy,

@@ -18,6 +18,7 @@ from headrace.errors import ModelError
 WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
 FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000, 3000)
 MANY = 8192
+EVEN = 8  # numbers: 16 bytes. Rows that begin elsewhere are multiplied by other functions, which split sums at times
 
 
 def use_steady_products() -> None:
@@ -35,6 +36,11 @@ def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], l
     for name, (work, width) in products.items():
         x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)
         whole = work(x)
+        if width % EVEN or whole.shape[-1] % EVEN:
+            raise ModelError(
+                f"model.exact = true on a GPU is for sizes that {EVEN} divides, and {name} makes {whole.shape[-1]} "
+                f"numbers of {width}; set model.exact = false"
+            )
         for rows in FEW:
             if not torch.equal(work(x[:rows]), whole[:rows]):
                 raise ModelError(

@@ -11,10 +11,12 @@ not mended. The sender calls another meeting, and whoever is still there comes.
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,7 +65,8 @@ class _Chain:
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group: Any = distributed.ProcessGroupNCCL(rendezvous, self.index, size, options)
+            with _errors_are_ours():
+                self._group: Any = distributed.ProcessGroupNCCL(rendezvous, self.index, size, options)
         else:
             options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
@@ -78,6 +81,11 @@ class _Chain:
     def receive(self, chunk: Tensor, number: int) -> Any:
         """From the one before."""
         return self._group.recv([chunk], self.index - 1, number)
+
+    def cut(self) -> None:
+        """Nobody will answer any more: what still waits on a GPU is stopped."""
+        if isinstance(self._group, distributed.ProcessGroupNCCL):
+            self._group.abort()
 
 
 class CollectiveSender:
@@ -122,6 +130,7 @@ class CollectiveSender:
             while under_way:
                 wait.for_end_of(under_way.popleft())
         except RuntimeError as error:  # all that torch.distributed raises
+            _cut(self._chain)
             self.expect([""] * self._meeting.num_receivers)
             raise PublishError(
                 f"version {ticket.version} was not sent: a receiver is gone, or did not come within {timeout_s:g} s"
@@ -165,6 +174,7 @@ class CollectiveReceiver:
             for work in going:
                 wait.for_end_of(work)
         except RuntimeError as error:
+            _cut(self._chain)
             self._chain = None
             raise PublishError(
                 f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
@@ -182,6 +192,25 @@ class CollectiveReceiver:
             store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
             self._chain = _Chain(meeting, store, None, self._device, timeout_s)
         return self._chain
+
+
+def _cut(chain: _Chain | None) -> None:
+    if chain is not None:
+        chain.cut()
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """By default NCCL's watchdog ends the process in which an operation ran out of time; here that is no disaster."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 class _Patience:

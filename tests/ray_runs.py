@@ -23,14 +23,15 @@ ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 
 
 @contextmanager
-def local_ray() -> Iterator[None]:
+def local_ray(num_gpus: int = 0, **environment: str) -> Iterator[None]:
     ray.init(
         address="local",  # whatever else runs on this machine
         num_cpus=4,
+        num_gpus=num_gpus,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=200_000_000,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment}},
     )
     try:
         yield
@@ -81,7 +82,7 @@ def train(
             return made
 
         monkeypatch.setattr(RemotePlace, "loop", loop)
-    config = workshop.config(name, *settings, reward="dense")
+    config = workshop.config(name, *workshop.settings, *settings, reward="dense")
     run.summary = api.train(config, run)
     return run
 
