@@ -28,12 +28,15 @@ from ray.cluster_utils import Cluster
 from headrace import api
 from headrace.config_file import load_config
 from headrace.ledger.audit import audit, books
+from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.remote import RemotePlace
 from headrace.types import Row
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")
 STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2
+ANSWER_TOKENS = 96
+LATER_S = {"rollout": 0.15}  # when answers are half done
 QUICK = {  # a dead node is noticed in a second or two
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -119,7 +122,7 @@ def strike(place: RemotePlace, loop: Loop, stage: str, harm: Callable[[], None],
         def worked(*args: Any, **named: Any) -> Any:
             if watcher.step >= AT_STEP and not done.is_set():
                 done.set()
-                threading.Thread(target=harm).start()
+                threading.Timer(LATER_S.get(stage, 0.0), harm).start()
                 time.sleep(0.005)
             return work(*args, **named)
 
@@ -146,7 +149,7 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
             "prompts.chat=never",
             "prompts.eval_count=2",
             f"rollout.samples={SAMPLES}",
-            "rollout.max_new_tokens=24",
+            f"rollout.max_new_tokens={ANSWER_TOKENS}",
             f"reward.function={directory / 'rewards.py'}:score",
             "reward.workers=2",
             "reward.cache=false",
@@ -179,6 +182,9 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
     assert audit(run_dir) == [], audit(run_dir)
     found = books(run_dir)
     assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
+    with Ledger.open(run_dir) as ledger:
+        trained = [pair for _, groups in ledger.steps_after(0) for pair in groups]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS, "a group was trained on twice"
     redone = found.dropped["redone"].tokens if "redone" in found.dropped else 0
     assert watcher.notes or victim == "reward", "nothing was noticed"
     told = watcher.notes[0] if watcher.notes else "nothing"

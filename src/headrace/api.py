@@ -14,7 +14,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +46,7 @@ from headrace.roles import Sink
 from headrace.types import Row
 
 Place = LocalPlace | RemotePlace
+WHERE = ("model.device", "model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
 
 
 class Watcher(Protocol):
@@ -88,13 +89,23 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
         return _to_the_end(config, run_dir, watcher or Nobody(), resumed=False)
 
 
-def resume(run_dir: Path | str, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Go on with a run that was interrupted or died; returns what `summary.json` holds then."""
+def resume(run_dir: Path | str, watcher: Watcher | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Go on with a run that was interrupted or died; returns what `summary.json` holds then.
+
+    `overrides` may change where it runs and on how many workers, from here on. What it computes stays.
+    """
     run_dir = Path(run_dir)
-    config = run_config(run_dir)
+    config = run_config(run_dir, overrides)
+    if fixed := [word for word in overrides if not word.startswith(WHERE)]:
+        raise RunError(
+            f"{', '.join(fixed)}: a run that goes on keeps its settings, but for where it runs ({', '.join(WHERE)})"
+        )
     if says_finished(run_dir):
         raise RunError(f"{run_dir} has finished: there is nothing to resume")
     with claimed(run_dir), memory_for("training", STEPS):
+        if overrides:
+            dump(config, run_dir / SETTINGS)
+            (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
         # what died before its first checkpoint has nothing to go on from
         begun = is_complete(run_dir)
         if not begun:

@@ -36,10 +36,16 @@ def train(
 
 
 @app.command()
-def resume(run: RunDir, quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")] = False) -> None:
+def resume(
+    run: RunDir,
+    where: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="where it goes on, if elsewhere")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")] = False,
+) -> None:
     """Go on with a run that was interrupted, killed, or stopped by an error."""
     with messages(), Terminal(quiet=quiet) as terminal:
-        terminal.summary(headrace.resume(run, terminal))
+        terminal.summary(headrace.resume(run, terminal, where or ()))
 
 
 @app.command()

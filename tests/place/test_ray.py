@@ -14,9 +14,11 @@ import torch
 from ray_runs import ON_RAY, train, trained_tokens
 from tiny_runs import Workshop, weights
 
+from headrace import api
 from headrace.errors import ConfigError, MissingExtraError, RunError
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.runs import run_config
 from headrace.ledger.scale import scale
 from headrace.place import places
 from headrace.place.remote import RemotePlace, _gpus_of_a_worker
@@ -148,6 +150,29 @@ def test_without_a_rank_the_run_goes_on_from_its_checkpoint(workshop: Workshop, 
 def pid_of(worker: Any) -> int:
     worker.wait_ready()
     return int(worker.pid)
+
+
+def test_a_run_goes_on_elsewhere(workshop: Workshop, local_run: Path):
+    """Begun in one process, it ends on a cluster, with two ranks that have its one checkpoint."""
+
+    class Stop(api.Nobody):
+        def row(self, row: Row) -> None:
+            if row.step == 2:
+                raise RuntimeError("the machine is wanted for something else")
+
+    run_dir = workshop.directory / "moved"
+    with pytest.raises(RuntimeError, match="something else"):
+        api.train(workshop.config("moved", "loop.max_lag=0", reward="dense"), Stop())
+    with pytest.raises(RunError, match=r"learner.lr=1: a run that goes on keeps its settings"):
+        api.resume(run_dir, overrides=["learner.lr=1"])
+    summary = api.resume(run_dir, overrides=ON_RAY)
+    assert summary["finished"]
+    assert audit(run_dir) == []
+    assert run_config(run_dir).learner.ranks == 2
+    again = {id.replace(".2:", ":"): tokens for id, tokens in trained_tokens(run_dir).items()}  # a second attempt
+    assert again == trained_tokens(local_run)
+    here, there = weights(local_run), weights(run_dir)
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) < 1e-5
 
 
 def test_more_workers_than_gpus_are_refused_with_the_numbers(workshop: Workshop):

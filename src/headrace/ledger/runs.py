@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -103,12 +103,12 @@ def read_run(run_dir: Path) -> RunFacts:
     )
 
 
-def run_config(run_dir: Path) -> Config:
-    """The resolved settings of a run."""
+def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved settings of a run, with `overrides` on top."""
     path = run_dir / SETTINGS
     if not path.exists():
         raise RunError(f"{run_dir} is not a run directory: it has no {SETTINGS}")
-    return load_config(path, [])
+    return load_config(path, overrides)
 
 
 def says_finished(run_dir: Path) -> bool:
