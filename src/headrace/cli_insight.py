@@ -87,7 +87,7 @@ def plan_command(
     kl: Annotated[bool, typer.Option("--kl", help="with a reference policy")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="train a low-rank adapter only")] = False,
     useful: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
-    hardware: Annotated[Path | None, typer.Option(help="TOML file with devices and prices of your own")] = None,
+    hardware: HardwareFile = None,
     target: Annotated[
         str | None, typer.Option("--search", help="find the fewest devices for so many trained tokens a second")
     ] = None,
@@ -122,6 +122,9 @@ def plan_command(
             terminal.plans(question, found, others)
 
 
+HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
+
+
 @app.command()
 def simulate(
     settings: Settings = None,
@@ -141,6 +144,7 @@ def simulate(
     rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
     train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
     publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
+    hardware: HardwareFile = None,
     steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
     as_json: Json = False,
@@ -164,7 +168,7 @@ def simulate(
         layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
         model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
         if model:
-            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device))
+            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
         work, cluster = scenario(recipe, typed, layout, run)
         found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
         if as_json:
