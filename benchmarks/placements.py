@@ -2,6 +2,7 @@
 
     python benchmarks/placements.py slow --seeds 3        # rewards that take 0.2 to 3 s of waiting
     python benchmarks/placements.py quick --seeds 1       # rewards that take none
+    python benchmarks/placements.py slow --steps 100 --lags 4      # for the scores alone
     python benchmarks/placements.py slow --steps 6 --seeds 1 --cluster local
 
 Both run with the same workers, from the same warm-started weights, for the same number of trained groups. Goodput is
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 REWARD = Path(__file__).with_name("placements_reward.py")
-LAGS = (0, 4)
 
 
 def headrace(*words: str) -> None:
@@ -64,14 +64,15 @@ def main() -> None:
     parser.add_argument("--cluster", choices=["ray", "local"], default="ray")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 4])
     arguments = parser.parse_args()
-    found: dict[int, list[dict[str, Any]]] = {lag: [] for lag in LAGS}
+    found: dict[int, list[dict[str, Any]]] = {lag: [] for lag in arguments.lags}
     print("| seed | max_lag | trained tokens | s a step | goodput, tok/s | lag seen | score before | after |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         model = warm(Path(directory))
         for seed in range(arguments.seeds):
-            for lag in LAGS:
+            for lag in arguments.lags:
                 s = run(Path(directory), model, arguments.kind, lag, seed, arguments)
                 found[lag].append(s)
                 print(
@@ -80,11 +81,16 @@ def main() -> None:
                     f"| {s['score_after']:.3f} |",
                     flush=True,
                 )
-    goodput, score = (
-        {lag: statistics.mean(s[key] for s in found[lag]) for lag in LAGS}
-        for key in ("goodput_tokens_per_s", "score_after")
-    )
-    print(f"\ngoodput: {goodput[4] / goodput[0]:.2f}x; held-out score: {100 * (score[4] - score[0]):+.1f} points")
+    first, *others = arguments.lags
+    for lag in others:
+        goodput, score = (
+            [statistics.mean(s[key] for s in found[which]) for which in (first, lag)]
+            for key in ("goodput_tokens_per_s", "score_after")
+        )
+        print(
+            f"\nmax_lag {lag} against {first}: goodput {goodput[1] / goodput[0]:.2f}x, held-out score "
+            f"{100 * (score[1] - score[0]):+.1f} points"
+        )
 
 
 if __name__ == "__main__":
