@@ -46,7 +46,7 @@ from headrace.roles import Sink
 from headrace.types import Row
 
 Place = LocalPlace | RemotePlace
-WHERE = ("model.device", "model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
+WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
 
 
 class Watcher(Protocol):
@@ -103,8 +103,7 @@ def resume(run_dir: Path | str, watcher: Watcher | None = None, overrides: Seque
     if says_finished(run_dir):
         raise RunError(f"{run_dir} has finished: there is nothing to resume")
     with claimed(run_dir), memory_for("training", STEPS):
-        if overrides:
-            dump(config, run_dir / SETTINGS)
+        if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
         # what died before its first checkpoint has nothing to go on from
         begun = is_complete(run_dir)
@@ -163,6 +162,7 @@ def prepare_run_dir(config: Config) -> Path:
                         "run.dir, or replace it with run.overwrite=true"
                     )
                 _remove_run(run_dir)
+            (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
             dump(config, run_dir / SETTINGS)
     except OSError as error:
         raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
@@ -172,7 +172,7 @@ def prepare_run_dir(config: Config) -> Path:
 def _remove_run(run_dir: Path) -> None:
     """Delete what an earlier run left, and nothing else: a new run that fails must not pass off old weights."""
     remove_database(run_dir)
-    for name in (SUMMARY, SETTINGS, STACKS, WANTED_WORKERS, "rows.jsonl"):
+    for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
     for name in (WEIGHTS, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
@@ -188,6 +188,7 @@ def weights_dir(run_dir: Path) -> Path:
 
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
     place = open_place(config, run_dir, resumed=resumed)
+    dump(config, run_dir / SETTINGS)  # a run that is resumed may go on elsewhere, now that this is known to work
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
     watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)

@@ -167,8 +167,9 @@ def simulate(
         number, device = _gpus(gpus, "H100")
         layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
         model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
+        known = read_hardware(hardware)
         if model:
-            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
+            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, known))
         work, cluster = scenario(recipe, typed, layout, run)
         found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
         if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -60,8 +61,10 @@ def to_toml(config: Config) -> str:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the settings to `path` as TOML."""
-    path.write_text(to_toml(config), encoding="utf-8")
+    """Write the settings to `path` as TOML; whoever reads it finds what was there, or all of this."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(to_toml(config), encoding="utf-8")
+    os.replace(new, path)
 
 
 def explain(section_filter: str | None = None) -> list[Explained]:

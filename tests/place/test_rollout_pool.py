@@ -119,15 +119,15 @@ async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_n
     leaving, staying = Here(workshop, "leaving"), Here(workshop, "staying")
     books = Books(leaving, staying)
     first = books.start(100)
-    retiring = asyncio.ensure_future(books.pool.retire(leaving))  # type: ignore[arg-type]
-    await asyncio.sleep(0)
+    done = books.pool.retire(leaving)  # type: ignore[arg-type]
+    assert not done.is_set()
     assert books.pool.staying == [staying]
     assert books.pool.workers == [leaving, staying], "it takes new weights as long as it samples"
     later = books.pool.start(9, Prompt(id="p9", text="", token_ids=PROMPT), [Sampling(max_new_tokens=100)] * 2)
     owed = {order.serial for order in books.pool._members[0].orders.values()}
     assert owed
     assert 9 not in owed
-    await retiring
+    await done.wait()
     books.pool.dismiss(leaving)  # type: ignore[arg-type]
     assert books.pool.workers == [staying]
     await asyncio.gather(*first, *later)

@@ -58,6 +58,16 @@ async def later(completion):
     await asyncio.sleep(0.01 * completion.fields.get("delay", 0))
     return len(completion.text)
 
+async def together(completion):
+    note("began")
+    while len(COUNT.read_text().split()) < completion.fields["all"]:
+        await asyncio.sleep(0.02)
+    return 1.0
+
+async def laborious(completion):
+    time.sleep(0.15)
+    return 1.0
+
 def batch(completions):
     note(str(len(completions)))
     for completion in completions:

@@ -147,6 +147,30 @@ async def test_a_slow_coroutine_holds_up_nobody_who_comes_later(make_scorer: Mak
     slow.cancel()
 
 
+async def test_whatever_there_is_room_for_runs_at_the_same_time(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer("together", retries=0, timeout_s=60.0, workers=2)
+    scores = await score_all(scorer, *(completion("x" * n, all=100) for n in range(100)))
+    assert [score.reward for score in scores] == [1.0] * 100
+
+
+async def test_what_trickles_in_is_shared_among_the_workers(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer("together", retries=0, timeout_s=60.0, workers=2)
+    scoring = []
+    for n in range(10):
+        scoring.append(asyncio.ensure_future(scorer.score(completion("x" * n, all=10))))
+        await asyncio.sleep(0.01)
+        if n == 8:
+            assert sorted(len(worker.going) for worker in scorer._pool._workers) == [4, 5]  # type: ignore[attr-defined]
+    assert {score.reward for score in await asyncio.gather(*scoring)} == {1.0}
+
+
+async def test_a_worker_that_replies_steadily_is_not_lost_however_much_it_has_to_do(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer("laborious", retries=0, timeout_s=SHORT_S)
+    scores = await score_all(scorer, *(completion("x" * n) for n in range(20)))
+    assert [score.reward for score in scores] == [1.0] * 20
+    assert scorer.num_workers_replaced == 0
+
+
 async def test_a_coroutine_that_blocks_the_others_is_tried_alone(make_scorer: MakeScorer) -> None:
     scorer = await make_scorer("later", retries=1, timeout_s=SHORT_S)
     early = asyncio.ensure_future(scorer.score(completion("abc", delay=50)))

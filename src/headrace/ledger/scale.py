@@ -25,8 +25,11 @@ def scale(run_dir: Path, workers: int) -> str:
         raise RunError(f"{workers} rollout workers cannot sample anything: at least 1 is needed")
     before = wanted_workers(run_dir, config.rollout.workers)
     new = run_dir / f"{FILE}.new"
-    new.write_text(f"{workers}\n")
-    os.replace(new, run_dir / FILE)  # whoever reads it finds one number or the other
+    try:
+        new.write_text(f"{workers}\n")
+        os.replace(new, run_dir / FILE)  # whoever reads it finds one number or the other
+    except OSError as error:
+        raise RunError(f"{run_dir / FILE} cannot be written: {error.strerror}") from error
     told = f"{run_dir}: {before} -> {workers} rollout workers"
     return told if is_claimed(run_dir) else f"{told}, when it is resumed"
 
@@ -34,6 +37,6 @@ def scale(run_dir: Path, workers: int) -> str:
 def wanted_workers(run_dir: Path, default: int) -> int:
     """What `scale` asked for last, else the setting."""
     try:
-        return int((run_dir / FILE).read_text())
+        return max(1, int((run_dir / FILE).read_text()))
     except (OSError, ValueError):
         return default

@@ -77,7 +77,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
         elif (stats.loss, stats.grad_norm) != (rows[step].loss, rows[step].grad_norm) and not stats.skipped:
             on_note(
                 f"step {step} came out differently the second time (gradient norm {stats.grad_norm:.6g}, before "
-                f"{rows[step].grad_norm:.6g}): this machine does not compute the same twice"
+                f"{rows[step].grad_norm:.6g}): it was taken elsewhere, or this machine does not compute the same twice"
             )
         redone.append(groups)
     return redone

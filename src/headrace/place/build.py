@@ -100,8 +100,9 @@ def make_engine(
         kv_tokens = min(kv_tokens, r.max_running * (config.prompts.max_tokens + r.max_new_tokens + 64))
     needed = longest_prompt + r.max_new_tokens
     if kv_tokens < needed:
+        free = room() if policy.device.type == "cuda" else ""
         raise ConfigError(
-            f"{room()}With {reserved_bytes / GIB:.1f} GiB kept for training, memory holds a key/value cache of "
+            f"{free}With {reserved_bytes / GIB:.1f} GiB kept for training, memory holds a key/value cache of "
             f"{kv_tokens} tokens, and one sequence may need {needed}: lower rollout.max_new_tokens, take a smaller "
             "model, or free memory (rollout.kv_tokens sets the size)"
         )

@@ -114,7 +114,7 @@ class LearnerRank:
         before = _allocated_bytes(self._policy.device)
         with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=self._wanted_bytes):
             self._learner = make_learner(spec.config, self._policy, self._sharding)
-        self._held_bytes = _allocated_bytes(self._policy.device) - before
+        self._held_bytes = max(0, _allocated_bytes(self._policy.device) - before)
         if spec.rank == 0:
             section = spec.config.publish
             encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)

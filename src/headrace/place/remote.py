@@ -124,6 +124,7 @@ class RemotePlace:
         for worker in await self.device.run(self._first_workers):
             self.actor.join(worker)
         if not self._colocated:
+            self._fit()
             self._in_background(self._watch_wanted())
         if begins:  # a restart publishes the version that it goes on from
             await self.device.run(self.publisher.commit, 0)
@@ -224,7 +225,9 @@ class RemotePlace:
             begun = [worker.ask("begin_rollout", self._rollout_spec(worker.name)) for worker in workers]
             self._cluster.first_failure(begun)
         else:
-            workers = [self._spawn_rollout() for _ in range(self._wanted)]
+            # more than the settings say may have to wait for a node: they join when they can
+            first = min(self._wanted, self.config.rollout.workers)
+            workers = [self._spawn_rollout() for _ in range(first)]
         for worker in workers:
             worker.wait_ready()
         return workers
@@ -243,6 +246,7 @@ class RemotePlace:
             self.actor.fail(LearnerLostError(f"{why}; the learner cannot go on without it"))
             return
         self.on_note(f"{why}. What it was at goes to others")
+        self._failures = 0
         self._fit()
 
     async def _watch_wanted(self) -> None:
@@ -263,7 +267,7 @@ class RemotePlace:
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
         for worker in staying[self._wanted :]:
-            self._in_background(self._dismiss(worker))
+            self._in_background(self._dismiss(worker, self.actor.retire(worker)))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -271,15 +275,16 @@ class RemotePlace:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _dismiss(self, worker: Worker) -> None:
+    async def _dismiss(self, worker: Worker, done: asyncio.Event) -> None:
         """Let a worker finish what it owes, then end it."""
-        await self.actor.retire(worker)
+        await done.wait()
         await asyncio.to_thread(self.publisher.farewell, worker, partial(self._in_loop, self._leave))
 
     async def _leave(self, worker: Worker) -> None:
         if worker in self.actor.workers:
             self.actor.dismiss(worker)
             self.on_note(f"{worker.name} has finished its answers and is gone")
+            self._fit()
 
     async def _add(self) -> None:
         """A new worker: it takes part once it holds the present version."""
@@ -300,7 +305,7 @@ class RemotePlace:
             self.on_note(f"{worker.name} takes part")
             self._fit()  # fewer may be wanted by now
             return
-        if not self.actor.workers:
+        if not self.actor.staying:
             self.actor.fail(WorkerLostError(f"no rollout worker is left, and {MOST_FAILURES} new ones could not join"))
 
     def _in_loop(self, act: Callable[[Worker], Coroutine[Any, Any, None]], worker: Worker) -> None:
@@ -324,7 +329,7 @@ class RemotePlace:
 
 def uses_gpus(config: Config, cluster: Cluster) -> bool:
     """Whether the model is to run on GPUs."""
-    return config.model.device == "cuda" or (config.model.device == "auto" and cluster.num_gpus > 0)
+    return config.model.device.startswith("cuda") or (config.model.device == "auto" and cluster.num_gpus > 0)
 
 
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:

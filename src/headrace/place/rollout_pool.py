@@ -102,13 +102,15 @@ class RolloutPool:
             owed = [i for i in range(len(order.indices)) if self._id(order, i) in member.orders]
             self._give(_part(order, owed))
 
-    async def retire(self, worker: Worker) -> None:
-        """Give a worker nothing more, and wait until it owes nothing, or is lost. Then `dismiss` it."""
+    def retire(self, worker: Worker) -> asyncio.Event:
+        """Give a worker nothing more. When it owes nothing, or is lost, the event is set: then `dismiss` it."""
         member = self._member(worker)
+        done = asyncio.Event() if member is None or member.leaves is None else member.leaves
         if member is not None:
-            member.leaves = member.leaves or asyncio.Event()
-            if member.orders:
-                await member.leaves.wait()
+            member.leaves = done
+        if member is None or not member.orders:
+            done.set()
+        return done
 
     def dismiss(self, worker: Worker) -> None:
         """A worker that owes nothing ends."""

@@ -33,6 +33,7 @@ from headrace.publish.transport import Ticket
 CHUNK_BYTES = 4 << 20
 _WINDOW = 4  # chunks under way at a time, to each neighbour
 _ARRIVED = "arrived"
+_LOOK_S = 0.002
 _ANYWHERE = "192.0.2.1"  # an address that nobody has
 
 
@@ -59,10 +60,13 @@ class _Chain:
         rendezvous = PrefixStore(f"meeting-{meeting.number}", store)
         rendezvous.set_timeout(timeout)
         self.index: int = rendezvous.add(_ARRIVED, 1) if index is None else index
+        if index == 0:  # whoever died on the way would be waited for without end
+            _await_arrivals(rendezvous, meeting.num_receivers, timeout_s)
         if self.index > meeting.num_receivers:
             raise PublishError(f"a receiver too many came to the meeting: {meeting.num_receivers} were expected")
         size = meeting.num_receivers + 1
-        if device.type == "cuda":
+        self._on_gpus = device.type == "cuda"
+        if self._on_gpus:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             with _errors_are_ours():
@@ -84,7 +88,7 @@ class _Chain:
 
     def cut(self) -> None:
         """Nobody will answer any more: what still waits on a GPU is stopped."""
-        if isinstance(self._group, distributed.ProcessGroupNCCL):
+        if self._on_gpus:
             self._group.abort()
 
 
@@ -192,6 +196,14 @@ class CollectiveReceiver:
             store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
             self._chain = _Chain(meeting, store, None, self._device, timeout_s)
         return self._chain
+
+
+def _await_arrivals(rendezvous: Any, wanted: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (arrived := rendezvous.add(_ARRIVED, 0)) < wanted:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{arrived} of {wanted} receivers came")
+        time.sleep(_LOOK_S)
 
 
 def _cut(chain: _Chain | None) -> None:

@@ -69,7 +69,8 @@ class Worker:
     def __init__(self) -> None:
         self.mode = Mode.SINGLE
         self.ended = False  # the process has closed its end
-        self.busy = False
+        self.going: dict[int, Job] = {}  # what it is at, oldest first
+        self.heard_s = 0.0  # the loop's time of its last reply
         self._replies: deque[dict[str, Any]] = deque()
         self._buffer = bytearray()
         self._stirred = asyncio.Event()
@@ -117,21 +118,28 @@ class Worker:
         except TimeoutError as error:
             raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"not taken in {timeout_s:g} s") from error
         except OSError as error:
+            if not self.ended:
+                self._read()  # it may have replied before
             raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
     async def receive(self, deadline: float) -> dict[str, Any] | None:
         """The next reply; None when there is none by the deadline, or when `stir` was called first."""
         if not self._replies and not self.ended:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.stirred()
-            except TimeoutError:
-                self._read()  # if this loop was kept busy past the deadline, the reply lies here already
+            self._read()  # if this loop was kept busy past the deadline, the reply lies here already
         if self._replies:
+            self.heard_s = self._loop.time()
             return self._replies.popleft()
         if self.ended:
             raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph())
         return None
+
+    def arrived(self) -> list[dict[str, Any]]:
+        """What it said before it was lost."""
+        found, self._replies = list(self._replies), deque()
+        return found
 
     def stir(self) -> None:
         """Wake who waits for this worker: there is work."""
@@ -146,7 +154,7 @@ class Worker:
         """End the process and reap it; gently lets an idle one end by itself first."""
         self._hang_up()
         self._socket.close()
-        if gently and not self.busy:
+        if gently and not self.going:
             await self._reaped(GRACE_S)
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -169,7 +177,8 @@ class Worker:
             self._replies.extend(_replies_in(self._buffer))
         except ValueError:  # not our protocol: someone else wrote to the socket
             self._hang_up()
-        self._stirred.set()
+        if self._replies:
+            self._stirred.set()
 
     def _hang_up(self) -> None:
         if not self.ended:
@@ -270,9 +279,10 @@ class Pool:
         self._workers[slot] = Worker()
         await self._workers[slot].prepare(self._setup)
 
-    def _take(self, mode: Mode, going: dict[int, Job]) -> list[Job]:
+    def _take(self, worker: Worker) -> list[Job]:
         """The jobs that are to join those going: few enough that the other workers have work too."""
-        if going and (mode is not Mode.ASYNC or any(job.suspect for job in going.values())):
+        mode, going = worker.mode, worker.going
+        if going and (mode is not Mode.ASYNC or self._overdue(worker) or any(job.suspect for job in going.values())):
             return []
         num_wanted = min(MAX_GOING[mode] - len(going), len(self._queue))
         if mode is not Mode.BATCH and self._num_workers > 1:
@@ -295,26 +305,26 @@ class Pool:
         Functions that are called once at a time get a chunk, and the next when that is judged. Coroutines run side by
         side, so whatever has been queued joins them: one slow verdict holds nothing up.
         """
-        going: dict[int, Job] = {}
         num_sent = 0
-        worker.busy = True
         try:
             while True:
-                jobs = self._take(worker.mode, going)
-                if jobs:
+                if jobs := self._take(worker):
                     joining = dict(enumerate(jobs, num_sent))
-                    going |= joining
+                    worker.going |= joining
                     num_sent += len(jobs)
                     blobs = {item: job.blob for item, job in joining.items()}
                     await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
                     for job in jobs:
                         job.due = self._due(worker.mode)
-                if not going:
-                    worker.busy = False
+                    await asyncio.sleep(0)  # others take their share; then there may be more
+                elif worker.going:
+                    await self._book_next(worker)
+                else:
                     return True
-                await self._book_next(worker, going)
         except WorkerLostError as lost:
-            left = list(going.values())
+            for reply in worker.arrived():
+                self._book(worker, reply)
+            left = list(worker.going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
             self._enqueue(left[num_in_progress:], first=True)
             for job in left[:num_in_progress]:
@@ -322,26 +332,40 @@ class Pool:
                 self._retry(job, lost.score)
             return False
 
-    async def _book_next(self, worker: Worker, going: dict[int, Job]) -> None:
+    async def _book_next(self, worker: Worker) -> None:
         """Wait for a reply and give it to its job. Returns without one if there is work to take."""
-        first = next(iter(going.values()))
-        reply = await worker.receive(first.due)
-        if reply is None:
-            if asyncio.get_running_loop().time() > first.due:
-                raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
-            return
+        deadline = self._deadline(worker)
+        reply = await worker.receive(deadline)
+        if reply is not None:
+            self._book(worker, reply)
+        elif asyncio.get_running_loop().time() > deadline:
+            raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
+
+    def _book(self, worker: Worker, reply: dict[str, Any]) -> None:
         item, score = score_from_json(reply)
-        job = going.pop(item)
-        if worker.mode is not Mode.ASYNC and going:  # one after the other: the next one's time begins now
-            next(iter(going.values())).due = self._due(worker.mode)
+        job = worker.going.pop(item)
+        if worker.mode is not Mode.ASYNC and worker.going:  # one after the other: the next one's time begins now
+            next(iter(worker.going.values())).due = self._due(worker.mode)
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
             self._retry(job, score)
         else:
             job.finish(score)
 
+    def _overdue(self, worker: Worker) -> bool:
+        return asyncio.get_running_loop().time() > next(iter(worker.going.values())).due
+
+    def _deadline(self, worker: Worker) -> float:
+        """When the worker counts as lost. Coroutines end by themselves in time, if none blocks the others for long: as
+        long as one after the other does, it lives.
+        """
+        due = next(iter(worker.going.values())).due
+        return due if worker.mode is not Mode.ASYNC else max(due, worker.heard_s + self._limit_s(worker.mode))
+
+    def _limit_s(self, mode: Mode) -> float:
+        return self._setup.timeout_s + (GRACE_S if mode is Mode.ASYNC else 0.0)
+
     def _due(self, mode: Mode) -> float:
-        grace_s = GRACE_S if mode is Mode.ASYNC else 0.0
-        return asyncio.get_running_loop().time() + self._setup.timeout_s + grace_s
+        return asyncio.get_running_loop().time() + self._limit_s(mode)
 
     def _retry(self, job: Job, score: Score) -> None:
         if job.tries >= self._retries:
@@ -360,7 +384,7 @@ class Pool:
             self._queue.extendleft(reversed(list(jobs)))
         else:
             self._queue.extend(jobs)
-        for worker in self._workers:
+        for worker in sorted(self._workers, key=lambda worker: len(worker.going)):  # who has least to do comes first
             worker.stir()
 
     def _break(self, error: Exception) -> None:
