@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.place.memory import STEPS, memory_for
@@ -159,6 +159,8 @@ def _in_our_words(error: RayError, worker: str) -> BaseException:
         if isinstance(cause, HeadraceError):
             return cause
         return RuntimeError(f"{worker} failed:\n{error}")
+    if isinstance(error, ActorDiedError):
+        return WorkerLostError(f"{worker} is lost: its process or its node died")
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return WorkerLostError(f"{worker} is lost: {first_line.rstrip('.')}")
 
