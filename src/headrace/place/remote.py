@@ -203,7 +203,12 @@ class RemotePlace:
         def spawn(num_workers: int) -> Worker:
             return self._cluster.spawn(f"reward-{next(numbers)}", RewardHost, setup, num_workers, section.retries)
 
-        return RewardHosts(spawn, num_workers=section.workers, num_nodes=self._cluster.num_nodes)
+        return RewardHosts(
+            spawn,
+            num_workers=section.workers,
+            num_nodes=self._cluster.num_nodes,
+            on_lost=lambda why: self.on_note(f"{why}. What it was judging is judged again"),
+        )
 
     def _spawn_rollout(self) -> Worker:
         spec = self._rollout_spec(f"rollout-{next(self._numbers)}")

@@ -36,11 +36,16 @@ class RewardHost:
 
 
 class RewardHosts:
-    """What the scorer takes for its pool. `spawn(num_workers)` gives a host with so many processes."""
+    """What the scorer takes for its pool. `spawn(num_workers)` gives a host with so many processes.
 
-    def __init__(self, spawn: Callable[[int], Worker], *, num_workers: int, num_nodes: int) -> None:
+    `on_lost(why)` hears of every host that is lost.
+    """
+
+    def __init__(
+        self, spawn: Callable[[int], Worker], *, num_workers: int, num_nodes: int, on_lost: Callable[[str], None]
+    ) -> None:
         num_hosts = max(1, min(num_workers, num_nodes))
-        self._spawn = spawn
+        self._spawn, self._on_lost = spawn, on_lost
         self._shares = [len(range(i, num_workers, num_hosts)) for i in range(num_hosts)]
         self._hosts: list[Worker] = []
         self._load: Counter[int] = Counter()
@@ -96,6 +101,7 @@ class RewardHosts:
             self._replaced, self._in_a_row = self._replaced + 1, self._in_a_row + 1
             if self._in_a_row > MOST_REPLACED:
                 raise RewardError(f"the hosts of reward functions are lost again and again: {lost}")
+            self._on_lost(str(lost))
             self._replacing[place] = asyncio.create_task(self._begin(place))
         await asyncio.shield(self._replacing[place])
 
