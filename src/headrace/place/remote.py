@@ -300,6 +300,10 @@ class RemotePlace:
             try:
                 await worker.ready()
                 await asyncio.to_thread(self.publisher.welcome, worker, partial(self._in_loop, self._join))
+            except LearnerLostError as error:  # nobody else may ask it for long: without answers, no step begins
+                worker.kill()
+                self.actor.fail(error)
+                return
             except Exception as error:  # whatever it is, the others go on
                 self._failures += 1
                 self.on_note(f"{worker.name} could not join: {error}")

@@ -93,6 +93,8 @@ class RemotePublisher:
         except PublishError as error:
             if not failed:
                 raise PublishError(f"version {ticket.version}: {error}") from error
+        except WorkerLostError as lost:
+            raise self._trainer.gone(str(lost)) from lost
         return failed
 
     def _heard(

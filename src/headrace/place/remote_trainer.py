@@ -112,8 +112,12 @@ class RemoteTrainer:
             # a rank that lives notices first that another is gone, and says so in the words of the network
             if not (reason := self._death()):
                 raise
+        raise self.gone(reason)
+
+    def gone(self, reason: str) -> LearnerLostError:
+        """A rank does not answer any more: the error to raise."""
         self.lost = True
-        raise LearnerLostError(f"{reason}; the learner cannot go on without it")
+        return LearnerLostError(f"{reason}; the learner cannot go on without it")
 
     def _death(self) -> str:
         """Of one of several ranks, if there was one; a node's takes a while to be noticed."""
