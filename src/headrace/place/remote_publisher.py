@@ -66,7 +66,7 @@ class RemotePublisher:
             leave(worker)
 
     def _staged_by_all(self, version: int) -> list[Worker]:
-        """Those that hold it, checked; there is at least one."""
+        """Those that hold it, checked. If none is left, there is nobody to wait for: who joins is given it then."""
         for _ in range(TRIES):
             workers = self._workers()
             ticket: Ticket = self._trainer.all("offer", version, [worker.node for worker in workers])[0]
@@ -74,7 +74,7 @@ class RemotePublisher:
             dead = {worker: why for worker, why in failed.items() if isinstance(why, WorkerLostError)}
             for worker, why in (dead or failed).items():  # a death keeps others from getting it, too
                 self._give_up(worker, str(why))
-            if len(failed) < len(workers) and not (dead and len(failed) > len(dead)):
+            if not workers or (len(failed) < len(workers) and not (dead and len(failed) > len(dead))):
                 return [worker for worker in workers if worker not in failed]
             self._first("withdraw", version)
             for worker in self._workers():
