@@ -52,6 +52,7 @@ def run(directory: Path, model: Path, kind: str, lag: int, seed: int, arguments:
         "reward.cache=false",
         *reward,
         *place,
+        *arguments.settings,
     )
     return json.loads((name / "summary.json").read_text())  # type: ignore[no-any-return]
 
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--settings", nargs="+", default=[], help="of all runs, such as learner.loss=cispo")
     arguments = parser.parse_args()
     found: dict[int, list[dict[str, Any]]] = {lag: [] for lag in arguments.lags}
     print("| seed | max_lag | trained tokens | s a step | goodput, tok/s | lag seen | score before | after |")
