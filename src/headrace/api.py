@@ -29,7 +29,7 @@ from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_dat
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import CHECKPOINTS, REFERENCE, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
-from headrace.ledger.scale import FILE as WANTED_WORKERS
+from headrace.ledger.scale import WANTED_WORKERS
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of

@@ -34,6 +34,7 @@ def _print_json(found: dict[str, Any]) -> None:
 
 
 Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
+HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
 
 
 @app.command("triage")
@@ -122,9 +123,6 @@ def plan_command(
             terminal.plans(question, found, others)
 
 
-HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
-
-
 @app.command()
 def simulate(
     settings: Settings = None,
@@ -167,9 +165,10 @@ def simulate(
         number, device = _gpus(gpus, "H100")
         layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
         model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
-        known = read_hardware(hardware)
+        if hardware and not model:
+            raise ConfigError("--hardware says what a device can do with a model: name one with --params")
         if model:
-            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, known))
+            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
         work, cluster = scenario(recipe, typed, layout, run)
         found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
         if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -64,7 +63,7 @@ def dump(config: Config, path: Path) -> None:
     """Write the settings to `path` as TOML; whoever reads it finds what was there, or all of this."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(to_toml(config), encoding="utf-8")
-    os.replace(new, path)
+    new.replace(path)
 
 
 def explain(section_filter: str | None = None) -> list[Explained]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from headrace.errors import RunError
 from headrace.ledger.runs import is_claimed, run_config, says_finished
 
-FILE = "rollout_workers"
+WANTED_WORKERS = "rollout_workers"  # a file of the run
 
 
 def scale(run_dir: Path, workers: int) -> str:
@@ -24,12 +23,13 @@ def scale(run_dir: Path, workers: int) -> str:
     if workers < 1:
         raise RunError(f"{workers} rollout workers cannot sample anything: at least 1 is needed")
     before = wanted_workers(run_dir, config.rollout.workers)
-    new = run_dir / f"{FILE}.new"
+    path = run_dir / WANTED_WORKERS
+    new = path.with_suffix(".new")
     try:
         new.write_text(f"{workers}\n")
-        os.replace(new, run_dir / FILE)  # whoever reads it finds one number or the other
+        new.replace(path)  # whoever reads it finds one number or the other
     except OSError as error:
-        raise RunError(f"{run_dir / FILE} cannot be written: {error.strerror}") from error
+        raise RunError(f"{path} cannot be written: {error.strerror}") from error
     told = f"{run_dir}: {before} -> {workers} rollout workers"
     return told if is_claimed(run_dir) else f"{told}, when it is resumed"
 
@@ -37,6 +37,6 @@ def scale(run_dir: Path, workers: int) -> str:
 def wanted_workers(run_dir: Path, default: int) -> int:
     """What `scale` asked for last, else the setting."""
     try:
-        return max(1, int((run_dir / FILE).read_text()))
+        return max(1, int((run_dir / WANTED_WORKERS).read_text()))
     except (OSError, ValueError):
         return default
