@@ -50,16 +50,33 @@ def test_a_full_buffer_trains_within_max_lag(max_lag: int, size: int, version: i
 
 def test_on_policy_replacements_wait_for_the_wave():
     # four admitted, one dropped: room for one, but three are still running
-    assert SYNC.admit(version=0, committed=3, in_flight=3, wave_left=0) == 0
-    assert SYNC.admit(version=0, committed=3, in_flight=0, wave_left=1) == 1
+    assert SYNC.admit(version=0, committed=3, in_flight=3, wave_left=0, window=4) == 0
+    assert SYNC.admit(version=0, committed=3, in_flight=0, wave_left=1, window=4) == 1
     # a wave that is only partly started may be completed
-    assert SYNC.admit(version=0, committed=1, in_flight=1, wave_left=3) == 3
+    assert SYNC.admit(version=0, committed=1, in_flight=1, wave_left=3, window=4) == 3
     # a wave never exceeds what is free
-    assert SYNC.admit(version=0, committed=3, in_flight=1, wave_left=3) == 1
+    assert SYNC.admit(version=0, committed=3, in_flight=1, wave_left=3, window=4) == 1
 
 
 def test_off_policy_replacements_start_at_once():
-    assert ASYNC.admit(version=0, committed=11, in_flight=11, wave_left=0) == 1
+    assert ASYNC.admit(version=0, committed=11, in_flight=11, wave_left=0, window=12) == 1
+
+
+def test_the_window_counts_what_runs_and_what_waits_for_the_learner():
+    assert ASYNC.admit(version=1, committed=9, in_flight=2, buffered=3, wave_left=0, window=6) == 1
+    assert ASYNC.admit(version=1, committed=9, in_flight=2, buffered=3, wave_left=0, window=4) < 1
+    # never more than the lag allows: three steps' worth from version 1 on, four groups of it trained
+    assert ASYNC.admit(version=1, committed=14, in_flight=2, buffered=3, wave_left=0, window=12) == 2
+
+
+@pytest.mark.parametrize(("idle", "less"), [(0, 0), (1, 1), (8, 1), (9, 2), (64, 8), (10**6, 20)])
+def test_the_window_between_a_step_and_all_that_the_lag_allows(idle: int, less: int):
+    policy = LagPolicy(max_lag=4, groups_per_step=16)
+    assert (policy.least_window, policy.most_ahead) == (16, 80)
+    assert policy.narrowed(36, idle=idle) == 36 - less
+    assert (policy.widened(36), policy.widened(80)) == (37, 80)
+    eager = LagPolicy(max_lag=4, groups_per_step=16, eager=True)
+    assert eager.narrowed(80, idle=idle) == eager.least_window == 80
 
 
 def test_on_policy_order_is_by_serial_and_waits_for_earlier_groups():

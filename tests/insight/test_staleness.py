@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from headrace.buffer.lag import LagPolicy
 from headrace.errors import ConfigError
-from headrace.insight.staleness import admitted_lag, expected_lag, most_ahead
+from headrace.insight.simulator import simulate
+from headrace.insight.staleness import admitted_lag, expected_lag
+from headrace.insight.tails import LogNormal
+from headrace.insight.workload import Cluster, Drawn, Workload
 
 
 @pytest.mark.parametrize(
@@ -42,30 +46,34 @@ def test_rollout_bound_lag_as_counted(latency_steps: float, rho: float):
     assert lag == pytest.approx(counted, abs=2e-3)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 4])
-def test_train_bound_lag_under_admission_as_counted(max_lag: int):
-    """The real policy admits whatever it may when a version is there, and the oldest are trained on."""
-    policy = LagPolicy(max_lag=max_lag, groups_per_step=4)
-    waiting: list[int] = []
-    lags: list[int] = []
-    committed = 0
-    for version in range(20):
-        room = policy.capacity(version=version, committed=committed)
-        committed += room
-        waiting += [version] * room
-        trained, waiting = waiting[:4], waiting[4:]
-        lags = [version - began for began in trained]
-    assert np.mean(lags) == max_lag
-    assert admitted_lag(policy, concurrency=1000, group_tail=1.5, rho=1.5) == max_lag
+# rows, seconds of training a step: rollout-bound, balanced, and train-bound more and more
+@pytest.mark.parametrize(("rows", "train_s"), [(64, 20.0), (128, 10.0), (128, 60.0), (512, 30.0), (512, 120.0)])
+@pytest.mark.parametrize("max_lag", [4, 8])
+def test_lag_under_admission_is_what_the_real_buffer_lets_happen(max_lag: int, rows: int, train_s: float):
+    """A tenth of a second for a token, whatever the rows; 16 groups of 8 answers of 300 tokens."""
+    lengths = LogNormal(mean=300.0, cv=0.6)
+    work = Workload(groups_per_step=16, samples=8, tokens=Drawn(mean=lengths.mean, cv=lengths.cv))
+    cluster = Cluster(rollout_workers=1, rows_per_worker=rows, decode_s=0.1, train_token_s=train_s / (128 * 300))
+    rollout_s = 128 * 300 * 0.1 / rows
+    lag = admitted_lag(
+        LagPolicy(max_lag=max_lag, groups_per_step=16),
+        concurrency=rows / 8,
+        group_tail=lengths.tail(8),
+        rho=train_s / rollout_s,
+    )
+    assert simulate(work, cluster, max_lag=max_lag, steps=60).lag_mean == pytest.approx(lag, abs=0.4)
 
 
-def test_rollout_bound_lag_under_admission():
+def test_lag_under_admission_stays_within_its_bound():
     policy = LagPolicy(max_lag=4, groups_per_step=64)
-    # 64 * 1.5 / 64 + 0.8
-    assert admitted_lag(policy, concurrency=64, group_tail=1.5, rho=0.8) == pytest.approx(2.3)
+    # 64 * 1.5 / 64, and half of it with a learner that takes twice as long; a step's worth is always admitted
+    assert admitted_lag(policy, concurrency=64, group_tail=1.5, rho=0.8) == pytest.approx(1.5)
+    assert admitted_lag(policy, concurrency=192, group_tail=1.5, rho=2.0) == pytest.approx(2.25)
+    assert admitted_lag(policy, concurrency=64, group_tail=1.5, rho=2.0) == pytest.approx(1.0)
     # 320 groups at most, and no lag beyond 4
-    assert most_ahead(policy) == 320
+    assert policy.most_ahead == 320
     assert admitted_lag(policy, concurrency=math.inf, group_tail=1.5, rho=0.8) == 4
+    assert admitted_lag(replace(policy, max_lag=0), concurrency=64, group_tail=1.5, rho=2.0) == 0
 
 
 def test_an_impossible_tail_is_refused():

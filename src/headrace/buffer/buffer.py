@@ -44,6 +44,8 @@ class Buffer:
         self._taken = 0  # of the step under way
         self._missing = 0  # groups that this step does without
         self._wave_left = 0
+        self._window = policy.least_window  # groups that may be in flight or buffered
+        self._idle: int | None = None  # the fewest groups that lay in the buffer since the step began
         self._barren: Counter[str] = Counter()  # reasons of the groups dropped since the last good one
         self._changed = asyncio.Condition()
 
@@ -69,6 +71,8 @@ class Buffer:
                     committed=self._committed,
                     in_flight=len(self.in_flight),
                     wave_left=self._wave_left,
+                    buffered=len(self.buffered),
+                    window=self._window,
                 )
                 if room > 0 and not self._held:
                     return room
@@ -132,6 +136,7 @@ class Buffer:
 
         None when the step has all its groups, or as many as it will get.
         """
+        waited = False
         async with self._changed:
             while True:
                 self._evict()
@@ -141,7 +146,13 @@ class Buffer:
                 if group is not None:
                     self.buffered.remove(group)  # the first
                     self._taken += 1
+                    left = len(self.buffered)
+                    self._idle = left if self._idle is None else min(self._idle, left)
+                    if waited:
+                        self._window = self.policy.widened(self._window)
+                    self._changed.notify_all()  # there is room for another
                     return group
+                waited = True
                 self._check_progress()
                 await self._changed.wait()
 
@@ -150,6 +161,7 @@ class Buffer:
         async with self._changed:
             self.version = version
             self._taken = self._missing = 0
+            self._window, self._idle = self.policy.narrowed(self._window, idle=self._idle or 0), None
             self._changed.notify_all()
             return self.policy.abort(self.in_flight, version=version)
 

@@ -14,7 +14,7 @@ from headrace.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagPolicy:
-    """A trained token is never more than `max_lag` versions old.
+    """A trained token is never more than `max_lag` versions old, and no older than it takes to keep the learner busy.
 
     Example:
         LagPolicy(max_lag=4, groups_per_step=16)
@@ -23,6 +23,17 @@ class LagPolicy:
     max_lag: int
     groups_per_step: int
     min_share: float = 1.0  # of a step's groups, with which it may be taken
+    eager: bool = False  # admit all that max_lag allows, whether the learner needs it or not
+
+    @property
+    def most_ahead(self) -> int:
+        """Groups that can be on their way at once."""
+        return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def least_window(self) -> int:
+        """What the window begins with and never falls below: a step's worth, for batches as large as on-policy ones."""
+        return self.most_ahead if self.eager else self.groups_per_step
 
     def capacity(self, *, version: int, committed: int) -> int:
         """Groups that may be admitted now, when `committed` were admitted so far and not dropped.
@@ -30,19 +41,36 @@ class LagPolicy:
         The learner at version v has trained v steps' worth. What is admitted beyond the next max_lag + 1 steps' worth
         would be too old when its turn comes.
         """
-        return (version + self.max_lag + 1) * self.groups_per_step - committed
+        return version * self.groups_per_step + self.most_ahead - committed
 
-    def admit(self, *, version: int, committed: int, in_flight: int, wave_left: int) -> int:
-        """Groups to start now. Strictly on-policy training admits in waves.
+    def admit(
+        self, *, version: int, committed: int, in_flight: int, wave_left: int, buffered: int = 0, window: int
+    ) -> int:
+        """Groups to start now: as many as `window` lets be in flight or buffered. On-policy training admits in waves.
 
         A group that is dropped gives its place back, and at max_lag = 0 the replacement waits until every running
         group is scored: then the engine's batches depend on the data alone, not on how fast rewards came in, and two
         runs with one seed agree to the last bit.
         """
-        room = self.capacity(version=version, committed=committed)
+        room = min(self.capacity(version=version, committed=committed), window - in_flight - buffered)
         if self.max_lag == 0 and in_flight:
             return min(room, wave_left)
         return room
+
+    def widened(self, window: int) -> int:
+        """The window after the learner had to wait for a group: more of them under way would have come sooner.
+
+        While it waits for every group, each one that arrives makes room for two: within a few times the duration of a
+        group the window is as wide as the lag allows.
+        """
+        return min(window + 1, self.most_ahead)
+
+    def narrowed(self, window: int, *, idle: int) -> int:
+        """The window after a step in which never fewer than `idle` groups lay in the buffer: they only grew old.
+
+        An eighth of them at a time: in the next step the learner may need more, and waiting costs more than age.
+        """
+        return max(window - -(-idle // 8), self.least_window)
 
     def missing(self, *, ready: int, in_flight: int) -> int:
         """Groups that the next step does without, when `ready` of its groups are there or taken already.

@@ -110,8 +110,14 @@ class _Simulation:
         self.version = self.engine_version = 0
         self._rng = np.random.default_rng(seed)
         section = BufferSection(drop_overlong=workload.drop_overlong, drop_no_signal=workload.samples > 1)
+        policy = LagPolicy(
+            max_lag=max_lag,
+            groups_per_step=workload.groups_per_step,
+            min_share=workload.min_share,
+            eager=cluster.batchwise,  # a batch begins as a whole
+        )
         self.buffer = Buffer(
-            LagPolicy(max_lag=max_lag, groups_per_step=workload.groups_per_step, min_share=workload.min_share),
+            policy,
             Sieve(section),
             patience=section.patience,
             on_buffered=lambda group: None,

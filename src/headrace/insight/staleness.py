@@ -34,17 +34,10 @@ def expected_lag(
 def admitted_lag(policy: LagPolicy, *, concurrency: float, group_tail: float, rho: float) -> float:
     """Mean lag when the policy admits groups, `concurrency` of them at most at once: never above its max_lag.
 
-    Nothing is thrown away then: who is ahead waits. Train-bound, a new version admits the groups of the step that is
-    max_lag ahead, and they are trained on exactly that much later. Rollout-bound, the queue never fills, and the lag is
-    that of `expected_lag` as far as admission lets it come.
+    Nothing is thrown away then, who is ahead waits, and groups are trained on one by one as they come. So a group's
+    lag is the time it takes, in steps, as long as the learner waits for groups. When groups wait for the learner,
+    admission lets only so many be under way as it needs, 1/ρ of the others, but never fewer than a step's worth.
     """
-    if policy.max_lag == 0 or rho > 1.0:
-        return float(policy.max_lag)
-    in_flight = min(concurrency, most_ahead(policy))
-    lag = expected_lag(concurrency=in_flight, batch=policy.groups_per_step, group_tail=group_tail, rho=rho)
-    return min(float(policy.max_lag), lag)
-
-
-def most_ahead(policy: LagPolicy) -> int:
-    """Admission capacity: groups that can be on their way at once, (max_lag + 1) steps' worth."""
-    return policy.capacity(version=0, committed=0)
+    under_way = min(concurrency, policy.most_ahead) / max(1.0, rho)
+    lag = under_way * group_tail / policy.groups_per_step
+    return min(float(policy.max_lag), max(lag, 1.0 if rho > 1.0 else 0.0))
