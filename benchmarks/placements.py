@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=[], help="of all runs, such as learner.loss=cispo")
     arguments = parser.parse_args()
     found: dict[int, list[dict[str, Any]]] = {lag: [] for lag in arguments.lags}
-    print("| seed | max_lag | trained tokens | s a step | goodput, tok/s | lag seen | score before | after |")
+    print("| seed | max_lag | trained tokens | s a step | goodput, tok/s | mean lag | score before | after |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         model = warm(Path(directory))
@@ -79,7 +79,7 @@ def main() -> None:
                 found[lag].append(s)
                 print(
                     f"| {seed} | {lag} | {s['trained_tokens']:,} | {s['loop_s'] / s['steps']:.2f} "
-                    f"| {s['goodput_tokens_per_s']:,.0f} | {s['max_lag_seen']} | {s['score_before']:.3f} "
+                    f"| {s['goodput_tokens_per_s']:,.0f} | {s['mean_lag_seen']:.1f} | {s['score_before']:.3f} "
                     f"| {s['score_after']:.3f} |",
                     flush=True,
                 )

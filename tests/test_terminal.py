@@ -22,6 +22,7 @@ SUMMARY: dict[str, Any] = {
     "trained_tokens": 229_000,
     "dropped_tokens": {"no_signal": 28_000, "stale": 1_600},
     "goodput_tokens_per_s": 2716.5,
+    "mean_lag_seen": 0.625,
     "max_lag_seen": 1,
     "stage_s": {"rollout": 54.0, "reward": 6.1, "reference": 0.0, "train": 24.0, "publish": 0.6},
     "wall": "rollout",

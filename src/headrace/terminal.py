@@ -261,12 +261,13 @@ class Terminal:
 
     def _show_run(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
         lag = int(summary["max_lag_seen"])
+        on_average = f"{summary['mean_lag_seen']:.1f} on average, " if lag else ""
         self._section("run")
         self._pairs(
             {
                 "goodput": f"{summary['goodput_tokens_per_s']:,.0f} trained tokens per second",
                 "steps": f"{summary['steps']}, up to policy version {summary['version']}",
-                "lag": f"at most {_versions(lag)} between sampling and training",
+                "lag": f"{on_average}at most {_versions(lag)} between sampling and training",
                 "took": _duration(float(summary["wall_s"])),
                 "kept in": str(run_dir),
             }

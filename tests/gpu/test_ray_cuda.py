@@ -21,6 +21,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 ON_CUDA = ("model.device=cuda", "model.dtype=bfloat16", "model.exact=true", "loop.max_lag=0", "rollout.kv_tokens=20000")
+NEEDS_SEVERAL = pytest.mark.skipif(
+    torch.cuda.device_count() < 4 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
+    reason="needs four CUDA devices, or an NCCL that shares one",
+)
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 104}
 
 
@@ -45,7 +49,10 @@ def four_of_one() -> Iterator[None]:
     "settings",
     [
         ("place.layout=disaggregated", "publish.encoding=full", "publish.transport=object_store"),
-        ("place.layout=disaggregated", "publish.encoding=delta", "publish.transport=collective"),
+        pytest.param(
+            ("place.layout=disaggregated", "publish.encoding=delta", "publish.transport=collective"),
+            marks=NEEDS_SEVERAL,
+        ),
         ("place.layout=colocated", "publish.encoding=delta", "publish.transport=disk"),
     ],
 )
@@ -71,10 +78,7 @@ def test_too_little_memory_is_refused_with_the_numbers(workshop: Workshop) -> No
         ray_runs.train(workshop, "full", *settings)
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 4 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
-    reason="needs four CUDA devices, or an NCCL that shares one",
-)
+@NEEDS_SEVERAL
 def test_several_ranks_and_engines(workshop: Workshop, local_run: Path) -> None:
     settings = ("learner.ranks=2", "rollout.workers=2", "publish.encoding=delta", "publish.transport=collective")
     run = ray_runs.train(workshop, "ranks", "place.cluster=ray", "model.exact=false", *settings)

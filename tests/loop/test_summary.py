@@ -25,6 +25,7 @@ PUBLIC = {
     "trained_tokens",
     "dropped_tokens",
     "goodput_tokens_per_s",
+    "mean_lag_seen",
     "max_lag_seen",
     "stage_s",
     "wall",
@@ -90,6 +91,8 @@ def test_numbers_are_those_of_the_rows(finished: Finished):
     assert summary["max_lag_seen"] == max(row.lag_max for row in rows)
     (lag,) = select(finished.run, "SELECT MAX(lag) FROM trajectories WHERE state = 'trained'")[0]
     assert summary["max_lag_seen"] == lag <= 1
+    mean = "SELECT SUM(lag * num_tokens) * 1.0 / SUM(num_tokens) FROM trajectories WHERE state = 'trained'"
+    assert summary["mean_lag_seen"] == pytest.approx(select(finished.run, mean)[0][0])
     assert summary["loop_s"] == pytest.approx(sum(row.wall_s for row in rows))
     assert summary["goodput_tokens_per_s"] == pytest.approx(summary["trained_tokens"] / summary["loop_s"])
     for stage in STAGES:

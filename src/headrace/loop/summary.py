@@ -23,6 +23,7 @@ def summarise(ledger: Ledger, loop: Loop, *, wall_s: float) -> dict[str, Any]:
         "trained_tokens": books.trained.tokens,
         "dropped_tokens": {reason: amount.tokens for reason, amount in sorted(books.dropped.items())},
         "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
+        "mean_lag_seen": sum(row.lag_mean * row.trained_tokens for row in rows) / max(1, books.trained.tokens),
         "max_lag_seen": max((row.lag_max for row in rows), default=0),
         "stage_s": {stage: getattr(stage_s, stage) for stage in STAGES},
         "wall": stage_s.wall,
