@@ -140,7 +140,7 @@ def test_summary_tells_the_whole_story():
     assert "The wall is rollout: generating answers sets the pace" in out
     assert re.search(r"dropped: no_signal +28,000 +10.8%", out)
     assert "2,716 trained tokens per second" in out
-    assert "at most 1 version between" in out
+    assert "0.6 on average, at most 1 version between" in out
     assert "1 min 24 s" in out
     assert "headrace audit runs/x" in out
     assert "headrace export runs/x OUT" in out

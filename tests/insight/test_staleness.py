@@ -64,6 +64,17 @@ def test_lag_under_admission_is_what_the_real_buffer_lets_happen(max_lag: int, r
     assert simulate(work, cluster, max_lag=max_lag, steps=60).lag_mean == pytest.approx(lag, abs=0.4)
 
 
+def test_lag_under_admission_counts_the_time_of_verdicts():
+    work = Workload(groups_per_step=16, samples=8, tokens=Drawn(mean=101.0), reward_s=Drawn(mean=40.0))
+    cluster = Cluster(rollout_workers=1, rows_per_worker=512, decode_s=0.1, train_token_s=20.0 / (128 * 101))
+    run = simulate(work, cluster, max_lag=8, steps=150)
+    assert run.step_s == pytest.approx(20.0, rel=0.1)
+    policy = LagPolicy(max_lag=8, groups_per_step=16)
+    lag = admitted_lag(policy, concurrency=64, group_tail=1.0, rho=20.0 / 2.5, verdict_steps=40.0 / 20.0)
+    assert lag == pytest.approx(0.5 + 2.0)
+    assert run.lag_mean == pytest.approx(lag, abs=0.4)
+
+
 def test_lag_under_admission_stays_within_its_bound():
     policy = LagPolicy(max_lag=4, groups_per_step=64)
     # 64 * 1.5 / 64, and half of it with a learner that takes twice as long; a step's worth is always admitted

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +180,12 @@ def test_a_run_goes_on_elsewhere(workshop: Workshop, local_run: Path):
     assert again == trained_tokens(local_run)
     here, there = weights(local_run), weights(run_dir)
     assert max(float((here[name] - there[name]).abs().max()) for name in here) < 1e-5
+
+
+def test_hosts_of_reward_functions_need_no_torch():
+    """Each would take seconds more to start, and half a gigabyte."""
+    code = "import sys, headrace.place.cluster_ray, headrace.place.reward_hosts; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_more_workers_than_gpus_are_refused_with_the_numbers(workshop: Workshop):

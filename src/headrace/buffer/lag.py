@@ -14,7 +14,7 @@ from headrace.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagPolicy:
-    """A trained token is never more than `max_lag` versions old, and no older than it takes to keep the learner busy.
+    """A trained token is never more than `max_lag` versions old, and less where the learner is busy all the same.
 
     Example:
         LagPolicy(max_lag=4, groups_per_step=16)
@@ -23,7 +23,7 @@ class LagPolicy:
     max_lag: int
     groups_per_step: int
     min_share: float = 1.0  # of a step's groups, with which it may be taken
-    eager: bool = False  # admit all that max_lag allows, whether the learner needs it or not
+    eager: bool = False  # admit all that max_lag allows when a version is there, whether the learner needs it or not
 
     @property
     def most_ahead(self) -> int:
@@ -60,10 +60,10 @@ class LagPolicy:
     def widened(self, window: int) -> int:
         """The window after the learner had to wait for a group: more of them under way would have come sooner.
 
-        While it waits for every group, each one that arrives makes room for two: within a few times the duration of a
-        group the window is as wide as the lag allows.
+        By an eighth of a step's worth: one wait may be a long one, when groups come in bursts. If the learner waits for
+        every group, the window is as wide as the lag allows within a few times the duration of a group.
         """
-        return min(window + 1, self.most_ahead)
+        return min(window + -(-self.groups_per_step // 8), self.most_ahead)
 
     def narrowed(self, window: int, *, idle: int) -> int:
         """The window after a step in which never fewer than `idle` groups lay in the buffer: they only grew old.

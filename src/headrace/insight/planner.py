@@ -255,7 +255,7 @@ def _plan(question: Question, layout: Layout) -> Plan | None:
         dollars_per_million=dollars_per_million_tokens(
             tokens_per_s, question.device.dollars_per_hour * question.num_devices
         ),
-        lag=_lag(question, layout, num_running, max_lag, times),
+        lag=_lag(question, layout, num_running, max_lag, times, seconds),
         rollout_bill=_in_turns(actor, learner) if colocated else actor,
         learner_bill=_in_turns(actor, learner) if colocated else learner,
         num_running=num_running,
@@ -408,13 +408,14 @@ def _forward_s(question: Question, num_devices: int) -> float:
     )
 
 
-def _lag(question: Question, layout: Layout, num_running: int, max_lag: int, times: StageTimes) -> float:
+def _lag(question: Question, layout: Layout, num_running: int, max_lag: int, times: StageTimes, step_s: float) -> float:
     policy = LagPolicy(max_lag=max_lag, groups_per_step=question.num_prompts)
     return admitted_lag(
         policy,
         concurrency=max(1.0, layout.num_engines * num_running / question.num_samples),
         group_tail=question.lengths.tail(question.num_samples),
         rho=times.train / times.rollout if times.rollout else 1.0,
+        verdict_steps=question.reward_s / step_s,
     )
 
 

@@ -17,7 +17,7 @@ from headrace.insight.checks import check_above, check_at_least
 def expected_lag(
     *, concurrency: float, batch: float, group_tail: float, rho: float, queue_batches: float = 1.0
 ) -> float:
-    """Mean lag when generation never pauses and a full queue of `queue_batches` (q) batches lets its oldest go.
+    """Mean lag of other systems, where generation never pauses and a full queue of q batches lets its oldest go.
 
     rollout-bound, ρ ≤ 1: C·M/B + ρ. A batch is complete and being trained on for the share ρ of the time, and what
     ends meanwhile began a version before the one that it will update.
@@ -31,13 +31,15 @@ def expected_lag(
     return in_flight / rho + (2 * queue_batches + rho - 1) / (2 * rho)
 
 
-def admitted_lag(policy: LagPolicy, *, concurrency: float, group_tail: float, rho: float) -> float:
+def admitted_lag(
+    policy: LagPolicy, *, concurrency: float, group_tail: float, rho: float, verdict_steps: float = 0.0
+) -> float:
     """Mean lag when the policy admits groups, `concurrency` of them at most at once: never above its max_lag.
 
-    Nothing is thrown away then, who is ahead waits, and groups are trained on one by one as they come. So a group's
-    lag is the time it takes, in steps, as long as the learner waits for groups. When groups wait for the learner,
-    admission lets only so many be under way as it needs, 1/ρ of the others, but never fewer than a step's worth.
+    Who is ahead waits then, and groups are trained on one by one as they come. So, as long as the learner waits for
+    groups, a group's lag is the time that it takes, counted in steps: to be generated, and `verdict_steps` for scores.
+    When groups wait for the learner, admission lets only 1/ρ of the concurrency be used, and at least a step's worth.
     """
     under_way = min(concurrency, policy.most_ahead) / max(1.0, rho)
-    lag = under_way * group_tail / policy.groups_per_step
+    lag = under_way * group_tail / policy.groups_per_step + verdict_steps
     return min(float(policy.max_lag), max(lag, 1.0 if rho > 1.0 else 0.0))

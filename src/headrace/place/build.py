@@ -123,7 +123,10 @@ def make_engine(
 def make_loop(config: Config, sieve: Sieve, **stages: Any) -> Loop:
     """The loop around stages that are there, with its buffer between them."""
     lag = LagPolicy(
-        max_lag=config.loop.max_lag, groups_per_step=config.loop.groups_per_step, min_share=config.buffer.min_share
+        max_lag=config.loop.max_lag,
+        groups_per_step=config.loop.groups_per_step,
+        min_share=config.buffer.min_share,
+        eager=config.rollout.on_update == "drain",  # what is started during a step, its update would have to wait for
     )
 
     def on_drop(dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:

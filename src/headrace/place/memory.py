@@ -1,15 +1,20 @@
-"""Out of device memory: what it was wanted for, how much there is, and which settings ask for less."""
+"""Out of device memory: what it was wanted for, how much there is, and which settings ask for less.
+
+Nothing here imports torch by itself: processes that host reward functions do without it, and start in a second.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
+from typing import TYPE_CHECKING
 
 from headrace.config import LearnerSection
 from headrace.errors import ConfigError
-from headrace.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from headrace.policy.policy import Policy
 
 GIB = 2**30
 
@@ -24,7 +29,10 @@ def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[Non
     """An allocation that fails inside becomes a message with the numbers and the settings to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
         wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
         raise ConfigError(f"out of memory for {what}{wanted}: {room()}{_first_sentence(error)}. {advice}") from error
 
@@ -42,7 +50,8 @@ def training_bytes(policy: Policy, section: LearnerSection) -> int:
 
 def room() -> str:
     """How much of the device's memory is free, if there is a device."""
-    if not torch.cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()
     return f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free. "
