@@ -50,16 +50,16 @@ def test_a_full_buffer_trains_within_max_lag(max_lag: int, size: int, version: i
 
 def test_on_policy_replacements_wait_for_the_wave():
     # four admitted, one dropped: room for one, but three are still running
-    assert SYNC.admit(version=0, committed=3, in_flight=3, wave_left=0, window=4) == 0
-    assert SYNC.admit(version=0, committed=3, in_flight=0, wave_left=1, window=4) == 1
+    assert SYNC.admit(version=0, committed=3, in_flight=3, buffered=0, wave_left=0, window=4) == 0
+    assert SYNC.admit(version=0, committed=3, in_flight=0, buffered=0, wave_left=1, window=4) == 1
     # a wave that is only partly started may be completed
-    assert SYNC.admit(version=0, committed=1, in_flight=1, wave_left=3, window=4) == 3
+    assert SYNC.admit(version=0, committed=1, in_flight=1, buffered=0, wave_left=3, window=4) == 3
     # a wave never exceeds what is free
-    assert SYNC.admit(version=0, committed=3, in_flight=1, wave_left=3, window=4) == 1
+    assert SYNC.admit(version=0, committed=3, in_flight=1, buffered=0, wave_left=3, window=4) == 1
 
 
 def test_off_policy_replacements_start_at_once():
-    assert ASYNC.admit(version=0, committed=11, in_flight=11, wave_left=0, window=12) == 1
+    assert ASYNC.admit(version=0, committed=11, in_flight=11, buffered=0, wave_left=0, window=12) == 1
 
 
 def test_the_window_counts_what_runs_and_what_waits_for_the_learner():

@@ -70,8 +70,8 @@ class Buffer:
                     version=self.version,
                     committed=self._committed,
                     in_flight=len(self.in_flight),
-                    wave_left=self._wave_left,
                     buffered=len(self.buffered),
+                    wave_left=self._wave_left,
                     window=self._window,
                 )
                 if room > 0 and not self._held:

@@ -43,9 +43,7 @@ class LagPolicy:
         """
         return version * self.groups_per_step + self.most_ahead - committed
 
-    def admit(
-        self, *, version: int, committed: int, in_flight: int, wave_left: int, buffered: int = 0, window: int
-    ) -> int:
+    def admit(self, *, version: int, committed: int, in_flight: int, buffered: int, wave_left: int, window: int) -> int:
         """Groups to start now: as many as `window` lets be in flight or buffered. On-policy training admits in waves.
 
         A group that is dropped gives its place back, and at max_lag = 0 the replacement waits until every running

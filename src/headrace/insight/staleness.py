@@ -17,7 +17,9 @@ from headrace.insight.checks import check_above, check_at_least
 def expected_lag(
     *, concurrency: float, batch: float, group_tail: float, rho: float, queue_batches: float = 1.0
 ) -> float:
-    """Mean lag of other systems, where generation never pauses and a full queue of q batches lets its oldest go.
+    """Mean lag where generation never pauses and a full queue of `queue_batches` (q) batches lets its oldest go.
+
+    Other systems do that; `admitted_lag` is this one's.
 
     rollout-bound, ρ ≤ 1: C·M/B + ρ. A batch is complete and being trained on for the share ρ of the time, and what
     ends meanwhile began a version before the one that it will update.
