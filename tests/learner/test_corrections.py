@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.corrections import CorrectionKind, MismatchSums, corrected, correction_weight
-from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
+from headrace.learner.corrections import MismatchSums
+from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, CorrectionKind, LossInput, corrected, correction_weight
 
 INF = math.inf
 
@@ -67,7 +67,15 @@ def test_decoupled_ppo_and_corrected_reinforce_agree_on_the_first_pass() -> None
     for name in ("decoupled-ppo", "reinforce"):
         current = PROXIMAL.clone().requires_grad_()
         terms = LOSSES[name](
-            current, PROXIMAL, BEHAVIOUR, f64([1, -1, 2, 1, -2]), torch.arange(5), clip_low=0.2, clip_high=0.2
+            LossInput(
+                current=current,
+                proximal=PROXIMAL,
+                behaviour=BEHAVIOUR,
+                advantage=f64([1, -1, 2, 1, -2]),
+                sequence_ids=torch.arange(5),
+                clip_low=0.2,
+                clip_high=0.2,
+            )
         )
         weight, kept = correction_weight(
             "truncated", PROXIMAL, BEHAVIOUR, low=0.5, high=2.0, carried=name in CARRIES_WEIGHT

@@ -6,14 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
 
-from headrace.learner.losses import log_ratio
-
-CorrectionKind = Literal["none", "truncated", "masked"]
+from headrace.learner.objective import log_ratio
 
 NEAR = (0.9, 1.1)
 """A ratio within these limits, both included, counts as near-on-policy."""
@@ -27,34 +24,6 @@ A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of it
 
 NUM_SUMS = 5 + 2 * BINS_PER_OCTAVE * OCTAVES + 1
 """What `MismatchSums.on_device` makes: five sums and the histogram."""
-
-
-def correction_weight(
-    kind: CorrectionKind, proximal: Tensor, behaviour: Tensor, *, low: float, high: float, carried: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Constant importance weight per token [N], and which tokens are kept [N] bool.
-
-    With w = proximal / behaviour: `none` is 1, `truncated` min(w, high), `masked` w inside [low, high] and else 0.
-    `carried` is for losses that hold w in their objective already (`losses.CARRIES_WEIGHT`): the weight is divided by
-    w, which leaves `truncated` min(1, high / w) and `masked` 1 or 0, so that w never counts twice.
-    """
-    ratio = log_ratio(proximal.detach(), behaviour.detach()).exp()
-    ones, everything = torch.ones_like(ratio), torch.ones_like(ratio, dtype=torch.bool)
-    match kind:
-        case "none":
-            return ones, everything
-        case "truncated":
-            return ((high / ratio).clamp(max=1.0) if carried else ratio.clamp(max=high)), everything
-        case "masked":
-            kept = ~((ratio < low) | (ratio > high))  # a NaN is kept: it must reach the loss and stop the step
-            return torch.where(kept, ones if carried else ratio, torch.zeros_like(ratio)), kept
-        case _:
-            assert_never(kind)
-
-
-def corrected(per_token: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
-    """Loss terms under a correction. A dropped token is replaced, not multiplied by zero: 0 * inf would be NaN."""
-    return torch.where(kept, per_token * weight, torch.zeros_like(per_token))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
