@@ -1,4 +1,4 @@
-"""Through a directory that sender and receivers share. A full version is a safetensors file that other engines load.
+"""Transport through a shared directory. A full version is a safetensors file that other engines can load.
 
     version-00000008/
       model.safetensors    full: its tensors' bytes are the buckets', end to end (or adapter.safetensors, changes.bin)
@@ -6,7 +6,7 @@
       manifest.json
       complete             written last: without it there is no version
 
-Nothing is forced to the disk: what a crash of the machine loses, the checksums find.
+Nothing is flushed to the disk (fsync): the checksums detect what a crash of the machine lost.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ _POLL_S = 0.02
 
 
 class DiskSender:
-    """Writes a directory per version."""
+    """Writes one directory per version."""
 
     def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
-        """`model_dir` has the model's configuration and tokenizer: with them a full version loads like any model."""
+        """The configuration and tokenizer in `model_dir` are copied, so that a full version loads like any model."""
         self._directory, self._model_dir = directory, model_dir
         self._staged: dict[int, Manifest] = {}
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Anybody may read."""
+        """Anybody can read the directory."""
 
     def stage(self, payload: Payload) -> None:
-        """Write it."""
         manifest, path = payload.manifest, self._path(payload.manifest.version)
         try:
-            _remove(path)  # a restart may come to a version a second time
+            _remove(path)  # after a restart a version may come a second time
             path.mkdir(parents=True)
             with (path / CONTENT[Encoding(manifest.encoding)]).open("wb") as file:
                 file.write(_header(manifest))
@@ -66,19 +65,16 @@ class DiskSender:
         self._staged[manifest.version] = manifest
 
     def ticket(self, version: int) -> Ticket:
-        """Names the directory."""
         return Ticket(self._staged[version], str(self._path(version)))
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """It is written already."""
+        """`stage` has written it already."""
 
     def forget(self, version: int) -> None:
-        """Delete it."""
         if self._staged.pop(version, None) is not None:
             _remove(self._path(version))
 
     def close(self) -> None:
-        """Delete all."""
         for version in list(self._staged):
             self.forget(version)
 
@@ -87,10 +83,10 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """Reads what is complete."""
+    """Reads complete versions."""
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
-        """A file system that several machines share may show the files a while after they were written."""
+        """Waits up to `timeout_s` for the files: a network file system may show them late."""
         path, deadline = Path(ticket.where), time.monotonic() + timeout_s
         while not (path / COMPLETE).exists():
             if time.monotonic() > deadline:
@@ -98,7 +94,7 @@ class DiskReceiver:
             time.sleep(_POLL_S)
         try:
             if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
-                raise PublishError(f"{path} holds another version than the one that was announced")
+                raise PublishError(f"{path} contains another version than the ticket says")
             with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(ticket.manifest)))
                 payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
@@ -108,11 +104,11 @@ class DiskReceiver:
         return payload
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is open."""
 
 
 def _header(manifest: Manifest) -> bytes:
-    """What stands before the bytes of tensors in a safetensors file; nothing before those of a delta."""
+    """The header of a safetensors file; a delta has none."""
     if manifest.encoding == Encoding.DELTA:
         return b""
     entries, start = {}, 0
@@ -134,5 +130,5 @@ def _read(file: io.FileIO, size: int) -> torch.Tensor:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
+        (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody reads a half-deleted version
         shutil.rmtree(path, ignore_errors=True)
