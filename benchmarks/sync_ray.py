@@ -14,8 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sync_receivers import Receiver, Shapes
 
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
-from headrace.publish.publisher import PublishTimes
-from headrace.publish.transport import Ticket
+from headrace.types import PublishTimes, Ticket
 
 
 class RayTaker:

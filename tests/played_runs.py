@@ -24,8 +24,6 @@ from headrace.buffer.buffer import Buffer
 from headrace.buffer.filters import Sieve
 from headrace.buffer.lag import LagPolicy
 from headrace.config import BufferSection, Config, LoopSection, RecoverySection, RolloutSection
-from headrace.learner.corrections import MismatchSums
-from headrace.learner.learner import StepStats
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume
@@ -33,8 +31,20 @@ from headrace.loop.stages import Stages
 from headrace.place.device import DeviceThread
 from headrace.prompts.cursor import Cursor
 from headrace.rollout.actor import trajectory_id
-from headrace.rollout.request import EngineCounts
-from headrace.types import Completion, DropReason, FinishReason, Group, Prompt, Score, Span, Timing, Trajectory
+from headrace.types import (
+    Completion,
+    DropReason,
+    EngineCounts,
+    FinishReason,
+    Group,
+    Mismatch,
+    Prompt,
+    Score,
+    Span,
+    StepStats,
+    Timing,
+    Trajectory,
+)
 
 SAMPLES = 3
 # What becomes of a group: trained on; trained on without its first answer, which has no verdict, or is too long;
@@ -355,7 +365,7 @@ class Learner:
             entropy=0.0,
             kl_reference=0.0,
             clipped_share=0.0,
-            mismatch=MismatchSums(),
+            mismatch=Mismatch(),
         )
 
 

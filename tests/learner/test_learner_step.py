@@ -15,10 +15,10 @@ from torch import Tensor
 
 from headrace.config import LearnerSection
 from headrace.learner.intake import advantages
-from headrace.learner.learner import Learner, StepStats
+from headrace.learner.learner import Learner
 from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, correction_weight, kl
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Replay, Trajectory
+from headrace.types import FloatArray, Group, Replay, StepStats, Trajectory
 
 TEMPERATURE, MAX_NEW_TOKENS, TOTAL_STEPS = 0.8, 12, 10
 TOLERANCE = 1e-10

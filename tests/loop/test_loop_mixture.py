@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import Workshop, play, rows_of
 
-from headrace.learner.batch import Item
 from headrace.loop.loop import Loop
 from headrace.place.local import LocalPlace
 from headrace.policy.policy import Policy
+from headrace.types import Item
 
 
 @pytest.mark.parametrize(

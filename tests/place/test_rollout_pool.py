@@ -14,8 +14,7 @@ from headrace.place.rollout_pool import RolloutPool
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.place.workers import WorkerLostError
 from headrace.publish.disk import DiskReceiver
-from headrace.rollout.sampling import Sampling
-from headrace.types import Prompt, Trajectory
+from headrace.types import Prompt, Sampling, Trajectory
 
 PROMPT = np.array([5, 6, 7], np.int32)
 

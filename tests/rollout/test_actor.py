@@ -18,8 +18,7 @@ from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor, trajectory_id
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, Prompt, Span, Trajectory
+from headrace.types import FinishReason, Prompt, Sampling, Span, Trajectory
 
 pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known
 

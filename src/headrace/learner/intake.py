@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.config import LearnerSection
-from headrace.learner.batch import Item, Packer, balanced
+from headrace.learner.batch import Packer, balanced
 from headrace.learner.objective import kl
-from headrace.types import FloatArray, Group, Trajectory
+from headrace.types import FloatArray, Group, Item, Trajectory
 
 AdvantageKind = Literal["grpo", "dr-grpo", "rloo", "reinforce++"]
 Rewards = npt.NDArray[np.floating[Any]]

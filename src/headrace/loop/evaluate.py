@@ -7,8 +7,7 @@ import asyncio
 from headrace.config import Config
 from headrace.reward.scorer import Scorer
 from headrace.rollout.rollouts import Rollouts
-from headrace.rollout.sampling import Sampling
-from headrace.types import Completion, Prompt, Trajectory
+from headrace.types import Completion, Prompt, Sampling, Trajectory
 
 
 async def evaluate(actor: Rollouts, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:

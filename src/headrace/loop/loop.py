@@ -17,17 +17,26 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
-from headrace.learner.batch import Item
-from headrace.learner.learner import StepStats
 from headrace.ledger.clock import STALL
-from headrace.ledger.journal import Attempt
 from headrace.loop.evaluate import evaluate
 from headrace.loop.rows import RowMaker
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.reward.cache import MAX_VERDICTS
-from headrace.rollout.sampling import Sampling
-from headrace.types import Completion, Drop, DropReason, FinishReason, Group, Prompt, Row, Trajectory
+from headrace.types import (
+    Attempt,
+    Completion,
+    Drop,
+    DropReason,
+    FinishReason,
+    Group,
+    Item,
+    Prompt,
+    Row,
+    Sampling,
+    StepStats,
+    Trajectory,
+)
 
 TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
 SKIPPED_STEPS = 4  # in a row: there will be no other

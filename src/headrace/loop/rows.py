@@ -7,11 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.rollout.request import EngineCounts
-from headrace.types import Group, Row, Trajectory
+from headrace.types import EngineCounts, Group, Row, StepStats, Trajectory
 
 
 class Counting(Protocol):
@@ -110,8 +108,8 @@ class RowMaker:
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
             ratio_mean=stats.mismatch.ratio_mean,
-            ratio_p01=stats.mismatch.ratio_quantile(0.01),
-            ratio_p99=stats.mismatch.ratio_quantile(0.99),
+            ratio_p01=stats.mismatch.ratio_p01,
+            ratio_p99=stats.mismatch.ratio_p99,
             ratio_outside=stats.mismatch.outside_share,
             clipped_share=stats.clipped_share,
             effective_samples=stats.mismatch.effective_samples,

@@ -13,11 +13,10 @@ from dataclasses import replace
 import torch
 
 from headrace.errors import ModelError
-from headrace.learner.corrections import NEAR, MismatchSums
+from headrace.learner.mismatch import NEAR
 from headrace.roles import Device
 from headrace.rollout.rollouts import Rollouts
-from headrace.rollout.sampling import Sampling
-from headrace.types import Prompt, Trajectory
+from headrace.types import Mismatch, Prompt, Sampling, Trajectory
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 
@@ -28,11 +27,11 @@ LARGE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.01, torch.bf
 
 async def self_check(
     actor: Rollouts,
-    mismatch: Callable[[Sequence[Trajectory]], MismatchSums],
+    mismatch: Callable[[Sequence[Trajectory]], Mismatch],
     device: Device,
     prompts: list[Prompt],
     sampling: Sampling,
-) -> MismatchSums:
+) -> Mismatch:
     """The mismatch of a small batch, as the learner measures it. The actor must be running."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
@@ -40,13 +39,13 @@ async def self_check(
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
         for future in actor.start(i, prompt, [short] * NUM_SAMPLES, counted=False)
     ]
-    found: MismatchSums = await device.run(mismatch, await asyncio.gather(*answers))
+    found: Mismatch = await device.run(mismatch, await asyncio.gather(*answers))
     return found
 
 
-def refuse_inexact(mismatch: MismatchSums) -> None:
+def refuse_inexact(mismatch: Mismatch) -> None:
     """For `model.exact`: a run that was promised equal bits does not start without them."""
-    if mismatch.abs_delta == 0:  # a NaN is not
+    if mismatch.mean_abs == 0:  # a NaN is not
         return
     raise ModelError(
         "model.exact = true, but the start-up check found a difference: with the same weights, the learner's log-probs "
@@ -55,7 +54,7 @@ def refuse_inexact(mismatch: MismatchSums) -> None:
     )
 
 
-def warning(mismatch: MismatchSums, dtype: torch.dtype) -> str:
+def warning(mismatch: Mismatch, dtype: torch.dtype) -> str:
     """What to tell the user: nothing while rounding explains the mismatch."""
     if mismatch.mean_abs <= LARGE[dtype]:  # a NaN is large
         return ""

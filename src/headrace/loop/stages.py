@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.buffer.buffer import Buffer
-from headrace.learner.batch import Item
-from headrace.learner.corrections import MismatchSums
-from headrace.learner.learner import Learner, StepStats
+from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.loop.canary import Canary
@@ -20,7 +18,7 @@ from headrace.prompts.stream import PromptStream
 from headrace.reward.scorer import Scorer
 from headrace.roles import Device
 from headrace.rollout.rollouts import Rollouts
-from headrace.types import FloatArray, Group, Trajectory
+from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
 
 
 class Trainer(Protocol):
@@ -43,7 +41,7 @@ class Trainer(Protocol):
         """Log-probs of the group's sampled tokens under the start weights."""
         ...
 
-    def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
         """How far the log-probs computed here are from those sampled with; trains nothing."""
         ...
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.learner.learner import StepStats
 from headrace.place.device import DeviceThread
 from headrace.place.learner_rank import LearnerRank, RankSpec
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
+from headrace.types import StepStats
 
 
 class ColocatedWorker:

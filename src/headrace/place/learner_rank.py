@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import Config, ModelSection
-from headrace.learner.batch import Item
-from headrace.learner.corrections import MismatchSums
-from headrace.learner.learner import Learner, StepStats
+from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.loop.canary import next_logprob
@@ -27,9 +25,9 @@ from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.policy import Policy
 from headrace.publish.encoding import Encoder, Encoding
-from headrace.publish.publisher import Publisher, PublishTimes
-from headrace.publish.transport import SendingEnd, Ticket
-from headrace.types import FloatArray, Group, IntArray, Trajectory
+from headrace.publish.publisher import Publisher
+from headrace.publish.transport import SendingEnd
+from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PublishTimes, StepStats, Ticket, Trajectory
 
 MB = 2**20
 
@@ -134,7 +132,7 @@ class LearnerRank:
         """Of this rank's part of a group."""
         return await self._device.run(self.learner.reference_logprobs, group)
 
-    async def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
+    async def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
         """Of this rank's part."""
         return await self._device.run(self.learner.mismatch, trajectories)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from headrace.config import PublishSection
 from headrace.errors import PublishError
-from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.clock import StageClock
 from headrace.place.remote_trainer import RemoteTrainer
 from headrace.place.workers import Answer, Worker, WorkerLostError
-from headrace.publish.publisher import OPERATIONS, PublishTimes
-from headrace.publish.transport import Ticket
+from headrace.publish.publisher import OPERATIONS, with_receivers
+from headrace.types import PublishTimes, StageSpan, Ticket
 
 TRIES = 3
 LEADER = "learner-0"
@@ -49,7 +49,7 @@ class RemotePublisher:
             received = self._heard(answers)
             times: PublishTimes = self._first("offered", version)
             self.version = version
-        self._book(version, times.with_receivers(received.values()), len(workers))
+        self._book(version, with_receivers(times, received.values()), len(workers))
 
     def welcome(self, worker: Worker, admit: Callable[[Worker], None]) -> None:
         """Bring a new worker to the present version, then let it in. Raises `WorkerLostError` where that fails."""

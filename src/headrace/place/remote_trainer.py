@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import LearnerSection
-from headrace.learner.batch import Item
-from headrace.learner.corrections import MismatchSums
 from headrace.learner.intake import Intake
-from headrace.learner.learner import StepStats
 from headrace.learner.sharding import split
 from headrace.loop.checkpoint import Checkpoint
 from headrace.place.workers import Cluster, LearnerLostError, Worker, WorkerLostError
-from headrace.types import FloatArray, Group, IntArray, Trajectory
+from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, StepStats, Trajectory
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
 
@@ -58,12 +55,10 @@ class RemoteTrainer:
         }
         return [found[trajectory.id] for trajectory in group.trajectories]
 
-    def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
         """How far the log-probs computed there are from those sampled with."""
-        total = MismatchSums()
-        for part in self._each("mismatch", self._parts(trajectories)):
-            total += part
-        return total
+        found: Mismatch = self._each("mismatch", self._parts(trajectories))[0]
+        return found
 
     def next_logprob(self, prompt: IntArray, token: int) -> float:
         """Of a token after a prompt, as training computes it."""

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headrace.ledger.clock import StageClock
-from headrace.place.rollout_worker import News, Order
 from headrace.place.workers import Worker, WorkerLostError
 from headrace.rollout.actor import request_id
-from headrace.rollout.request import EngineCounts
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, IntArray, Prompt, Timing, Trajectory
+from headrace.types import EngineCounts, FinishReason, IntArray, News, Order, Prompt, Sampling, Timing, Trajectory
 
 ANSWER_S = 60.0  # for a question that a worker answers from memory
 

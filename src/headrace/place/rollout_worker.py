@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from headrace.config import Config, ModelSection
-from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.clock import StageClock
 from headrace.place.build import load, make_engine
 from headrace.place.device import DeviceThread
 from headrace.place.memory import MODEL, memory_for
 from headrace.policy.policy import Policy
-from headrace.publish.publisher import PublishTimes, Subscriber
-from headrace.publish.transport import ReceivingEnd, Ticket
+from headrace.publish.publisher import Subscriber
+from headrace.publish.transport import ReceivingEnd
 from headrace.rollout.actor import RolloutActor
-from headrace.rollout.request import EngineCounts
-from headrace.rollout.sampling import Sampling
-from headrace.types import IntArray, Prompt, Trajectory
+from headrace.types import (
+    IntArray,
+    News,
+    Order,
+    PublishTimes,
+    Ticket,
+    Trajectory,
+)
 
 HEARTBEAT_S = 1.0  # a worker that has nothing to say says so this often
 
@@ -43,38 +48,6 @@ class RolloutSpec:
     epoch_s: float  # the time of day at which the run's clock stood at zero
     longest_prompt: int
     receiving: Callable[[], ReceivingEnd]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Answers to sample for one prompt: all of a group, or those that are left of it.
-
-    Example:
-        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(max_new_tokens=64),) * 2, indices=(0, 3))
-    """
-
-    serial: int
-    prompt: Prompt
-    samplings: tuple[Sampling, ...]
-    indices: tuple[int, ...]
-    counted: bool = True
-    attempt: int = 1
-    so_far: Mapping[int, Trajectory] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What happened on a worker since it was last asked.
-
-    Example:
-        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=EngineCounts(...))
-    """
-
-    sampled_tokens: int  # counted ones, ever: those of `finished` are among them
-    begun: tuple[tuple[int, int], ...]  # serial of a group, and the version that sampled its first token
-    finished: tuple[Trajectory, ...]
-    spans: tuple[StageSpan, ...]
-    counts: EngineCounts
 
 
 class RolloutWorker:

@@ -20,7 +20,8 @@ from torch import Tensor
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder, Encoding, cast
-from headrace.publish.publisher import Publisher, PublishTimes, Subscriber
+from headrace.publish.publisher import Publisher, Subscriber, with_receivers
+from headrace.types import PublishTimes
 
 LEARNING_RATE = 1e-6
 STEPS = 3  # before the one that is measured: AdamW's first step moves every weight, unlike later ones
@@ -58,7 +59,7 @@ def publish_once(
     for subscriber in subscribers:
         subscriber.commit(version)
     publisher.commit(version)
-    return publisher.times.with_receivers(subscriber.times for subscriber in subscribers)
+    return with_receivers(publisher.times, (subscriber.times for subscriber in subscribers))
 
 
 def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -7,27 +7,10 @@ or a `PublishError`; every wait has an end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from headrace.publish.payload import Manifest, Payload
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What a receiver needs to fetch a version.
-
-    Example:
-        Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
-    """
-
-    manifest: Manifest
-    where: Any  # the transport's own: a directory, a meeting, references
-
-    @property
-    def version(self) -> int:
-        """That it is for."""
-        return self.manifest.version
+from headrace.publish.payload import Payload
+from headrace.types import Ticket
 
 
 class SendingEnd(Protocol):

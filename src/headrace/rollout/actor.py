@@ -12,9 +12,9 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import EngineCounts, Generation, Request
-from headrace.rollout.sampling import Sampling, request_seed
-from headrace.types import FinishReason, Prompt, Timing, Trajectory
+from headrace.rollout.request import Generation, Request
+from headrace.rollout.sampling import request_seed
+from headrace.types import EngineCounts, FinishReason, Prompt, Sampling, Timing, Trajectory
 
 
 @dataclass(slots=True)

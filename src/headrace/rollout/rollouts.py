@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from headrace.rollout.request import EngineCounts
-from headrace.rollout.sampling import Sampling
-from headrace.types import Prompt, Trajectory
+from headrace.types import EngineCounts, Prompt, Sampling, Trajectory
 
 
 class Rollouts(Protocol):
