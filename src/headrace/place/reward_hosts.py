@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from headrace.errors import RewardError
 from headrace.place.workers import Worker, WorkerLostError
-from headrace.reward.pool import Pool
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 from headrace.types import Completion, Score
 
@@ -23,7 +23,7 @@ class RewardHost:
     """In a process of the cluster: so many processes that judge."""
 
     def __init__(self, setup: Setup, num_workers: int, retries: int) -> None:
-        self._pool = Pool(setup, num_workers=num_workers, retries=retries)
+        self._pool = JudgePool(setup, num_workers=num_workers, retries=retries)
 
     async def begin(self) -> None:
         """Start the processes."""
