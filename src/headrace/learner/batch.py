@@ -93,14 +93,14 @@ def _routes(trajectories: Sequence[Trajectory], device: torch.device, routers: R
 
 
 class Packer:
-    """Collects sequences into micro-batches of at most `budget` tokens. A longer sequence gets one of its own."""
+    """Collects micro-batches of at most `budget` tokens. A longer sequence gets one of its own."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._pending: list[Item] = []
 
     def add(self, sequences: Sequence[Item]) -> list[list[Item]]:
-        """Returns the micro-batches that are now full. They are filled in order, so timing never matters."""
+        """Returns the micro-batches that are now full. They are filled in the order of arrival."""
         full = []
         for sequence in sequences:
             if self._pending and sum(map(len, self._pending)) + len(sequence) > self.budget:
@@ -115,7 +115,7 @@ class Packer:
 
 
 def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
-    """Micro-batches of nearly equal size, at most `budget` tokens each (longest first, to the lightest).
+    """Micro-batches of nearly equal size, at most `budget` tokens each.
 
     A sequence longer than the budget gets one of its own.
     """

@@ -2,8 +2,8 @@
 
 Nothing here needs the weights, so it can run in another process than the learner.
 
-Standard deviations are sample ones (n - 1), as in TRL and verl; DeepSeekMath writes only "std". A group without signal
-(one member, or equal rewards) gets exact zeros from every kind of advantage.
+Standard deviations are sample ones (n - 1), as in TRL and verl; DeepSeekMath writes only "std". A
+group without signal (one member, or equal rewards) gets exact zeros from every kind of advantage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STD_FLOOR = 1e-6
 
 
 class Intake:
-    """The groups of the current step, until their micro-batches are full. A micro-batch feeds all `num_ranks`."""
+    """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
 
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
         self._section = section
@@ -74,12 +74,12 @@ class Intake:
 
 
 def needs_whole_step(kind: AdvantageKind) -> bool:
-    """Whether an advantage depends on the other groups of its step, so that no group can be trained on alone."""
+    """Whether an advantage depends on the other groups of its step."""
     return kind == "reinforce++"
 
 
 def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
-    """One advantage per reward, in the same layout. `rewards_by_group` are the groups of one step."""
+    """One advantage per reward. `rewards_by_group` are the groups of one step."""
     match kind:
         case "grpo":
             return [_centred(rewards) / (_std(rewards) + STD_FLOOR) for rewards in rewards_by_group]
@@ -95,14 +95,15 @@ def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list
 
 
 def _reinforce_plus_plus(rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
-    """Subtract the group's mean, then divide by the step's std; groups of one are normalised over the step instead."""
+    """Subtract the group's mean, divide by the step's std. Groups of one: the step's mean."""
     if not rewards_by_group:
         return []
     ends = np.cumsum([len(rewards) for rewards in rewards_by_group])[:-1]
     if all(len(rewards) <= 1 for rewards in rewards_by_group):
         step = _centred(np.concatenate(rewards_by_group))
     else:
-        # The step's mean is not subtracted again: centred groups sum to zero, and silent groups stay exactly zero.
+        # The step's mean is not subtracted again: centred groups sum to zero, and silent groups
+        # stay exactly zero.
         step = np.concatenate([_centred(rewards) for rewards in rewards_by_group])
     return np.split(step / (_std(step) + STD_FLOOR), ends)
 
@@ -110,7 +111,7 @@ def _reinforce_plus_plus(rewards_by_group: Sequence[Rewards]) -> list[Advantages
 def _centred(rewards: Rewards) -> Advantages:
     values = np.asarray(rewards, np.float64)
     if len(values) == 0 or np.all(values == values[0]):
-        return np.zeros_like(values)  # r - mean(r) may leave a rounding error, which a tiny std would blow up
+        return np.zeros_like(values)  # no rounding error, which a tiny std would blow up
     return values - float(values.mean())
 
 

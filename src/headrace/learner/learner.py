@@ -1,9 +1,10 @@
 """The learner: groups in, one optimizer step out.
 
-A step is `add` for each group as it comes, `accumulate` for each micro-batch that is full, and `finish`. Gradients are
-summed unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step. So the result
-does not depend on how the step was cut into micro-batches or among processes (`sharding.py`), and work can begin before
-the step's last group exists.
+A step is `add` for each group as it comes, `accumulate` for each micro-batch that is full, and
+`finish`. Gradients are summed unnormalised and divided once, at the end, by the number of tokens or
+sequences of the whole step. So the result does not depend on how the step was cut into
+micro-batches or among processes (`sharding.py`), and work can begin before the step's last group
+exists.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Learner:
         self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint stores, by name: trained weights in full precision and the optimizer's moments.
+        """What a checkpoint stores, by name: master weights and the optimizer's moments.
 
         With a sharding they are DTensors of this rank's parts.
         """
@@ -125,9 +126,9 @@ class Learner:
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
         """Log-probs of the group's sampled tokens under the start weights.
 
-        The reference routes tokens to its own choice of experts, not to those of the sampling. With kl_in="loss" the
-        KL compares whole distributions; with kl_in="reward", where only the log-probs of the sampling are known, it
-        compares distributions cut to the sampling support.
+        The reference routes tokens to its own choice of experts, not to those of the sampling. With
+        kl_in="loss" the KL compares whole distributions; with kl_in="reward", where only the
+        log-probs of the sampling are known, it compares distributions cut to the sampling support.
         """
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
@@ -172,7 +173,7 @@ class Learner:
         return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        """Forward and backward over one micro-batch, or this rank's part of it; gradients add up unnormalised."""
+        """Forward and backward over one micro-batch, or this rank's part of it."""
         for part in [items] if self.sharding is None else self._passes(items):
             if not part:
                 _take_part(self.policy, backward=True)
@@ -183,13 +184,13 @@ class Learner:
             self._sums.add(batch, sums.cpu().numpy())
 
     def _passes(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Cut `items` into micro-batches. All ranks get equally many; the missing ones are empty lists."""
+        """Cut `items` into micro-batches, equally many on all ranks; some may be empty."""
         found = balanced(items, self.section.micro_batch_tokens)
         num_passes = len(found) if self.sharding is None else self.sharding.most(len(found))
         return found + [[] for _ in range(num_passes - len(found))]
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Add the micro-batch's gradients. Returns what `_Sums.fetched` adds up, still on the device."""
+        """Add the micro-batch's gradients. Returns, on the device, what `_Sums.fetched` adds up."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
             loss, clipped, divergence = objective(
@@ -202,7 +203,7 @@ class Learner:
         return torch.cat([sums, mismatch_sums(current, batch.behaviour)])
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens, with the recorded routing: over the sampling support, and over the vocabulary."""
+        """Of the sampled tokens: over the sampling support, and over the vocabulary."""
         return self.policy.both_logprobs(
             batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
         )

@@ -1,7 +1,8 @@
-"""Mismatch: how far the learner's log-probs are from those of the sampling. Δ = learner - behaviour, r = exp Δ.
+"""How far the learner's log-probs are from those of the sampling.
 
-`mismatch_sums` stays on the device and returns one vector of sums over tokens. Vectors of micro-batches and of ranks
-add up, and `mismatch_of` reads the total. Δ is clamped to ±20, so that one broken token stays finite.
+Δ is learner - behaviour log-prob of a token, r = exp Δ its ratio. `mismatch_sums` stays on the
+device and returns one vector of sums over tokens. Vectors of micro-batches and of ranks add up, and
+`mismatch_of` reads the total. Δ is clamped to ±20, so that one broken token stays finite.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUM_SUMS = 5 + 2 * LAST_BIN + 1
 
 
 def mismatch_sums(learner: Tensor, behaviour: Tensor) -> Tensor:
-    """Float64 [NUM_SUMS], on the device: sums of |Δ|, r, r², r outside NEAR and r - 1 - Δ, then the histogram of Δ."""
+    """Float64 [NUM_SUMS]: sums of |Δ|, r, r², r outside NEAR, r - 1 - Δ; the histogram of Δ."""
     delta = log_ratio(learner.detach().double(), behaviour.detach().double())
     ratio = delta.exp()
     outside = ~((ratio >= NEAR[0]) & (ratio <= NEAR[1]))
@@ -52,7 +53,7 @@ def mismatch_of(count: int, sums: Sequence[float]) -> Mismatch:
         ratio_p01=ratio_quantile(counts, 0.01),
         ratio_p99=ratio_quantile(counts, 0.99),
         outside_share=outside / count,
-        effective_samples=ratio**2 / (count * ratio_squared),  # 1: all tokens weigh the same; 1/n: one has all
+        effective_samples=ratio**2 / (count * ratio_squared),  # 1/n if one token has all weight
     )
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step, and AdamW with float32 master weights for policies of lower precision."""
+"""The learning rate of each step, and AdamW with float32 master weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
 def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: ScheduleKind, total_steps: int) -> float:
-    """The rate of 0-based `step`: up from lr / warmup_steps to lr, then constant or down to 0 at `total_steps`.
+    """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
 
-    The last step of a run still learns; a run continued past `total_steps` on a falling schedule does not.
+    The last step of a run still learns; a run continued past `total_steps` on a falling schedule
+    does not.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -40,7 +41,8 @@ def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: Schedule
 class Optimizer:
     """One optimizer step, in place, on the weights that the engine decodes with.
 
-    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in float32.
+    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
+    float32.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Optimizer:
         section: LearnerSection,
         add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`add_up` sums over the ranks that hold the other parts of the weights, for the norm of all gradients."""
+        """`add_up` sums over all ranks, for the norm of the whole gradient."""
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
         self.masters: list[Tensor] = [
@@ -83,7 +85,7 @@ class Optimizer:
                 parameter.copy_(master)
 
     def make_room(self) -> None:
-        """Call before each backward pass: moves earlier gradients into the masters, summed in their precision."""
+        """Call before each backward pass: adds earlier gradients to those of the masters."""
         pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p.grad is not None]
         for parameter, master in pairs:
             if master is not parameter:
@@ -93,7 +95,7 @@ class Optimizer:
                 parameter.grad = None
 
     def step(self, *, lr: float, scale: float, clip: float) -> float:
-        """Multiply the gradients by `scale`, clip their norm to `clip`, update. Returns the norm before clipping.
+        """Scale the gradients, clip their norm to `clip`, update. Returns the norm before clipping.
 
         A norm that is not finite leaves weights and moments unchanged.
         """
@@ -117,7 +119,7 @@ class Optimizer:
 
     def _step_on_gpu(self, scale: float, clip: float) -> float:
         assert isinstance(self.adamw, FusedAdamW)
-        gradients = [p.grad for p in self.parameters]  # of a single pass: no sum in higher precision needed
+        gradients = [p.grad for p in self.parameters]  # of a single pass
         if self._several:
             self.make_room()
             gradients = [m.grad for m in self.masters]

@@ -1,7 +1,8 @@
-"""A learner in several processes (ranks), with FSDP2: each holds a part of the weights and trains on a part of a batch.
+"""A learner in several processes (ranks), by FSDP2: each has a part of weights and batch.
 
-Gathering a layer's weights is a collective of all ranks. So every rank must be called equally often, with an empty list
-if there is nothing for it. The caller divides the work with `split`; the ranks agree on the number of passes.
+Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
+often, with an empty list if there is nothing for it. The caller divides the work with `split`; the
+ranks agree on the number of passes.
 
     sharding = Sharding(rank=0, num_ranks=2, host="10.0.0.1", port=29500, device=policy.device)
     learner = Learner(policy, section, ..., sharding=sharding)
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class Sharding:
-    """This process as one rank of a learner. The constructor waits for the other ranks, at most `timeout_s`."""
+    """This process as one rank of a learner. The constructor waits for the others."""
 
     def __init__(
         self, *, rank: int, num_ranks: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
@@ -33,7 +34,7 @@ class Sharding:
         self.rank, self.num_ranks = rank, num_ranks
         backend = "gloo"
         if device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"  # small sums are reduced on the hosts, without a GPU sync
+            backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
             torch.cuda.set_device(device.index or 0)
         dist.init_process_group(
             backend,
@@ -66,7 +67,7 @@ class Sharding:
 
 
 def split(items: Sequence[T], num_ranks: int, size: Callable[[T], int]) -> list[list[T]]:
-    """One part per rank, of nearly equal total `size` (largest first, to the lightest). Some may be empty."""
+    """One part per rank, of nearly equal total `size`. Some may be empty."""
     parts: list[list[T]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for item in sorted(items, key=size, reverse=True):

@@ -1,4 +1,4 @@
-"""Warm start: supervised fine-tuning (SFT) on worked examples, so that RL begins with answers worth scoring."""
+"""Warm start: supervised fine-tuning (SFT) on worked examples before RL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class WarmStart:
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0).mean()
         loss.backward()
-        # up over the first tenth, down over the last quarter: RL should not start from the noise of the last batches
+        # up over the first tenth, down over the last quarter: RL should not start from the noise of
+        # the last batches
         rise, fall = (self._done + 1) / max(1, steps // 10), (steps - self._done) / max(1, steps // 4)
         self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
         self._done += 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from headrace.types import STAGES, StageSpan, StageTimes
 
-STALL = "training waits"  # detail of a `checkpoint` span: the part during which training stands still
+STALL = "training waits"  # detail of a `checkpoint` span that holds up training
 
 
 class StageClock:
@@ -58,7 +58,7 @@ class StageClock:
             self._moves[stage] += 1
 
     def moves(self) -> dict[str, int]:
-        """How often each stage made progress; two equal results mean that nothing happened in between."""
+        """How often each stage made progress: equal results mean that nothing happened."""
         with self._lock:
             return dict(self._moves)
 
@@ -71,7 +71,8 @@ class StageClock:
     def running(self) -> list[StageSpan]:
         """Unfinished spans, as if they ended now, for the next row.
 
-        Call it before `drain`: a span that ends in between is then in both and counts once, instead of in neither.
+        Call it before `drain`: a span that ends in between is then in both and counts once, instead
+        of in neither.
         """
         with self._lock:
             now_s = self.now()
@@ -79,7 +80,7 @@ class StageClock:
 
 
 def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> StageTimes:
-    """Seconds between `start_s` and `end_s` in which each stage was busy; overlapping spans count once."""
+    """Seconds in which each stage was busy; overlapping spans count once."""
     clipped: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
     for span in spans:
         if span.stage in clipped:

@@ -1,4 +1,4 @@
-"""Opening the ledger's SQLite file (WAL mode): created once by the run, read by anybody, errors in the user's words."""
+"""Opening the ledger's SQLite file (WAL mode), with errors in the user's words."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reopen_database(run_dir: Path) -> sqlite3.Connection:
 
 
 def is_complete(run_dir: Path) -> bool:
-    """Whether the database was created to the end: a process that dies before that leaves an empty file."""
+    """Whether its creation was complete: a process that died before left an empty file."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         return False
@@ -74,8 +74,8 @@ def remove_database(run_dir: Path) -> None:
 
 
 def close_database(connection: sqlite3.Connection) -> None:
-    """Close a written database, leaving one plain file without a WAL, which opens in read-only directories too."""
-    with contextlib.suppress(sqlite3.OperationalError):  # a reader has it open: it stays in WAL mode
+    """Close a written database, leaving one file without WAL, for read-only directories."""
+    with contextlib.suppress(sqlite3.OperationalError):  # a reader has it open
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("PRAGMA journal_mode = DELETE")
@@ -117,7 +117,7 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
 
 
 def claimed(run_dir: Path) -> IO[str]:
-    """The open lock file, with this process's id in it. While it is open, no other process can train in `run_dir`.
+    """The open lock file of `run_dir`: no other process can train there while it is open.
 
     The operating system closes it with the process.
     """

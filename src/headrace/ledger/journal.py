@@ -1,6 +1,7 @@
-"""A trajectory in the database: its columns, and its tokens as safetensors (nothing is unpickled when they are read).
+"""A trajectory in the database: its columns, and its tokens as safetensors (no pickle).
 
-Sampled tokens may lie anywhere in a trajectory, in several pieces: the column `spans` and the stored mask say where.
+Sampled tokens may lie anywhere in a trajectory, in several pieces: the column `spans` and the
+stored mask say where.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
         "prompt_id": t.prompt_id,
         "idx": int(t.index),
         "num_tokens": num_sampled,
-        "num_prompt_tokens": len(t.token_ids) - num_sampled,  # every token that was not sampled, wherever it stands
+        "num_prompt_tokens": len(t.token_ids) - num_sampled,  # wherever they stand
         "reward": None if t.reward is None else float(t.reward),
         "reward_parts": json.dumps(plain(t.reward_parts), allow_nan=False),
         "finish": str(t.finish),
@@ -91,7 +92,7 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
-    """The journaled trajectories that the condition `where` on `trajectories t` selects, by serial and index."""
+    """Trajectories that the condition `where` on `trajectories t` selects, with tokens."""
     query = (
         f"SELECT {', '.join(f't.{name}' for name in _WHOLE)}, j.data FROM trajectories t "
         f"JOIN journal j ON j.trajectory_id = t.id WHERE {where} ORDER BY t.serial, t.idx"
@@ -110,7 +111,7 @@ def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mappin
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:
-    """By index, what a group's trajectories had sampled at the last checkpoint, if they were not booked since."""
+    """By index, a group's partial trajectories that were not booked since."""
     query = (
         f"SELECT {', '.join(_PARTIAL)}, data FROM partials "
         "WHERE serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1) ORDER BY idx"
@@ -131,7 +132,7 @@ def read_verdicts(connection: sqlite3.Connection) -> dict[bytes, Score]:
 
 
 def prune(connection: sqlite3.Connection, before: int, max_verdicts: int) -> None:
-    """Delete the tokens of what was trained or dropped before step `before`, and verdicts beyond `max_verdicts`."""
+    """Delete tokens of what was trained or dropped before step `before`, and old verdicts."""
     old = (  # a skipped step is taken again with the others, and may have older trajectories
         "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
         "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"

@@ -1,8 +1,8 @@
-"""The run's books (double-entry): every token and trajectory is in exactly one account, and moves by transfers.
+"""The run's books (double-entry): every token is in one account, and moves by transfers.
 
-Transfers are never changed or deleted. The writer belongs to one thread. A call that would break the books (training
-what is not buffered, for example) raises sqlite3.IntegrityError and changes nothing. `recovery.py` is what a restart
-does with them.
+Transfers are never changed or deleted. The writer belongs to one thread. A call that would break
+the books (training what is not buffered, for example) raises sqlite3.IntegrityError and changes
+nothing. `recovery.py` is what a restart does with them.
 """
 
 from __future__ import annotations
@@ -214,10 +214,10 @@ class Ledger:
         trajectories: Sequence[Trajectory] = (),
         of: tuple[int, int] | None = None,
     ) -> None:
-        """Book `drops`. `trajectories` are the records of those that were finished but never buffered.
+        """Book `drops`. `trajectories` are those that were finished but never buffered.
 
-        `of` is the serial and attempt of their group. If an earlier attempt at the same trajectory was dropped, this
-        one is booked as redone: it was generated again only because of a restart.
+        `of` is the serial and attempt of their group. If an earlier attempt at the same trajectory
+        was dropped, this one is booked as redone: it was generated again only because of a restart.
         """
         records = {trajectory.id: trajectory for trajectory in trajectories}
         with self.writing():
@@ -248,7 +248,7 @@ class Ledger:
             )
 
     def row(self, row: Row) -> None:
-        """Close a step: the row counts everything booked before this call; the rest belongs to the next step."""
+        """Close a step: the row counts everything booked before this call."""
         values = (
             int(row.step),
             int(row.version),
@@ -266,7 +266,7 @@ class Ledger:
         self.step = int(row.step) + 1
 
     def redone(self, num_tokens: int) -> None:
-        """`num_tokens` in flight were lost with the worker that sampled them; another worker samples them again."""
+        """`num_tokens` in flight were lost with a worker; another worker samples them again."""
         with self.writing():
             self.transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", num_tokens, 0)
 
@@ -278,7 +278,7 @@ class Ledger:
             write_partials(self.connection, partials)
 
     def judged(self, key: bytes, score: Score) -> None:
-        """The verdict on a completion, by the digest of what the function saw. Written with the next booking."""
+        """A verdict, by the cache key of its completion. Written with the next booking."""
         self._verdicts[key] = score
 
     def verdicts(self) -> dict[bytes, Score]:
@@ -286,7 +286,7 @@ class Ledger:
         return read_verdicts(self.connection)
 
     def prune(self, *, before: int, max_verdicts: int) -> None:
-        """Delete the tokens of steps before `before`; accounts, rows and the columns of trajectories stay."""
+        """Delete the tokens of steps before `before`; accounts, rows and columns stay."""
         with self.writing():
             prune(self.connection, before, max_verdicts)
 
@@ -320,7 +320,7 @@ class Ledger:
         return [Restart(**dict(zip(names, values, strict=True))) for values in found]
 
     def balance(self) -> dict[str, tuple[int, int]]:
-        """Tokens and trajectories per account, as booked: `generated` is negative, and all add up to zero."""
+        """Tokens and trajectories per account: `generated` is negative, all add up to zero."""
         accounts = self.read("SELECT name, tokens, trajectories FROM accounts ORDER BY name")
         return {name: (tokens, trajectories) for name, tokens, trajectories in accounts}
 

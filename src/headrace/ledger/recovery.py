@@ -1,4 +1,4 @@
-"""What a restart asks of the ledger and books in it: which attempts were in flight, what is redone, what is lost."""
+"""What a restart reads from the ledger and books in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Recovery:
     # What there is.
 
     def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
-        """All attempts, or those with this `state` or of this `wave`, in the order they were started."""
+        """All attempts, or those with this `state` or `wave`, in the order of their start."""
         names = ("serial", "number", "prompt_id", "wave", "version")
         found = self._ledger.read(
             f"SELECT {', '.join(names)} FROM attempts "
@@ -41,7 +41,7 @@ class Recovery:
         return read_trajectories(self._ledger.connection, where, (serial, attempt))
 
     def partials(self, serial: int) -> dict[int, Trajectory]:
-        """By index, what `Ledger.keep_partials` kept of a group, without trajectories that were booked since."""
+        """By index, what `Ledger.keep_partials` kept, without what was booked since."""
         return read_partials(self._ledger.connection, serial)
 
     def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -50,7 +50,7 @@ class Recovery:
         return [(number, [(serial, attempt) for serial, attempt in json.loads(groups)]) for number, groups in found]
 
     def scored_since_row(self) -> list[tuple[float, int, bool]]:
-        """Reward, tokens and whether it was truncated, of what was scored since the last row and is not redone."""
+        """Reward, tokens and whether truncated, of what was scored since the last row."""
         found = self._ledger.read(
             "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x ON x.trajectory_id = t.id "
             "WHERE x.debit = 'in_flight' AND x.step = ? AND t.reward IS NOT NULL AND NOT EXISTS "
@@ -83,7 +83,7 @@ class Recovery:
         return held
 
     def carry_on(self, attempts: Sequence[Attempt], kept_tokens: int) -> Amount:
-        """Continue `attempts` under the next number, keeping `kept_tokens`; the rest in flight is booked as lost."""
+        """Continue `attempts` under the next number; all but `kept_tokens` in flight is lost."""
         ledger, lost = self._ledger, self._ledger.totals().in_flight.tokens - kept_tokens
         with ledger.writing():
             if lost:
@@ -92,7 +92,7 @@ class Recovery:
                 ledger.mark_attempt(a.serial, a.number, DropReason.REDONE)
                 query = "SELECT id FROM trajectories WHERE serial = ? AND attempt = ?"
                 dropped = ledger.read(query, (a.serial, a.number))
-                ledger.transfer(SOURCE, "in_flight", 0, len(dropped))  # generated again with the others
+                ledger.transfer(SOURCE, "in_flight", 0, len(dropped))  # generated again
                 ledger.open_attempt(replace(a, number=a.number + 1))
         return Amount(tokens=lost)
 

@@ -20,7 +20,7 @@ from headrace.types import Row
 
 
 class TensorboardSink:
-    """Writes an event file under `tensorboard/` in the run's directory, with the settings as text."""
+    """Writes an event file under `tensorboard/`, with the settings as text."""
 
     def __init__(self, run_dir: Path, config_dict: Mapping[str, Any]) -> None:
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))

@@ -15,7 +15,7 @@ from headrace.types import Row
 
 
 class JsonlSink:
-    """Writes rows to `rows.jsonl`, one JSON object per line, each visible as soon as it is written."""
+    """Writes rows to `rows.jsonl`, one JSON object per line."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
@@ -32,7 +32,8 @@ def open_sinks(
 ) -> list[Sink]:
     """Open every sink in `section.sinks`, or none: if one fails, those already open are closed.
 
-    `past` are the rows of a resumed run: rows.jsonl is written anew, the other sinks have them already.
+    `past` are the rows of a resumed run: rows.jsonl is written anew, the other sinks have them
+    already.
     """
     opened: list[Sink] = []
     try:

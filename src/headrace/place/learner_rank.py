@@ -24,7 +24,7 @@ from headrace.place.build import PolicyFacts, load, make_learner
 from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.policy import Policy
-from headrace.publish.encoding import Encoder, Encoding
+from headrace.publish.encoding import Encoder, EncodingKind
 from headrace.publish.publisher import Publisher
 from headrace.publish.transport import SendingEnd
 from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PublishTimes, StepStats, Ticket, Trajectory
@@ -115,7 +115,7 @@ class LearnerRank:
         self._held_bytes = max(0, _allocated_bytes(self._policy.device) - before)
         if spec.rank == 0:
             section = spec.config.publish
-            encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
+            encoder = Encoder(EncodingKind(section.encoding), bucket_bytes=section.bucket_mb * MB)
             self._publisher = Publisher(encoder, spec.sending(), self._policy.dtype)
 
     # ---- steps

@@ -1,4 +1,4 @@
-"""Transport through a shared directory. A full version is a safetensors file that other engines can load.
+"""Transport through a shared directory. A full version is a loadable safetensors file.
 
     version-00000008/
       model.safetensors    full: its tensors' bytes are the buckets', end to end (or adapter.safetensors, changes.bin)
@@ -21,12 +21,16 @@ from pathlib import Path
 import torch
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoding
+from headrace.publish.encoding import EncodingKind
 from headrace.publish.payload import Manifest, Payload, new_bucket, verify
 from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
-CONTENT = {Encoding.FULL: "model.safetensors", Encoding.ADAPTER: "adapter.safetensors", Encoding.DELTA: "changes.bin"}
+CONTENT = {
+    EncodingKind.FULL: "model.safetensors",
+    EncodingKind.ADAPTER: "adapter.safetensors",
+    EncodingKind.DELTA: "changes.bin",
+}
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 _BESIDE = {".json", ".txt", ".model", ".jinja"}  # configuration and tokenizer
@@ -37,7 +41,7 @@ class DiskSender:
     """Writes one directory per version."""
 
     def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
-        """The configuration and tokenizer in `model_dir` are copied, so that a full version loads like any model."""
+        """With the configuration and tokenizer in `model_dir`, a full version loads like any model."""
         self._directory, self._model_dir = directory, model_dir
         self._staged: dict[int, Manifest] = {}
 
@@ -49,11 +53,11 @@ class DiskSender:
         try:
             _remove(path)  # after a restart a version may come a second time
             path.mkdir(parents=True)
-            with (path / CONTENT[Encoding(manifest.encoding)]).open("wb") as file:
+            with (path / CONTENT[EncodingKind(manifest.encoding)]).open("wb") as file:
                 file.write(_header(manifest))
                 for bucket in payload.buckets:
                     file.write(bucket.cpu().numpy().data)
-            if self._model_dir is not None and manifest.encoding == Encoding.FULL:
+            if self._model_dir is not None and manifest.encoding == EncodingKind.FULL:
                 for beside in self._model_dir.iterdir():
                     if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
@@ -95,7 +99,7 @@ class DiskReceiver:
         try:
             if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
                 raise PublishError(f"{path} contains another version than the ticket says")
-            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
+            with (path / CONTENT[EncodingKind(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(ticket.manifest)))
                 payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -109,7 +113,7 @@ class DiskReceiver:
 
 def _header(manifest: Manifest) -> bytes:
     """The header of a safetensors file; a delta has none."""
-    if manifest.encoding == Encoding.DELTA:
+    if manifest.encoding == EncodingKind.DELTA:
         return b""
     entries, start = {}, 0
     for spec in manifest.tensors:
@@ -130,5 +134,5 @@ def _read(file: io.FileIO, size: int) -> torch.Tensor:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody reads a half-deleted version
+        (path / COMPLETE).unlink(missing_ok=True)  # first: nobody may read a half-deleted version
         shutil.rmtree(path, ignore_errors=True)

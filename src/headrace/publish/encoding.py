@@ -4,8 +4,9 @@
     delta     the elements whose bits changed since the last committed version; full when that is smaller
     adapter   the tensors of a LoRA adapter; the base model never changes
 
-Tensors come one at a time, in the precision that rollout computes in (`cast`), so that a sharded learner needs memory
-for one whole tensor only. A delta always starts from the last *committed* version, which every receiver has.
+Tensors come one at a time, in the precision that rollout computes in (`cast`), so that a sharded
+learner needs memory for one whole tensor only. A delta always starts from the last *committed*
+version, which every receiver has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Changes = dict[str, tuple[Tensor, Tensor]]
 """By tensor: places that changed, and their new bits."""
 
 
-class Encoding(StrEnum):
+class EncodingKind(StrEnum):
     """Which part of the weights is sent."""
 
     FULL = "full"
@@ -44,7 +45,7 @@ def cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class _Uncommitted:
-    """What turns the encoder's copy of the committed weights into those of `version`: whole tensors, or changes."""
+    """What turns the committed weights into those of `version`: whole tensors, or changes."""
 
     version: int
     whole: dict[str, Tensor] = field(default_factory=dict)
@@ -52,12 +53,12 @@ class _Uncommitted:
 
 
 class Encoder:
-    """Makes one payload per version. For deltas it keeps a copy of the committed weights on `device`."""
+    """Makes payloads. For deltas it keeps a copy of the committed weights on `device`."""
 
     def __init__(
-        self, kind: Encoding | str, *, bucket_bytes: int = BUCKET_BYTES, device: torch.device | str = "cpu"
+        self, kind: EncodingKind | str, *, bucket_bytes: int = BUCKET_BYTES, device: torch.device | str = "cpu"
     ) -> None:
-        self.kind = Encoding(kind)
+        self.kind = EncodingKind(kind)
         self._bucket_bytes, self._device = bucket_bytes, torch.device(device)
         self.version: int | None = None  # the committed one
         self._held: dict[str, Tensor] = {}  # weights of the committed version
@@ -69,16 +70,16 @@ class Encoder:
         if self.version is not None and version <= self.version:
             raise PublishError(f"version {version} cannot follow version {self.version}")
         self._pending = _Uncommitted(version)
-        if self.kind is Encoding.DELTA:
+        if self.kind is EncodingKind.DELTA:
             return self._delta(version, tensors) if self._held else self._first(version, tensors)
         payload = self._full(version, tensors, self.kind)
-        if self.kind is Encoding.ADAPTER and not payload.manifest.tensors:
+        if self.kind is EncodingKind.ADAPTER and not payload.manifest.tensors:
             raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
         return payload
 
     def takes(self, name: str) -> bool:
         """Whether the tensor is published; the others need not be gathered or cast."""
-        return self.kind is not Encoding.ADAPTER or ADAPTER_MARK in name
+        return self.kind is not EncodingKind.ADAPTER or ADAPTER_MARK in name
 
     def committed(self, version: int) -> None:
         """Every receiver has `version`: the next delta starts from it."""
@@ -91,11 +92,11 @@ class Encoder:
 
     @torch.no_grad()
     def rebase(self) -> Payload:
-        """The committed version in full, for receivers that have none. Only with the delta encoding."""
+        """The committed version in full, for new receivers. Only with the delta encoding."""
         assert self.version is not None, "nothing was committed"
         return self._full(self.version, self._held.items())
 
-    def _full(self, version: int, tensors: Named, encoding: Encoding = Encoding.FULL) -> Payload:
+    def _full(self, version: int, tensors: Named, encoding: EncodingKind = EncodingKind.FULL) -> Payload:
         writer, specs = BucketWriter(self._bucket_bytes, self._device), []
         for name, tensor in tensors:
             if not self.takes(name):
@@ -130,7 +131,7 @@ class Encoder:
         self._pending = _Uncommitted(version, changes=changes)
         if writer.num_bytes >= sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
             return self._full(version, self._with(changes))
-        return writer.payload(version, self.version, Encoding.DELTA, specs)
+        return writer.payload(version, self.version, EncodingKind.DELTA, specs)
 
     def _with(self, changes: Changes) -> Iterator[tuple[str, Tensor]]:
         """The committed weights with `changes` applied, one at a time."""
@@ -159,7 +160,7 @@ class Update:
         self._writes: list[Callable[[], object]] = []
         start = 0
         for spec in payload.manifest.tensors:
-            if payload.manifest.encoding == Encoding.DELTA:
+            if payload.manifest.encoding == EncodingKind.DELTA:
                 self._change(payload, spec, start, live[spec.name])
             else:
                 self._replace(payload, spec, start, live[spec.name])
@@ -201,8 +202,8 @@ def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
     names = {spec.name for spec in manifest.tensors}
     if unknown := names - live.keys():
         raise PublishError(f"{where}: the receiver has no tensor '{min(unknown)}'")
-    expected = {name for name in live if manifest.encoding == Encoding.FULL or ADAPTER_MARK in name}
-    if manifest.encoding != Encoding.DELTA and (missing := expected - names):
+    expected = {name for name in live if manifest.encoding == EncodingKind.FULL or ADAPTER_MARK in name}
+    if manifest.encoding != EncodingKind.DELTA and (missing := expected - names):
         raise PublishError(f"{where} lacks the tensor '{min(missing)}'")
     for spec in manifest.tensors:
         target = live[spec.name]
@@ -215,17 +216,18 @@ def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' is not contiguous in memory")
         size = target.numel() * target.element_size()
-        if manifest.encoding != Encoding.DELTA and spec.num_bytes != size:
+        if manifest.encoding != EncodingKind.DELTA and spec.num_bytes != size:
             raise PublishError(f"{where}: '{spec.name}' has {spec.num_bytes:,} bytes in place of {size:,}")
 
 
-# ------------------------------------------------------------------------------------------------ the delta's bytes
+# ---- the delta's bytes
 #
-# A step of RL at a small learning rate leaves most bfloat16 weights unchanged, bit for bit, and moves the others to a
-# number near by. A place is stored as the gap to the place before, a change as the difference of the bits as integers
-# (zigzag-coded). Both are variable-length integers (varints) of seven bits per byte: one byte up to 127, two up to
-# 16,383, three up to two million. So a place takes less than three bytes on average while more than one weight in half
-# a million changes.
+# A step of RL at a small learning rate leaves most bfloat16 weights unchanged, bit for bit, and
+# moves the others to a number near by. A place is stored as the gap to the place before, a change
+# as the difference of the bits as integers (zigzag-coded). Both are variable-length integers
+# (varints) of seven bits per byte: one byte up to 127, two up to 16,383, three up to two million.
+# So a place takes less than three bytes on average while more than one weight in half a million
+# changes.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # 8 bytes count as two elements
 _GROUP = 7
@@ -264,7 +266,7 @@ def code_changes(new: Tensor, old: Tensor) -> Tensor:
 
 
 def read_changes(coded: Tensor, num_changes: int, dtype: torch.dtype) -> Tensor:
-    """What to add to the old bits. Integer sums wrap around, so the result is exact for every pair of bits."""
+    """What to add to the old bits. Integer sums wrap around, so the result is always exact."""
     zigzag = _read(coded, num_changes)
     return ((zigzag >> 1) ^ -(zigzag & 1)).to(dtype)
 

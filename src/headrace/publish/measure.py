@@ -1,6 +1,7 @@
-"""What publishing costs on this machine: the weights of real AdamW steps, by every encoding and transport.
+"""What publishing costs on this machine: real AdamW steps, every encoding and transport.
 
-Sender and receivers are threads of one process, so they share cores and memory; the transport is the real one.
+Sender and receivers are threads of one process, so they share cores and memory; the transport is
+the real one.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
-from headrace.publish.encoding import Encoder, Encoding, cast
+from headrace.publish.encoding import Encoder, EncodingKind, cast
 from headrace.publish.publisher import Publisher, Subscriber, with_receivers
 from headrace.types import PublishTimes
 
 LEARNING_RATE = 1e-6
-STEPS = 3  # before the one that is measured: AdamW's first step moves every weight, unlike later ones
+STEPS = 3  # before the measured one: AdamW's first steps move more weights than later ones
 ADAPTER_RANK = 16
 TIMEOUT_S = 300.0
 
@@ -86,10 +87,10 @@ def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dic
 def measure(
     transport: str, encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int = 1
 ) -> SyncCost:
-    """The cost of the last of `versions` in bfloat16; the earlier ones connect the receivers and are the base."""
+    """The cost of the last of `versions` in bfloat16; the earlier ones connect the receivers."""
     dtype = torch.bfloat16
     chosen = [
-        {name: tensor for name, tensor in version.items() if encoding == Encoding.ADAPTER or "lora_" not in name}
+        {name: tensor for name, tensor in version.items() if encoding == EncodingKind.ADAPTER or "lora_" not in name}
         for version in versions
     ]
     with closing(ends[0]()) as end:
@@ -115,7 +116,7 @@ def local_transports(directory: Path | None = None) -> Iterator[dict[str, tuple[
 
 
 def copy_s(num_bytes: int) -> float:
-    """Seconds to copy `num_bytes` from memory to memory (best of 3): a lower limit for moving weights here."""
+    """Seconds of one copy in memory, best of 3: a lower limit for moving weights here."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     return min(_seconds(lambda: target.copy_(source)) for _ in range(3))
 

@@ -1,8 +1,8 @@
-"""Transport through Ray's object store: one copy per node, which all receivers there read in place (zero copy).
+"""Transport through Ray's object store: one copy per node, read in place (zero-copy).
 
-Between nodes the buckets travel in a chain. A task on each node takes a bucket from the node before and keeps a copy
-for the next node, so every node sends each byte at most once. (Without the chain, all nodes would fetch from the
-sender's.)
+Between nodes the buckets travel in a chain. A task on each node takes a bucket from the node before
+and keeps a copy for the next node, so every node sends each byte at most once. (Without the chain,
+all nodes would fetch from the sender's.)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ObjectStoreReceiver:
 
 @contextmanager
 def local_store(num_bytes: int) -> Iterator[tuple[type[ObjectStoreSender], type[ObjectStoreReceiver]]]:
-    """Classes of both ends, in the connected Ray, or else in a local one with `num_bytes` of object store."""
+    """Classes of both ends, in the connected Ray or in a local one with `num_bytes` of store."""
     own = not ray.is_initialized()
     if own:
         ray.init(

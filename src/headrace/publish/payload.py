@@ -1,7 +1,8 @@
 """What is sent of a version: its bytes in buckets, and a manifest that describes them.
 
-The tensors' bytes are laid end to end and cut into buckets of one size, wherever tensors begin or end. Every bucket has
-a checksum, so a receiver knows that it has what was sent before it touches a weight.
+The tensors' bytes are laid end to end and cut into buckets of one size, wherever tensors begin or
+end. Every bucket has a checksum, so a receiver knows that it has what was sent before it touches a
+weight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number: torch has no uint64
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor and its number of bytes in the payload; in a delta, also its number of changed elements.
+    """One tensor and its bytes in the payload; in a delta, also its changed elements.
 
     Example:
         TensorSpec("model.norm.weight", "bfloat16", (1024,), num_bytes=2048)
@@ -131,7 +132,7 @@ class BucketWriter:
 
 def new_bucket(num_bytes: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
-        return torch.from_numpy(np.empty(num_bytes, np.uint8))  # huge pages: filled in a third of the time
+        return torch.from_numpy(np.empty(num_bytes, np.uint8))  # huge pages: three times faster to fill
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -141,10 +142,10 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def checksum(bucket: Tensor) -> int:
-    """A 64-bit checksum, the same on every device. It detects any change of one word, and nearly any swap of words.
+    """A 64-bit checksum, equal on all devices. Detects any changed word and nearly any swap.
 
-    The words are arranged in rows. Every row sum has an odd weight of its own, every column sum an even one, so a
-    change of a single word always shows. Integer sums do not depend on their order.
+    The words are arranged in rows. Every row sum has an odd weight of its own, every column sum an
+    even one, so a change of a single word always shows. Integer sums do not depend on their order.
     """
     row_bytes = 8 * _ROW_WORDS
     num_whole = bucket.numel() // row_bytes * row_bytes
@@ -169,7 +170,7 @@ def verify_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
 
 
 def verify(payload: Payload) -> None:
-    """Raise PublishError unless every bucket is there with the size and checksum of the manifest."""
+    """Raise PublishError unless all buckets have the size and checksum of the manifest."""
     manifest = payload.manifest
     if len(payload.buckets) != len(manifest.sizes):
         raise PublishError(

@@ -7,8 +7,8 @@
     subscriber.commit(8)                between two engine steps
     publisher.commit(8)                 the next delta starts from here
 
-If a step fails, `abandon` at both ends leaves everybody on version 7. A receiver that joins late stages and commits the
-tickets of `Publisher.catch_up`, one after the other.
+If a step fails, `abandon` at both ends leaves everybody on version 7. A receiver that joins late
+stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoder, Encoding, Named, Update, cast
+from headrace.publish.encoding import Encoder, EncodingKind, Named, Update, cast
 from headrace.publish.transport import ReceivingEnd, SendingEnd
 from headrace.types import PublishTimes, Ticket
 
@@ -52,13 +52,13 @@ class Publisher:
         self.times = PublishTimes()  # of the version staged last
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Who receives the next version: the node of every receiver. Unchanged `nodes` stay connected."""
+        """The node of every receiver of the next version. Unchanged `nodes` stay connected."""
         if self._nodes != list(nodes):
             self._nodes = list(nodes)
             self._end.expect(nodes)
 
     def stage(self, version: int, tensors: Named) -> Ticket:
-        """Gather (by iterating `tensors`), cast, encode, make fetchable. Replaces an uncommitted version."""
+        """Gather (by iterating `tensors`), cast, encode. Replaces an uncommitted version."""
         if self._staged is not None:
             self.abandon(self._staged.version)
         gathered = _Timed(tensors)
@@ -107,11 +107,11 @@ class Publisher:
             self._end.forget(version)
 
     def catch_up(self) -> list[Ticket]:
-        """Tickets for expected receivers that have nothing: a base and the deltas since. The caller sends them."""
+        """Tickets for new receivers, which `expect` named: a base and the deltas since."""
         if self._nodes is not None:
-            self._end.expect(self._nodes)  # newcomers are not connected, even on nodes where others were
+            self._end.expect(self._nodes)  # new receivers are not connected yet
             self._nodes = None
-        if not self._kept and self._encoder.kind is Encoding.DELTA and self._encoder.version is not None:
+        if not self._kept and self._encoder.kind is EncodingKind.DELTA and self._encoder.version is not None:
             base = self._encoder.rebase()
             self._end.stage(base)
             self._keep_only(self._end.ticket(base.manifest.version))
@@ -129,7 +129,7 @@ class Publisher:
 
 
 class Subscriber:
-    """A rollout worker's side of publishing. `live` are the weights that its engine computes with."""
+    """A rollout worker's side of publishing. `live` are the engine's weights."""
 
     def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor], version: int | None = None) -> None:
         self._end, self._live = end, live

@@ -1,4 +1,4 @@
-"""The built-in reward functions. One that needs an optional library loads it through the file of that name."""
+"""The built-in reward functions. Optional libraries are loaded by the files of their names."""
 
 from __future__ import annotations
 

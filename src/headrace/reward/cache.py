@@ -1,4 +1,4 @@
-"""Verdicts by content: the same answer to the same prompt is judged once, also if it comes twice at the same time."""
+"""Verdicts by content: equal answers to one prompt are judged once, also concurrent ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
 
 
 class VerdictCache:
-    """Keeps scores in `verdicts` and calls `on_verdict` for each new one. Failures are not kept: they may pass."""
+    """Keeps scores in `verdicts` and calls `on_verdict` for each new one. Failures are not kept."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class VerdictCache:
         return hashlib.sha256(text.encode()).digest()
 
     async def fetch(self, completion: Completion, judge: Callable[[], Awaitable[Score]]) -> tuple[Score, bool]:
-        """The score, and whether it came from the cache or from a call of `judge` for an equal completion."""
+        """The score, and whether it came without a call of `judge` for this completion."""
         key = self.key(completion)
         if key is None:
             return await judge(), False
@@ -53,7 +53,7 @@ class VerdictCache:
         task = asyncio.ensure_future(self._judge_once(key, judge))
         self._running[key] = task
         task.add_done_callback(_take_note)
-        return await asyncio.shield(task), False  # others may wait for it if this caller is cancelled
+        return await asyncio.shield(task), False  # others may wait for it
 
     async def _judge_once(self, key: bytes, judge: Callable[[], Awaitable[Score]]) -> Score:
         try:

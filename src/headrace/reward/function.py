@@ -1,4 +1,4 @@
-"""From the setting `reward.function` to a RewardFunction, and from what the function returns to a Score."""
+"""The setting `reward.function` as a RewardFunction, and what it returns as a Score."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from headrace.types import Completion, DropReason, Score
 
 BATCH_PARAMETER = "completions"
 MAX_DETAIL_CHARS = 1500
-# Errors that may pass, of Python, requests, httpx and openai. By name, because a function may use any of them or none.
+# Errors that may pass, of Python, requests, httpx and openai. By name, because a function may use
+# any of them or none.
 _PASSING = {
     "ConnectionError",
     "TimeoutError",
@@ -39,7 +40,7 @@ _PASSING = {
 
 
 class Mode(StrEnum):
-    """How a function is called: for one completion, as a coroutine, or for a list of completions."""
+    """How a function is called: with one completion, as a coroutine, or with a list."""
 
     SINGLE = "single"
     ASYNC = "async"
@@ -59,7 +60,7 @@ class RewardFunction:
     mode: Mode
 
     def invoke(self, completions: Sequence[Completion]) -> Any:
-        """Call the function once; the verdict may be awaitable. Only a batch function takes several completions."""
+        """Call the function once; the verdict may be awaitable. Only BATCH takes several completions."""
         return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
 
     def scores(self, verdict: Any, num_items: int) -> list[Score]:
@@ -69,7 +70,7 @@ class RewardFunction:
         return [read_verdict(verdict, self.name)]
 
     async def judge(self, completion: Completion, timeout_s: float) -> Score:
-        """Call the function for one completion, with a time limit if it is a coroutine. Raises what it raises."""
+        """Call the function for one completion; `timeout_s` limits coroutines. Raises what it raises."""
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
@@ -109,7 +110,7 @@ def source_hash(spec: str) -> str:
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
-    """What one call returned, as a Score. Anything but finite numbers is a failure, never a reward of zero."""
+    """What one call returned, as a Score. Anything but finite numbers is a failure, never a zero."""
     if verdict is None:
         return failure("the reward function returned None: it cannot judge this answer")
     parts: dict[str, float] = {}
@@ -143,7 +144,7 @@ def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
 
 
 def failure_of(error: BaseException) -> Score:
-    """An exception in the function, as a Score: a service was unavailable (retried), or else an error (not retried)."""
+    """An exception of the function as a failure: unavailable (retried) or error (not retried)."""
     unavailable = isinstance(error, UnavailableError) or any(c.__name__ in _PASSING for c in type(error).__mro__)
     reason = DropReason.REWARD_UNAVAILABLE if unavailable else DropReason.REWARD_ERROR
     return failure(short_traceback(error), reason)

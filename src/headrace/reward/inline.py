@@ -12,8 +12,9 @@ from headrace.types import Completion, Score
 class InlineJudges:
     """Calls the reward function in this process: `Scorer(section, judges=InlineJudges)`.
 
-    For tests, and for functions that are trusted: one that hangs or crashes takes the trainer with it, and one that
-    blocks delays everything else in this event loop. `timeout_s` limits coroutines only. Nothing is retried.
+    For tests, and for functions that are trusted: one that hangs or crashes takes the trainer with
+    it, and one that blocks delays everything else in this event loop. `timeout_s` limits coroutines
+    only. Nothing is retried.
     """
 
     num_retried = 0
@@ -29,7 +30,7 @@ class InlineJudges:
 
     async def run(self, completion: Completion) -> Score:
         assert self._function is not None, "start() comes first"
-        given = replace(completion, fields=dict(completion.fields))  # as a child process would get it
+        given = replace(completion, fields=dict(completion.fields))  # a copy, as for a child process
         try:
             return await self._function.judge(given, self._setup.timeout_s)
         except (Exception, SystemExit) as error:

@@ -1,9 +1,9 @@
 """Reward functions in child processes (workers), so that they may hang or crash and can be killed.
 
-A worker is started with `python -c`, not by multiprocessing: its spawn method would run the trainer's
-main script again in every worker, which imports torch and, without a main guard, trains. Everything
-here runs in one asyncio loop, without threads. A worker has a process group of its own, so a kill
-also reaches what the user code has started.
+A worker is started with `python -c`, not by multiprocessing: its spawn method would run the
+trainer's main script again in every worker, which imports torch and, without a main guard, trains.
+Everything here runs in one asyncio loop, without threads. A worker has a process group of its own,
+so a kill also reaches what the user code has started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.reward.worker import HEADER, Setup, frame, pack_completion, score_
 from headrace.types import Completion, DropReason, Score
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
-GRACE_S = 1.0  # added where the worker itself ends coroutines in time; also for an idle worker to exit
+GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
 PAUSE_S = 0.5  # before a retry of what was unavailable; doubled each time
 MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one worker has at a time
 MAX_REPLY_BYTES = 1 << 20
@@ -41,7 +41,7 @@ BOOT = (
 
 
 class JudgeLostError(Exception):
-    """A worker ended or does not answer. `score` is for the job it had in progress, if that has no retry left."""
+    """A worker ended or does not answer. `score` is for its job in progress, without retries left."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -56,7 +56,7 @@ class Job:
     done: asyncio.Future[Score]
     tries: int = 0
     due: float = 0.0  # loop time by which the worker must have replied
-    suspect: bool = False  # one of several jobs of a lost worker: judged alone next, to find which one is to blame
+    suspect: bool = False  # was with a lost worker, among others: judged alone next
 
     def finish(self, score: Score) -> None:
         if not self.done.done():
@@ -265,7 +265,7 @@ class JudgePool:
                     await worker.woken()
                 elif worker.ended or not await self._judge(worker):
                     await self._replace(slot)
-        except Exception as error:  # nobody awaits this task: pass the error to the callers of `run`
+        except Exception as error:  # for the callers of `run`: nobody awaits this task
             self._break(error)
 
     async def _replace(self, slot: int) -> None:
@@ -297,8 +297,9 @@ class JudgePool:
     async def _judge(self, worker: JudgeProcess) -> bool:
         """Send jobs and book the replies until the worker is idle; False if the worker is lost.
 
-        Functions that are called one at a time get a chunk of jobs, and the next chunk when all are judged. Coroutines
-        are concurrent, so new jobs join at any time: one slow verdict does not delay others.
+        Functions that are called one at a time get a chunk of jobs, and the next chunk when all are
+        judged. Coroutines are concurrent, so new jobs join at any time: one slow verdict does not
+        delay others.
         """
         num_sent = 0
         try:

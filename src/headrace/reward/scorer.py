@@ -68,7 +68,7 @@ class Scorer:
             judges(setup) if judges else JudgePool(setup, num_workers=section.workers, retries=section.retries)
         )
         self._cache: VerdictCache | None = None
-        self.verdicts: dict[bytes, Score] = {}  # by cache key; a restart fills in those of the run so far
+        self.verdicts: dict[bytes, Score] = {}  # by cache key; a restart fills it
         self.on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
         self.num_scored = 0
         self.num_failed = 0
@@ -124,7 +124,7 @@ class Scorer:
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, penalty: float) -> float:
-    """The soft overlong punishment of DAPO: 0, then linearly down to `-penalty` over the last `overlong_tokens`."""
+    """DAPO's soft overlong punishment: linear to `-penalty` over the last `overlong_tokens`."""
     over = num_tokens - (max_new_tokens - overlong_tokens)
     if overlong_tokens == 0 or over <= 0:
         return 0.0

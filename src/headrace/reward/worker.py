@@ -1,8 +1,9 @@
 """The child process: it loads the reward function once, then judges the completions it is sent.
 
-Requests and replies are frames (a length, then that many bytes) on one socket, so user code may print. Requests are
-pickled. Replies are JSON: the trainer must not unpickle what a process that runs user code sends. There is no torch
-here, so that a worker starts in a fraction of a second, also after a kill.
+Requests and replies are frames (a length, then that many bytes) on one socket, so user code may
+print. Requests are pickled. Replies are JSON: the trainer must not unpickle what a process that
+runs user code sends. There is no torch here, so that a worker starts in a fraction of a second,
+also after a kill.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def pack_completion(completion: Completion) -> bytes:
-    """Pickle one completion by itself, so that a field that cannot be pickled fails only this one."""
+    """Pickle one completion by itself: a field that cannot be pickled fails only this one."""
     fields = dict(completion.fields)  # a read-only view does not pickle
     parts = (completion.prompt, completion.text, fields, completion.num_tokens, str(completion.finish))
     return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
@@ -117,13 +118,14 @@ def _reply(item: int, score: Score) -> bytes:
     return frame(json.dumps(score_to_json(item, score)).encode())
 
 
-# User code may raise anything, SystemExit too: that is a failure of its item, and not the end of the worker.
+# User code may raise anything, SystemExit too: that is a failure of its item, and not the end of
+# the worker.
 
 
 def _judge_in_turn(
     function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, sock: socket.socket
 ) -> None:
-    """One call per item, or one for all of a batch function. No event loop runs meanwhile: user code may start one."""
+    """One call per item, or per batch. No event loop is running, so user code may start one."""
     for items in [list(blobs)] if function.mode is Mode.BATCH else [[item] for item in blobs]:
         try:
             verdict = function.invoke([unpack_completion(blobs[item]) for item in items])
