@@ -63,12 +63,12 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
             transports["object_store"] = stack.enter_context(store.local_store(3 * num_bytes))
         except ImportError:
             found["missing"] = "ray is not installed. Run: pip install 'headrace[ray]'"
-        costs = [
-            measuring.measure(transport, encoding, versions, ends, receivers)
-            for transport, ends in transports.items()
-            for encoding in measuring.EncodingKind
-        ]
-    found["publications"] = [asdict(cost) | {"total_s": cost.times.total_s} for cost in costs]
+        found["publications"] = []
+        for transport, ends in transports.items():
+            for encoding in measuring.EncodingKind:
+                times = measuring.measure(encoding, versions, ends, receivers)
+                one = {"encoding": encoding, "transport": transport, "full_bytes": num_bytes}
+                found["publications"].append(one | {"times": asdict(times), "total_s": times.total_s})
     return found
 
 

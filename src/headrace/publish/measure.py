@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,6 @@ TIMEOUT_S = 300.0
 
 Weights = Mapping[str, Tensor]
 Ends = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncCost:
-    """The cost of one publication.
-
-    Example:
-        SyncCost(encoding="delta", transport="disk", full_bytes=100_000_000, times=PublishTimes(...))
-    """
-
-    encoding: str
-    transport: str
-    full_bytes: int  # all weights in the precision of rollout
-    times: PublishTimes
 
 
 def publish_once(
@@ -84,10 +69,8 @@ def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dic
     return before, {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def measure(
-    transport: str, encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int = 1
-) -> SyncCost:
-    """The cost of the last of `versions` in bfloat16; the earlier ones connect the receivers."""
+def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int) -> PublishTimes:
+    """Publish `versions` in bfloat16; the times of the last. The earlier ones connect the receivers."""
     dtype = torch.bfloat16
     chosen = [
         {name: tensor for name, tensor in version.items() if encoding == EncodingKind.ADAPTER or "lora_" not in name}
@@ -101,8 +84,7 @@ def measure(
             times = publish_once(publisher, subscribers, version, tensors)
         for subscriber in subscribers:
             subscriber.close()
-    full_bytes = sum(dtype.itemsize * tensor.numel() for name, tensor in versions[0].items() if "lora_" not in name)
-    return SyncCost(encoding=encoding, transport=transport, full_bytes=full_bytes, times=times)
+    return times
 
 
 @contextmanager

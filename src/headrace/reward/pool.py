@@ -70,8 +70,9 @@ class JudgeProcess:
         self.mode = Mode.SINGLE
         self.ended = False  # the process has closed its end of the socket
         self.going: dict[int, Job] = {}  # by item number, oldest first
-        self.heard_s = 0.0  # loop time of the last reply
-        self._replies: deque[dict[str, Any]] = deque()
+        self.replies: deque[dict[str, Any]] = deque()
+        self._limit_s = 0.0  # for one reply
+        self._heard_s = 0.0  # loop time of the last reply
         self._buffer = bytearray()
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -92,22 +93,22 @@ class JudgeProcess:
 
     async def prepare(self, setup: Setup) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
+        ready: dict[str, Any] = {}
+        deadline = self._loop.time() + START_TIMEOUT_S
         try:
             await self.send(pickle.dumps(setup), START_TIMEOUT_S)
-            deadline = self._loop.time() + START_TIMEOUT_S
-            while (ready := await self.receive(deadline)) is None:
+            while not (ready := await self.receive(deadline) or {}):
                 if self._loop.time() > deadline:
                     raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
+            if "error" in ready:
+                raise RewardError(ready["error"])
         except JudgeLostError as lost:
-            await self.stop()
             raise RewardError(f"reward.function = '{setup.function}' cannot be loaded: {lost}") from lost
-        except BaseException:
-            await self.stop()
-            raise
-        if "error" in ready:
-            await self.stop()
-            raise RewardError(ready["error"])
+        finally:
+            if "mode" not in ready:
+                await self.stop()
         self.mode = Mode(ready["mode"])
+        self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
 
     async def send(self, payload: bytes, timeout_s: float) -> None:
         try:
@@ -122,22 +123,35 @@ class JudgeProcess:
 
     async def receive(self, deadline: float) -> dict[str, Any] | None:
         """The next reply; None if there is none by `deadline`, or if `wake` was called first."""
-        if not self._replies and not self.ended:
+        if not self.replies and not self.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.woken()
             self._read()  # if this loop was busy past the deadline, the reply is here already
-        if self._replies:
-            self.heard_s = self._loop.time()
-            return self._replies.popleft()
+        if self.replies:
+            self._heard_s = self._loop.time()
+            return self.replies.popleft()
         if self.ended:
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph())
         return None
 
-    def arrived(self) -> list[dict[str, Any]]:
-        """Replies from before the worker was lost."""
-        found, self._replies = list(self._replies), deque()
-        return found
+    def start_timing(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.due = self._loop.time() + self._limit_s
+
+    def deadline(self) -> float:
+        """Loop time at which the worker counts as lost, because of its oldest job.
+
+        Coroutines have a time limit in the worker, so there any reply shows that it is not blocked.
+        """
+        due = next(iter(self.going.values())).due
+        return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
+
+    def takes_more(self) -> bool:
+        """Whether jobs may join those going: only coroutines, unless one is late or to be judged alone."""
+        jobs = self.going.values()
+        late = any(job.suspect or self._loop.time() > job.due for job in jobs)
+        return not self.going or (self.mode is Mode.ASYNC and not late)
 
     def wake(self) -> None:
         self._wake.set()
@@ -171,10 +185,10 @@ class JudgeProcess:
         except OSError:
             self._hang_up()
         try:
-            self._replies.extend(_replies_in(self._buffer))
+            self.replies.extend(_replies_in(self._buffer))
         except ValueError:  # not our protocol: user code wrote to the socket
             self._hang_up()
-        if self._replies:
+        if self.replies:
             self._wake.set()
 
     def _hang_up(self) -> None:
@@ -264,21 +278,18 @@ class JudgePool:
                 if not self._queue:
                     await worker.woken()
                 elif worker.ended or not await self._judge(worker):
-                    await self._replace(slot)
+                    self.num_workers_replaced += 1
+                    await worker.stop()
+                    self._workers[slot] = JudgeProcess()
+                    await self._workers[slot].prepare(self._setup)
         except Exception as error:  # for the callers of `run`: nobody awaits this task
             self._break(error)
 
-    async def _replace(self, slot: int) -> None:
-        self.num_workers_replaced += 1
-        await self._workers[slot].stop()
-        self._workers[slot] = JudgeProcess()
-        await self._workers[slot].prepare(self._setup)
-
     def _take(self, worker: JudgeProcess) -> list[Job]:
         """The next jobs for this worker, leaving a share of the queue to the other workers."""
-        mode, going = worker.mode, worker.going
-        if going and (mode is not Mode.ASYNC or self._overdue(worker) or any(job.suspect for job in going.values())):
+        if not worker.takes_more():
             return []
+        mode, going = worker.mode, worker.going
         num_wanted = min(MAX_GOING[mode] - len(going), len(self._queue))
         if mode is not Mode.BATCH and self._num_workers > 1:
             num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
@@ -310,16 +321,15 @@ class JudgePool:
                     num_sent += len(jobs)
                     blobs = {item: job.blob for item, job in joining.items()}
                     await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
-                    for job in jobs:
-                        job.due = self._due(worker.mode)
+                    worker.start_timing(jobs)
                     await asyncio.sleep(0)  # let the other workers take their share first
                 elif worker.going:
                     await self._book_next(worker)
                 else:
                     return True
         except JudgeLostError as lost:
-            for reply in worker.arrived():
-                self._book(worker, reply)
+            while worker.replies:  # from before it was lost
+                self._book(worker, worker.replies.popleft())
             left = list(worker.going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
             self._enqueue(left[num_in_progress:], first=True)
@@ -330,7 +340,7 @@ class JudgePool:
 
     async def _book_next(self, worker: JudgeProcess) -> None:
         """Wait for a reply and book it. Returns without one if there are new jobs to send."""
-        deadline = self._deadline(worker)
+        deadline = worker.deadline()
         reply = await worker.receive(deadline)
         if reply is not None:
             self._book(worker, reply)
@@ -340,28 +350,12 @@ class JudgePool:
     def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
         item, score = score_from_json(reply)
         job = worker.going.pop(item)
-        if worker.mode is not Mode.ASYNC and worker.going:  # the next one in the chunk starts now
-            next(iter(worker.going.values())).due = self._due(worker.mode)
+        if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
+            worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
             self._retry(job, score)
         else:
             job.finish(score)
-
-    def _overdue(self, worker: JudgeProcess) -> bool:
-        return asyncio.get_running_loop().time() > next(iter(worker.going.values())).due
-
-    def _deadline(self, worker: JudgeProcess) -> float:
-        """Loop time at which the worker counts as lost. Coroutines have a time limit in the worker, so there any reply
-        shows that its event loop is not blocked.
-        """
-        due = next(iter(worker.going.values())).due
-        return due if worker.mode is not Mode.ASYNC else max(due, worker.heard_s + self._limit_s(worker.mode))
-
-    def _limit_s(self, mode: Mode) -> float:
-        return self._setup.timeout_s + (GRACE_S if mode is Mode.ASYNC else 0.0)
-
-    def _due(self, mode: Mode) -> float:
-        return asyncio.get_running_loop().time() + self._limit_s(mode)
 
     def _retry(self, job: Job, score: Score) -> None:
         if job.tries >= self._retries:
