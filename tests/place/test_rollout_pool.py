@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 from tiny_runs import Workshop
 
-from headrace.ledger.clock import StageClock
-from headrace.place.rollout_pool import RolloutPool
+from headrace.errors import WorkerLostError
+from headrace.place.device import DeviceThread
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
-from headrace.place.workers import WorkerLostError
 from headrace.publish.disk import DiskReceiver
+from headrace.rollout.pool import RolloutPool
 from headrace.types import Prompt, Sampling, Trajectory
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -40,10 +41,10 @@ class Here:
         spec = RolloutSpec(
             config=config, model=config.model, name=name, epoch_s=0.0, longest_prompt=8, receiving=DiskReceiver
         )
-        self.name, self.worker, self.dead = name, RolloutWorker(spec), False
+        self.name, self.worker, self.dead = name, RolloutWorker(DeviceThread(), spec), False
 
-    def ask(self, method: str, *args: Any) -> Asked:
-        return Asked(asyncio.ensure_future(self._answer(method, *args)))
+    def ask(self, method: Callable[..., Any], *args: Any) -> Asked:
+        return Asked(asyncio.ensure_future(self._answer(method.__name__, *args)))
 
     async def _answer(self, method: str, *args: Any) -> Any:
         found = await getattr(self.worker, method)(*args)
@@ -63,7 +64,9 @@ class Books:
         self.lost: list[str] = []
         self.pool = RolloutPool(
             exact=False,
-            clock=StageClock(),
+            now=time.monotonic,
+            on_span=lambda span: None,
+            on_begun=lambda serial, version: None,
             on_sampled=lambda n: setattr(self, "sampled", self.sampled + n),
             on_redone=lambda n: setattr(self, "redone", self.redone + n),
             on_lost=lambda worker, why: self.lost.append(worker.name),
@@ -103,7 +106,7 @@ async def test_tokens_that_went_with_a_worker_are_booked_and_its_answers_come_al
 async def test_without_anybody_an_aborted_group_ends_with_nothing(workshop: Workshop):
     books = Books()
     futures = books.start(8)
-    books.pool.abort(0)
+    books.pool.abort([0])
     first, second = await asyncio.gather(*futures[:2])
     assert first.num_sampled_tokens == second.num_sampled_tokens == books.sampled == 0
     assert not futures[2].done()
