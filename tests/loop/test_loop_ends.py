@@ -20,7 +20,8 @@ from headrace import api
 from headrace.errors import HeadraceError, RewardError, StalledError
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
-from headrace.loop.loop import TARGET_STEPS, Loop
+from headrace.loop.ending import TARGET_STEPS
+from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.types import Completion, DropReason, Row, Score, StepStats
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
+import pytest
 from tiny_runs import Workshop
 
-from headrace.errors import WorkerLostError
+from headrace.errors import DataError, WorkerLostError
 from headrace.place.device import DeviceThread
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.publish.disk import DiskReceiver
+from headrace.rollout.engine import Engine
 from headrace.rollout.pool import RolloutPool
 from headrace.types import Prompt, Sampling, Trajectory
 
@@ -134,4 +136,36 @@ async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_n
     assert books.pool.workers == [staying]
     await asyncio.gather(*first, *later)
     assert (books.redone, books.lost) == (0, [])
+    books.pool.close()
+
+
+async def test_drain_waits_for_everything_under_way(workshop: Workshop):
+    books = Books(Here(workshop, "busy"))
+    futures = books.start(30)
+    await books.pool.drain()
+    assert len(futures) == 8
+    assert all(future.done() for future in futures)
+    await asyncio.wait_for(books.pool.drain(), 5)
+    books.pool.close()
+
+
+async def test_an_engine_error_reaches_everyone_who_waits(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def broken(engine: Engine, wanted: int) -> int:
+        raise ZeroDivisionError("the engine broke")
+
+    monkeypatch.setattr(Engine, "_decode", broken)
+    books = Books(Here(workshop, "broken"))
+    running = asyncio.create_task(books.pool.run())
+    outcomes = await asyncio.gather(*books.start(30), return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["the engine broke"] * 8
+    with pytest.raises(ZeroDivisionError, match="the engine broke"):
+        await running
+    await asyncio.wait_for(books.pool.drain(), 5)
+    books.pool.close()
+
+
+async def test_an_order_that_cannot_be_taken_fails_the_pool(workshop: Workshop):
+    books = Books(Here(workshop, "small"))
+    with pytest.raises(DataError, match=r"prompt 'p0' has 3 tokens and may get 9999 new ones"):
+        await asyncio.gather(*books.start(9999))
     books.pool.close()

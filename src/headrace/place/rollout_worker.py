@@ -100,7 +100,7 @@ class RolloutWorker:
                 for future in self.actor.start(order):
                     future.add_done_callback(self._on_finished)
         except Exception as error:
-            self._failure = error
+            self._failure = self._failure or error
             self._news.set()
 
     async def news(self) -> News:

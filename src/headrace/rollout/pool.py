@@ -117,6 +117,7 @@ class RolloutPool:
         """Nobody can go on: everyone who waits hears why."""
         if not self._failed().done():
             self._failed().set_exception(error)
+            self._failed().exception()  # it counts as heard: everyone who waits hears it, too
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
