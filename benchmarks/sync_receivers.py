@@ -13,7 +13,7 @@ import torch
 from headrace.publish.collective import CollectiveReceiver
 from headrace.publish.disk import DiskReceiver
 from headrace.publish.publisher import Subscriber
-from headrace.publish.transport import ReceivingEnd
+from headrace.roles import ReceivingEnd
 from headrace.types import PublishTimes, Ticket
 
 Shapes = Mapping[str, tuple[int, ...]]

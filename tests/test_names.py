@@ -20,7 +20,6 @@ ALLOWED: frozenset[str] = frozenset(
         "Layout",
         "Plan",
         "PrefillPlan",
-        "Publisher",
         "Worker",
     }
 )

@@ -238,6 +238,19 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an episode: a trajectory with its reward, or with why it has none (`failure`, `detail`).
+
+    Example:
+        Outcome(trajectory=Trajectory(...)), Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
+    """
+
+    trajectory: Trajectory
+    failure: DropReason | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Seconds each stage was busy (the union of its spans) in some interval: the five τ of the goodput equation.
 
@@ -335,10 +348,31 @@ class Order:
     serial: int
     prompt: Prompt
     samplings: tuple[Sampling, ...]
-    indices: tuple[int, ...]
-    counted: bool = True
+    indices: tuple[int, ...]  # of the answers in their group
+    counted: bool = True  # evaluation is not: it stays out of the books
     attempt: int = 1
-    so_far: Mapping[int, Trajectory] | None = None
+    so_far: Mapping[int, Trajectory] | None = None  # by index, what an earlier attempt had; it is continued
+
+    def request_id(self, i: int) -> str:
+        """Of the i-th answer. The serial tells epochs apart in which a prompt comes again, the attempt its tries."""
+        attempt = f".{self.attempt}" if self.attempt > 1 else ""
+        return f"{'' if self.counted else 'eval:'}{self.serial}{attempt}:{self.prompt.id}/{self.indices[i]}"
+
+    def nothing_sampled(self, i: int, now_s: float) -> Trajectory:
+        """The i-th answer before its first token: the prompt alone."""
+        prompt_ids = self.prompt.token_ids
+        return Trajectory(
+            id=self.request_id(i),
+            prompt_id=self.prompt.id,
+            index=self.indices[i],
+            token_ids=prompt_ids,
+            sampled=np.zeros(len(prompt_ids), np.bool_),
+            logprobs=np.zeros(len(prompt_ids), np.float32),
+            spans=(),
+            finish=FinishReason.ABORT,
+            text="",
+            timing=Timing(submitted_s=now_s, started_s=now_s, finished_s=now_s),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,6 +449,21 @@ class Item:
 
     def __len__(self) -> int:
         return len(self.trajectory.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What is to be known of a policy without holding it.
+
+    Example:
+        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", max_context=1024)
+    """
+
+    name: str
+    num_weights: int
+    device: str
+    dtype: str
+    max_context: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

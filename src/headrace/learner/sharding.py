@@ -68,6 +68,8 @@ class Sharding:
 
 def split(items: Sequence[T], num_ranks: int, size: Callable[[T], int]) -> list[list[T]]:
     """One part per rank, of nearly equal total `size`. Some may be empty."""
+    if num_ranks == 1:
+        return [list(items)]
     parts: list[list[T]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for item in sorted(items, key=size, reverse=True):

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 import numpy as np
 
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.types import EngineCounts, Group, Row, StepStats, Trajectory
-
-
-class Counting(Protocol):
-    """Where engines say what they did."""
-
-    @property
-    def counts(self) -> EngineCounts:
-        """So far, all together."""
-        ...
+from headrace.rollout.pool import RolloutPool
+from headrace.types import Group, Row, StepStats, Trajectory
 
 
 class RowMaker:
     """Collects what a row needs and books it."""
 
-    def __init__(self, ledger: Ledger, clock: StageClock, engines: Counting) -> None:
-        self._ledger, self._clock, self._engines = ledger, clock, engines
+    def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
+        self._ledger, self._clock, self._pool = ledger, clock, pool
         self._start_s = clock.now()
         self._books = ledger.totals()
-        self._counts = engines.counts
+        self._counts = pool.counts
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
@@ -124,7 +115,7 @@ class RowMaker:
 
     def _count_laid_aside(self) -> tuple[int, int]:
         """Preemptions and parks since the row before."""
-        before, self._counts = self._counts, self._engines.counts
+        before, self._counts = self._counts, self._pool.counts
         return self._counts.preemptions - before.preemptions, self._counts.parks - before.parks
 
     def flush(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.errors import PublishError
 from headrace.publish.encoding import Encoder, EncodingKind, Named, Update, cast
-from headrace.publish.transport import ReceivingEnd, SendingEnd
+from headrace.roles import ReceivingEnd, SendingEnd
 from headrace.types import PublishTimes, Ticket
 
 OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")

@@ -212,7 +212,7 @@ class JudgeProcess:
 
 
 class JudgePool:
-    """`num_workers` processes that judge completions with one function (implements `Judges`)."""
+    """`num_workers` processes that judge completions with one function (implements `Judge`)."""
 
     def __init__(self, setup: Setup, *, num_workers: int, retries: int) -> None:
         self._setup = setup
