@@ -30,6 +30,7 @@ from sync_receivers import ProcessTaker
 from torch import Tensor
 
 from headrace.config import LearnerSection
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
@@ -90,7 +91,8 @@ def trained(shape: Shape, steps: int) -> Trained:
     for step in range(1, steps + 1):
         if step == steps:
             before = {name: tensor.detach().clone() for name, tensor in named.items()}
-        for items in [*learner.add(make_group(bench, step)), *learner.rest()]:
+        intake = Intake(section)
+        for items in [*intake.add(make_group(bench, step)), *intake.rest()]:
             learner.accumulate(items)
         assert not learner.finish().skipped
         manifest = encoder.encode(step, cast(named.items(), DTYPE)).manifest

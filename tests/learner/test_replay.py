@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.config import LearnerSection
 from headrace.learner.batch import pack
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
@@ -90,7 +91,8 @@ def test_the_learner_replays_by_itself_and_trains_the_routers(make_policy: Maker
     expected = gaps(policy, group, replayed=True).mean()
     section = LearnerSection(lr=1e-3, micro_batch_tokens=128, kl_coef=0.1)
     learner = Learner(policy, section, temperature=1.0, max_new_tokens=30, total_steps=1)
-    batches = [*learner.add(group, learner.reference_logprobs(group)), *learner.rest()]
+    intake = Intake(learner.section)
+    batches = [*intake.add(group, learner.reference_logprobs(group)), *intake.rest()]
     assert len(batches) > 1
     for items in batches:
         learner.accumulate(items)

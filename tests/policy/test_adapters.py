@@ -14,6 +14,7 @@ from mixtures import MIXTURES
 from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
@@ -93,7 +94,8 @@ def test_a_step_changes_the_adapters_alone(make_policy: Maker, tmp_path: Path, a
     before, group = weights_of(policy), sampled(policy)
     section = LearnerSection(lr=1e-2)
     learner = Learner(policy, section, temperature=1.0, max_new_tokens=20, total_steps=1)
-    for items in [*learner.add(group), *learner.rest()]:
+    intake = Intake(learner.section)
+    for items in [*intake.add(group), *intake.rest()]:
         learner.accumulate(items)
     assert learner.finish().grad_norm > 0
     changed = {name for name, weight in weights_of(policy).items() if not torch.equal(weight, before[name])}

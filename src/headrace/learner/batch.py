@@ -40,6 +40,8 @@ def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | Non
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
+    if rootless := [t.id for t in trajectories if t.sampled[0]]:
+        raise ValueError(f"trajectory {rootless[0]} begins with a sampled token: there is no prompt before it")
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)

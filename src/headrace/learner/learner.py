@@ -1,10 +1,9 @@
-"""The learner: groups in, one optimizer step out.
+"""The learner: micro-batches in, one optimizer step out.
 
-A step is `add` for each group as it comes, `accumulate` for each micro-batch that is full, and
-`finish`. Gradients are summed unnormalised and divided once, at the end, by the number of tokens or
-sequences of the whole step. So the result does not depend on how the step was cut into
-micro-batches or among processes (`sharding.py`), and work can begin before the step's last group
-exists.
+A step is `accumulate` for each micro-batch of an `Intake`, and `finish`. Gradients are summed
+unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step.
+So the result does not depend on how the step was cut into micro-batches or among processes
+(`sharding.py`), and work can begin before the step's last group exists.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
 from headrace.learner.batch import Batch, balanced, pack
-from headrace.learner.intake import Intake
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import normaliser, objective
 from headrace.learner.optimizer import Optimizer, learning_rate
@@ -72,7 +70,6 @@ class Learner:
         self.sharding = sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        self._intake = Intake(section)
         self._sums = _Sums()
         self._reference = _frozen_copy(policy) if section.kl_coef else None
         if section.checkpoint_activations:
@@ -119,7 +116,7 @@ class Learner:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether `add` needs the result of `reference_logprobs`."""
+        """Whether the intake needs the result of `reference_logprobs`."""
         return self._reference is not None
 
     @torch.no_grad()
@@ -163,14 +160,6 @@ class Learner:
         if self.sharding is not None:
             sums = self.sharding.add_up(sums)
         return mismatch_of(int(sums[0]), sums[1:].tolist())
-
-    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
-        """Take a group into the step; returns micro-batches that are now full."""
-        return self._intake.add(group, references)
-
-    def rest(self) -> list[list[Item]]:
-        """The step has all its groups: the remaining micro-batches."""
-        return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over one micro-batch, or this rank's part of it."""
