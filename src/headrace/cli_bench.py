@@ -66,7 +66,7 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
         costs = [
             measuring.measure(transport, encoding, versions, ends, receivers)
             for transport, ends in transports.items()
-            for encoding in measuring.Encoding
+            for encoding in measuring.EncodingKind
         ]
     found["publications"] = [asdict(cost) | {"total_s": cost.times.total_s} for cost in costs]
     return found

@@ -263,8 +263,8 @@ def test_books_without_room_stop_the_run_and_are_whole(
     workshop: Workshop, unbroken4: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fill_up(step_begins: MEDDLE, ledger: Ledger, *args: Any) -> Any:
-        (num_pages,) = ledger._connection.execute("PRAGMA page_count").fetchone()
-        ledger._connection.execute(f"PRAGMA max_page_count = {num_pages}")
+        (num_pages,) = ledger.connection.execute("PRAGMA page_count").fetchone()
+        ledger.connection.execute(f"PRAGMA max_page_count = {num_pages}")
         return step_begins(ledger, *args)
 
     with monkeypatch.context() as patched:

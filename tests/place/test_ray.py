@@ -53,8 +53,9 @@ def test_strictly_on_policy_the_same_answers_are_trained_on_with_the_same_result
     start = weights_of_model(workshop)
     assert max(float((here[name] - start[name]).abs().max()) for name in here) > 1e-4  # it was trained at all
     with Ledger.open(run.run_dir) as ledger:
-        workers = {span.worker for span in ledger.spans_between(0.0, 1e9) if span.stage == "rollout"}
-        details = {span.detail.split(",")[0] for span in ledger.spans_between(0.0, 1e9) if span.stage == "publish"}
+        workers = {worker for (worker,) in ledger.read("SELECT worker FROM spans WHERE stage = 'rollout'")}
+        spans = ledger.read("SELECT detail FROM spans WHERE stage = 'publish'")
+        details = {detail.split(",")[0] for (detail,) in spans}
     assert workers == {"rollout-0", "rollout-1"}
     assert {"gather", "cast", "encode", "transfer", "apply"} <= details
 
