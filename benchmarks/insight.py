@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.cli_app import settings_from
+from headrace.cli.app import settings_from
 from headrace.insight.hardware import find_device
 from headrace.insight.model_shape import model_shape
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out

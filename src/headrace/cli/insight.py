@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.cli_app import Json, RunDir, Settings, app, messages, settings_from
+from headrace.cli.app import Json, RunDir, Settings, app, messages, settings_from
+from headrace.cli.paper import Paper
 from headrace.errors import ConfigError
 from headrace.insight.equation import Placement
-from headrace.insight.frameworks import others_that_fit
+from headrace.insight.frameworks import Framework, others_that_fit
 from headrace.insight.hardware import find_device, read_hardware
 from headrace.insight.model_shape import model_shape
-from headrace.insight.planner import Question, plan, search
+from headrace.insight.planner import Plan, Question, plan, search
+from headrace.insight.reports import plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
+from headrace.insight.simulated import Simulated
 from headrace.insight.simulator import simulate as simulate_run
 from headrace.insight.tails import LogNormal
 from headrace.insight.trace import VIEWERS, write_trace
-from headrace.insight.triage import triage, triage_typed
-from headrace.terminal_plan import PlanTerminal
-from headrace.terminal_plan import as_json as plan_as_json
-from headrace.terminal_simulation import SimulationTerminal, simulations_json
-from headrace.terminal_triage import TriageTerminal
-from headrace.terminal_triage import as_json as triage_as_json
+from headrace.insight.triage import Triage, TypedTriage, triage, triage_typed
+from headrace.insight.walls import ADVICE
+from headrace.insight.workload import Cluster, Workload
+from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
-
-
-def _print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(found, indent=1, default=str))
 
 
 Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
@@ -53,24 +53,15 @@ def triage_command(
 ) -> None:
     """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
     typed = (tau_r, tau_v, tau_ref, tau_t, tau_s)
-    with messages(), TriageTerminal() as terminal:
-        if run is not None and any(time is not None for time in typed):
+    some = any(time is not None for time in typed)
+    with messages():
+        if run is not None and some:
             raise ConfigError("give a run, or stage times (--tau-r ...), not both")
-        if run is None:
-            if all(time is None for time in typed):
-                raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
-            times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
-            found = triage_typed(times, placement)
-            if as_json:
-                _print_json(triage_as_json(found))
-            else:
-                terminal.typed(found)
-            return
-        verdict = triage(run, last_steps=last_steps)
-        if as_json:
-            _print_json(triage_as_json(verdict))
-        else:
-            terminal.run(verdict)
+        if run is None and not some:
+            raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
+        times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
+        found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
+        _tell(triage_report(found), triage_json(found), as_json)
 
 
 @app.command("plan")
@@ -95,7 +86,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Work out a layout for a model, a workload and a number of GPUs: stage times, wall, memory, lag, cost."""
-    with messages(), PlanTerminal() as terminal:
+    with messages():
         number, device = _gpus(gpus)
         cap = amount(max_tokens, "--max-tokens") or float("inf")
         question = Question(
@@ -117,10 +108,7 @@ def plan_command(
         else:
             found = plan(question)
         others = others_that_fit(found[0].wall, num_params=question.model.num_params, may_lag=max_lag > 0)
-        if as_json:
-            _print_json(plan_as_json(question, found, others))
-        else:
-            terminal.plans(question, found, others)
+        _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
 
 
 @app.command()
@@ -148,7 +136,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
-    with messages(), SimulationTerminal() as terminal:
+    with messages():
         recipe = settings_from(settings)
         wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
         typed = Typed(
@@ -171,10 +159,8 @@ def simulate(
             typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
         work, cluster = scenario(recipe, typed, layout, run)
         found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
-        if as_json:
-            print(simulations_json(work, cluster, layout, found))
-        else:
-            terminal.simulations(work, cluster, layout, found)
+        told = simulation_report(work, cluster, layout, found)
+        _tell(told, simulation_json(work, cluster, layout, found), as_json)
 
 
 @app.command()
@@ -197,3 +183,75 @@ def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
     if found is None or int(found[1]) < 1 or (found[2] or default) is None:
         raise ConfigError(f"--gpus {text}: write how many of which, such as 8xH100")
     return int(found[1]), found[2] or default or ""
+
+
+def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(for_programs, indent=1, default=str))
+    else:
+        Paper().report(report)
+
+
+def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
+    moves = [asdict(move) for move in found.moves]
+    known: dict[str, Any] = {"wall": str(found.wall), "sign": ADVICE[found.wall].sign, "moves": moves}
+    if isinstance(found, TypedTriage):
+        steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
+        return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
+    reading = found.reading
+    return known | {
+        "run_dir": str(reading.run_dir),
+        "steps": reading.num_steps,
+        "step_s": asdict(reading.step_s) if reading.step_s else None,
+        "stage_s": asdict(reading.stage_s) if reading.stage_s else None,
+        "simulated_s": found.simulated_s,
+        "without_s": {str(wall): seconds for wall, seconds in found.without.items()},
+        "goodput_tokens_per_s": reading.goodput_tokens_per_s,
+        "useful_share": reading.useful_share,
+        "dropped_tokens": dict(reading.dropped_tokens),
+        "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
+        "idle": {p.name: p.idle_share for p in reading.occupancy.pools} if reading.occupancy else {},
+    }
+
+
+def plan_json(question: Question, found: Sequence[Plan], others: Sequence[Framework]) -> dict[str, Any]:
+    return {
+        "model": asdict(question.model),
+        "device": question.device.name,
+        "num_devices": question.num_devices,
+        "plans": [asdict(plan) for plan in found],
+        "others": [other.name for other in others],
+    }
+
+
+def simulation_json(work: Workload, cluster: Cluster, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
+    machine = {name: value for name, value in asdict(cluster).items() if value != math.inf}
+    step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
+    step |= {"reward_s": work.reward_s.mean, "no_signal_share": work.no_signal_share}
+    runs = [_plain(one) for one in found]
+    return {"step": step, "layout": asdict(layout), "machine": machine, "simulated": runs}
+
+
+def _plain(one: Simulated) -> dict[str, Any]:
+    return {
+        "max_lag": one.max_lag,
+        "steps": len(one.steps),
+        "step_s": one.step_s,
+        "step_p50_s": one.step_quantile_s(0.5),
+        "step_p95_s": one.step_quantile_s(0.95),
+        "stage_s": asdict(one.stage_s),
+        "goodput_tokens_s": one.goodput,
+        "rollout_idle": 1 - one.rollout_busy,
+        "learner_idle": 1 - one.learner_busy,
+        "reward_idle": None if math.isnan(one.reward_busy) else 1 - one.reward_busy,
+        "lag_mean": one.lag_mean,
+        "lag_max": one.lag_max,
+        "lag_shares": one.lag_shares,
+        "useful_share": one.useful_share,
+        "generated_tokens": one.generated_tokens,
+        "trained_tokens": one.trained_tokens,
+        "dropped_tokens": dict(one.dropped_tokens),
+        "buffered_tokens": one.buffered_tokens,
+        "in_flight_tokens": one.in_flight_tokens,
+        "failures": one.num_failures,
+    }
