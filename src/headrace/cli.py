@@ -14,11 +14,11 @@ import headrace.cli_insight  # and these
 from headrace.cli_app import RunDir, Settings, app, messages, settings_from
 from headrace.config_file import explain, to_toml
 from headrace.dashboard.serve import serve
-from headrace.ledger.audit import audit as audit_books
-from headrace.ledger.audit import books as read_books
-from headrace.ledger.runs import read_runs
-from headrace.ledger.scale import scale as scale_run
-from headrace.ledger.show import read_details, read_trajectory, token_texts
+from headrace.ledger.files import scale as scale_run
+from headrace.runs.audit import audit as audit_books
+from headrace.runs.audit import books as read_books
+from headrace.runs.facts import read_runs
+from headrace.runs.show import read_details, read_trajectory, token_texts
 from headrace.terminal import Terminal
 from headrace.terminal_runs import RunsTerminal
 

@@ -14,10 +14,8 @@ from rich.text import Text
 from headrace.config_file import changed
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount, Books
-from headrace.ledger.runs import RunFacts, RunState
-from headrace.ledger.show import RunDetails, TrajectoryDetails
-from headrace.ledger.token_texts import TokenTexts
-from headrace.ledger.words import FINISH_WORDS, fate, why_dropped
+from headrace.runs.facts import RunFacts, RunState
+from headrace.runs.show import FINISH_WORDS, RunDetails, TokenTexts, TrajectoryDetails, fate, why_dropped
 from headrace.terminal import Terminal
 from headrace.types import FinishReason, Row, Trajectory
 
