@@ -27,10 +27,10 @@ from ray.cluster_utils import Cluster
 
 from headrace import api
 from headrace.config_file import load_config
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.remote import RemotePlace
+from headrace.runs.audit import audit, books
 from headrace.types import Row
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from headrace import api
 from headrace.cli import app
 from headrace.config_file import DEMO, dump, load_config, settings
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
+from headrace.runs.audit import audit, books
 
 DEADLINE_S = 240.0  # only to end a test that would wait for ever
 

@@ -26,10 +26,19 @@ from headrace.config import Config
 from headrace.config_file import dump, load_config
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_database
+from headrace.ledger.files import (
+    CHECKPOINTS,
+    REFERENCE,
+    SETTINGS,
+    START,
+    SUMMARY,
+    WANTED_WORKERS,
+    WEIGHTS,
+    run_config,
+    says_finished,
+)
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import CHECKPOINTS, REFERENCE, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
-from headrace.ledger.scale import WANTED_WORKERS
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
 from headrace.loop.loop import Loop, sampling_of

@@ -19,10 +19,10 @@ from headrace.dashboard.books import (
     read_timeline,
     update_lag_shares,
 )
-from headrace.ledger.audit import books
 from headrace.ledger.clock import StageSpan
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.show import read_trajectory
+from headrace.runs.audit import books
+from headrace.runs.show import read_trajectory
 
 
 def test_flows_add_up_to_what_was_generated(real_run: Path):

@@ -27,8 +27,8 @@ from tiny_runs import select
 
 from headrace.config_file import dump
 from headrace.insight.triage import triage
+from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import run_config
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 no_page = importlib.util.find_spec("nicegui") is None  # importing it takes seconds, and only the server needs it

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from headrace.errors import RunError
-from headrace.ledger.audit import audit
 from headrace.ledger.clock import StageClock, StageSpan
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.runs.audit import audit
 from headrace.types import Drop, DropReason, StageTimes
 
 

@@ -23,13 +23,13 @@ from headrace import api
 from headrace.errors import HeadraceError, ModelError, RunError, StalledError
 from headrace.learner.learner import Learner
 from headrace.ledger import database
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop import checkpoint
 from headrace.loop.checkpoint import Checkpoints, write_tensors
 from headrace.loop.loop import SKIPPED_STEPS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
+from headrace.runs.audit import audit, books
 from headrace.types import Row
 
 MEDDLE = Callable[..., Any]

@@ -16,8 +16,8 @@ import pytest
 from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 
 from headrace import api
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.runs.audit import audit, books
 from headrace.types import Row
 
 KILLER = Path(__file__).parent.parent / "kill_runs.py"

@@ -13,12 +13,12 @@ from tight_store import TightStore
 from tiny_runs import Workshop, play, rows_of, select, write_prompts
 
 from headrace import api
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop.loop import Loop
 from headrace.place.local import LocalPlace
 from headrace.policy.policy import Policy
 from headrace.rollout.pages import PAGE
+from headrace.runs.audit import audit, books
 
 LONG_TAILED = (
     "rollout.max_new_tokens=100",

@@ -19,10 +19,10 @@ from tiny_runs import Workshop, play, rows_of, same_bits, select, weights, write
 from headrace import api
 from headrace.errors import HeadraceError, RewardError, StalledError
 from headrace.learner.learner import StepStats
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
 from headrace.loop.loop import TARGET_STEPS, Loop
 from headrace.place.local import LocalPlace
+from headrace.runs.audit import audit, books
 from headrace.types import Completion, DropReason, Row, Score
 
 PATIENT_S = 60.0  # nothing here takes seconds; a test that waits for ever should still end

@@ -14,9 +14,9 @@ from tiny_runs import NUM_PROMPTS, Workshop, play, rows_of, same_bits, select, t
 from headrace import api
 from headrace.buffer.lag import LagPolicy
 from headrace.learner.batch import Item
-from headrace.ledger.audit import audit
 from headrace.loop.loop import Loop
 from headrace.place.local import LocalPlace
+from headrace.runs.audit import audit
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from played_runs import GOOD, KINDS, SAMPLES, TRAINED, Process, World, delivered
 
-from headrace.ledger.audit import audit
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.runs.audit import audit
 from headrace.types import Drop
 
 AT = st.integers(0, 7)

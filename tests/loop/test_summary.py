@@ -12,7 +12,7 @@ import pytest
 from tiny_runs import NUM_PROMPTS, Workshop, rows_of, select, write_prompts
 
 from headrace import api
-from headrace.ledger.audit import books
+from headrace.runs.audit import books
 from headrace.types import STAGES, Row
 
 PUBLIC = {

@@ -32,7 +32,6 @@ from headrace.insight.workload import Cluster, Workload
 from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
-
 Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
 HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
 

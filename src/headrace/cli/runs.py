@@ -13,15 +13,23 @@ from headrace.cli.app import RunDir, app, messages
 from headrace.cli.paper import Paper
 from headrace.config_file import changed
 from headrace.dashboard.serve import serve
-from headrace.ledger.audit import audit as audit_books
-from headrace.ledger.audit import books as read_books
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount, Books
-from headrace.ledger.runs import RunFacts, RunState, read_runs
-from headrace.ledger.show import RunDetails, TrajectoryDetails, read_details, read_trajectory, token_texts
-from headrace.ledger.token_texts import TokenTexts
-from headrace.ledger.words import FINISH_WORDS, fate, why_dropped
+from headrace.runs.audit import audit as audit_books
+from headrace.runs.audit import books as read_books
+from headrace.runs.facts import RunFacts, RunState, read_runs
 from headrace.runs.report import Table, ago, count, printable, short
+from headrace.runs.show import (
+    FINISH_WORDS,
+    RunDetails,
+    TokenTexts,
+    TrajectoryDetails,
+    fate,
+    read_details,
+    read_trajectory,
+    token_texts,
+    why_dropped,
+)
 from headrace.types import FinishReason, Row, Trajectory
 
 LAST_ROWS = 8  # of a run that is shown

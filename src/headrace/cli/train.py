@@ -15,7 +15,7 @@ from headrace.cli.app import RunDir, Settings, app, messages, settings_from
 from headrace.cli.live import LiveDisplay
 from headrace.cli.paper import Paper
 from headrace.config_file import explain, to_toml
-from headrace.ledger.scale import scale as scale_run
+from headrace.ledger.files import scale as scale_run
 from headrace.runs.report import Table
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")]

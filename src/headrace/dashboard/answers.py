@@ -9,9 +9,7 @@ from pathlib import Path
 from headrace.dashboard.markup import Token
 from headrace.dashboard.series import looking_into
 from headrace.errors import HeadraceError
-from headrace.ledger.show import TrajectoryDetails, read_trajectory, token_texts
-from headrace.ledger.token_texts import TokenTexts
-from headrace.ledger.words import FINISH_WORDS, fate
+from headrace.runs.show import FINISH_WORDS, TokenTexts, TrajectoryDetails, fate, read_trajectory, token_texts
 from headrace.types import FinishReason, Trajectory
 
 TOKENS_SHOWN = 400  # at once

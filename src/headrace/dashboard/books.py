@@ -11,10 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
+
 from headrace.dashboard.series import looking_into, when_created
 from headrace.ledger.clock import union_length
 from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.ledger.words import why_dropped
+from headrace.runs.columns import Columns, read_spans, read_trajectories
+from headrace.runs.show import why_dropped
 from headrace.types import STAGES
 
 MOST_SPANS = 20_000  # of a timeline
@@ -194,14 +197,12 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
         if end_s is None:
             return Timeline(start_s=0.0, end_s=0.0, lanes=(), busy={}, bars=())
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
-        spans = connection.execute(
-            "SELECT stage, worker, start_s, end_s FROM spans WHERE end_s > ? ORDER BY end_s DESC LIMIT ?",
-            (start_s, MOST_SPANS),
-        ).fetchall()
+        spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
     if len(spans) == MOST_SPANS:
-        start_s = spans[-1][3]
+        start_s = float(spans["end_s"].min())
     by_lane: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for stage, worker, begun_s, ended_s in spans:
+    columns = (spans[name].tolist() for name in ("stage", "worker", "start_s", "end_s"))
+    for stage, worker, begun_s, ended_s in zip(*columns, strict=True):
         by_lane.setdefault((stage, worker), []).append((max(begun_s, start_s), ended_s))
     names = _lane_names(by_lane)
     length_s = max(end_s - start_s, 1e-9)
@@ -240,15 +241,12 @@ def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
 
 def read_rewards(run_dir: Path) -> RewardShape:
     """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
-    query = "SELECT reward, reward_parts FROM trajectories ORDER BY rowid {} LIMIT ?"
     with looking_into(run_dir) as connection:
         (num_answers,) = connection.execute("SELECT COALESCE(MAX(rowid), 0) FROM trajectories").fetchone()
         num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
-        first, newest = (
-            [found for found in connection.execute(query.format(order), (num_each,)) if found[0] is not None]
-            for order in ("ASC", "DESC")
-        )
-    labels, shares = _histogram([reward for reward, _ in first], [reward for reward, _ in newest])
+        both = read_trajectories(connection, oldest=num_each), read_trajectories(connection, newest=num_each)
+    first, newest = (found.where(np.isfinite(found["reward"])) for found in both)
+    labels, shares = _histogram(first["reward"].tolist(), newest["reward"].tolist())
     parts_first, parts_newest = _part_means(first), _part_means(newest)
     return RewardShape(
         labels=labels,
@@ -325,10 +323,10 @@ def _histogram(
     return labels, (shares[0], shares[1])
 
 
-def _part_means(found: Iterable[tuple[float, str]]) -> dict[str, float]:
+def _part_means(found: Columns) -> dict[str, float]:
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for _, text in found:
+    for text in found["reward_parts"].tolist():
         for name, value in json.loads(text).items():
             if isinstance(value, int | float):
                 sums[name] += value  # type: ignore[assignment]

@@ -16,7 +16,8 @@ from headrace.dashboard.nicegui_frame import Panel, card, chart_panel, follow, f
 from headrace.dashboard.series import Series
 from headrace.dashboard.site import LiveRun, Site
 from headrace.errors import ConfigError, RunError
-from headrace.ledger.runs import RunFacts, RunState, run_config
+from headrace.ledger.files import run_config
+from headrace.runs.facts import RunFacts, RunState
 
 Curve = Callable[[Series], list[tuple[int, float | None]]]
 

@@ -8,7 +8,7 @@ from headrace.dashboard.series import RECENT_STEPS
 from headrace.dashboard.site import NOT_YET, Overview
 from headrace.insight.triage import Triage
 from headrace.insight.walls import ADVICE
-from headrace.ledger.runs import RunState
+from headrace.runs.facts import RunState
 
 _STATE_WORDS = {
     RunState.FINISHED: "finished",

@@ -1,7 +1,7 @@
 """Curves of a run over its steps, read from the ledger in pieces.
 
-A ledger may hold ten thousand rows, and a page asks every few seconds. So the database itself averages rows over
-buckets of equally many steps, and what was read is kept: the next look reads the last bucket and what follows it.
+A ledger may hold ten thousand rows, and a page asks every few seconds. So rows are averaged over buckets of equally
+many steps, and what was read is kept: the next look reads the last bucket and what follows it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
-from headrace.ledger.runs import reading
+from headrace.runs.columns import Ints, Numbers, RowColumns, reading
 from headrace.types import STAGES, StageTimes
 
 MOST_POINTS = 400  # of a curve; a bucket has twice as many steps once there would be more
 RECENT_STEPS = 20  # what "now" is in the overview
 
 # How the numbers of a bucket's rows become one. The names are those of `Row`.
-_SUMS = ("wall_s", "trained_tokens", "generated_tokens")  # columns of their own
+_SUMS = ("wall_s", "trained_tokens", "generated_tokens")
 _MEANS = (
     "reward_mean",
     "reward_std",
@@ -38,26 +40,6 @@ _MEANS = (
 )
 _LARGEST = ("lag_max", "length_max", "ratio_p99")
 _SMALLEST = ("ratio_p01",)
-_NAMES = (*_SUMS, *_MEANS, *_LARGEST, *_SMALLEST)
-
-
-def _number(name: str) -> str:
-    """A number of a row's JSON; what JSON cannot say ("NaN") and what is missing count as nothing.
-
-    SQLite sorts texts behind all numbers, so the smaller of a text and infinity is infinity.
-    """
-    return f"NULLIF(MIN(json_extract(data, '$.{name}'), 9e999), 9e999)"
-
-
-_BUCKETS = f"""
-WITH sound AS (
-    SELECT step, {", ".join(_SUMS)}, CASE WHEN json_valid(data) THEN data END AS data FROM rows WHERE step > ?1)
-SELECT (step - 1) / ?2 AS bucket, COUNT(*), MAX(step), SUM(data IS NULL),
-    {", ".join(f"SUM({name})" for name in _SUMS)}, {", ".join(f"AVG({_number(name)})" for name in _MEANS)},
-    {", ".join(f"MAX({_number(name)})" for name in _LARGEST)},
-    {", ".join(f"MIN({_number(name)})" for name in _SMALLEST)}
-FROM sound GROUP BY bucket ORDER BY bucket
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,13 +148,35 @@ def when_created(connection: sqlite3.Connection) -> str:
 
 
 def _buckets(connection: sqlite3.Connection, *, after_step: int, width: int) -> list[Bucket]:
+    rows = RowColumns.read(connection, after_step=after_step, strict=False)
+    index = (rows.column("step").astype(np.int64) - 1) // width
+    begins = np.flatnonzero(np.diff(index, prepend=-1))
+    columns = {
+        **{name: _of_buckets(rows.column(name), begins, np.add) for name in _SUMS},
+        **{name: _of_buckets(rows.column(name), begins, None) for name in _MEANS},
+        **{name: _of_buckets(rows.column(name), begins, np.maximum) for name in _LARGEST},
+        **{name: _of_buckets(rows.column(name), begins, np.minimum) for name in _SMALLEST},
+    }
+    ends = [*begins[1:], len(rows)]
     return [
         Bucket(
-            index=index,
-            num_steps=num_steps,
-            last_step=last_step,
-            num_damaged=num_damaged,
-            values=dict(zip(_NAMES, values, strict=True)),
+            index=int(index[begin]),
+            num_steps=int(end - begin),
+            last_step=int(rows.column("step")[end - 1]),
+            num_damaged=int(rows.damaged[begin:end].sum()),
+            values={name: values[place] for name, values in columns.items()},
         )
-        for index, num_steps, last_step, num_damaged, *values in connection.execute(_BUCKETS, (after_step, width))
+        for place, (begin, end) in enumerate(zip(begins, ends, strict=True))
     ]
+
+
+def _of_buckets(values: Numbers, begins: Ints, combine: np.ufunc | None) -> list[float | None]:
+    """One number for each bucket, from those that are finite; without `combine` their mean. None where none is."""
+    known = np.isfinite(values)
+    if not len(begins):
+        return []
+    counts = np.add.reduceat(known, begins, dtype=np.int64)
+    neutral = {np.maximum: -np.inf, np.minimum: np.inf}.get(combine, 0.0)  # type: ignore[call-overload]
+    found = (combine or np.add).reduceat(np.where(known, values, neutral), begins)
+    found = found / np.maximum(counts, 1) if combine is None else found
+    return [value if number else None for value, number in zip(found.tolist(), counts.tolist(), strict=True)]

@@ -11,7 +11,8 @@ from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, upda
 from headrace.dashboard.series import Series, looking_into, read_series
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.triage import Triage, triage
-from headrace.ledger.runs import RunFacts, RunState, is_run, read_run, read_runs, run_config
+from headrace.ledger.files import is_run, run_config
+from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first

@@ -13,9 +13,9 @@ from typing import Literal
 
 from headrace import __version__
 from headrace.errors import RunError
-from headrace.insight.step_rows import StepRows
 from headrace.ledger.ledger import Amount, Books
-from headrace.ledger.runs import RunFacts, RunState, read_run, reading
+from headrace.runs.columns import RowColumns, reading
+from headrace.runs.facts import RunFacts, RunState, read_run
 from headrace.types import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -86,7 +86,7 @@ def read_metrics(run_dir: Path) -> list[Metric]:
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
     with reading(run_dir) as connection:
-        rows = StepRows.read(connection)
+        rows = RowColumns.read(connection)
         accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts").fetchall()
         lost = connection.execute(
             "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0) FROM restarts"
@@ -100,7 +100,7 @@ def read_metrics(run_dir: Path) -> list[Metric]:
     return [*_of_run(facts, rows), *_of_books(books), *_of_rows(rows), *restarts]
 
 
-def _of_run(facts: RunFacts, rows: StepRows) -> Iterator[Metric]:
+def _of_run(facts: RunFacts, rows: RowColumns) -> Iterator[Metric]:
     labels = (("run", facts.path.resolve().name), ("state", str(facts.state)), ("version", __version__))
     yield Metric(
         name="headrace_info",
@@ -136,7 +136,7 @@ def _of_books(books: Books) -> Iterator[Metric]:
         yield _one(f"in_flight_{unit}", held(books.in_flight), f"{unit.capitalize()} being generated or scored.")
 
 
-def _of_rows(rows: StepRows) -> Iterator[Metric]:
+def _of_rows(rows: RowColumns) -> Iterator[Metric]:
     stage_s = rows.stage_total_s()
     yield Metric(
         name="headrace_stage_seconds_total",

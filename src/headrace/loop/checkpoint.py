@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import RunError
-from headrace.ledger.runs import CHECKPOINTS
+from headrace.ledger.files import CHECKPOINTS
 
 MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.errors import RunError
+from headrace.ledger.files import REFERENCE
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount
-from headrace.ledger.runs import REFERENCE
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Again, Loop
 from headrace.types import DropReason, Group

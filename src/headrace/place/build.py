@@ -16,8 +16,8 @@ from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
+from headrace.ledger.files import REFERENCE, START
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import REFERENCE, START
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
 from headrace.loop.stages import Stages, Trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.errors import MissingExtraError
-from headrace.ledger.runs import START
+from headrace.ledger.files import START
 from headrace.place.local import LocalPlace
 from headrace.place.remote import RemotePlace, uses_gpus
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender

@@ -21,8 +21,8 @@ from headrace.buffer.filters import Sieve
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
+from headrace.ledger.files import wanted_workers
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.scale import wanted_workers
 from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
