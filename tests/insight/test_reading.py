@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from big_ledger import STEP_S, make_big_ledger
-from headrace.runs.columns import union
 from insight_runs import hand_made_run
 from tiny_runs import rows_of
 
@@ -23,6 +22,7 @@ from headrace.insight.reading import Spread, at_most, read
 from headrace.insight.trace import write_trace
 from headrace.ledger.ledger import Ledger
 from headrace.runs.audit import audit
+from headrace.runs.columns import union
 from headrace.types import StageTimes
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.dashboard.markup import Token
 from headrace.dashboard.series import looking_into
 from headrace.errors import HeadraceError
 from headrace.runs.show import FINISH_WORDS, TokenTexts, TrajectoryDetails, fate, read_trajectory, token_texts
@@ -14,6 +14,27 @@ from headrace.types import FinishReason, Trajectory
 
 TOKENS_SHOWN = 400  # at once
 MOST_PROMPT_TOKENS = 4000  # of a prompt's text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token of a trajectory; `version` and `logprob` only where it was sampled.
+
+    Example:
+        Token(position=7, id=13, text="2", sampled=True, logprob=-0.1, version=7)
+    """
+
+    position: int
+    id: int
+    text: str
+    sampled: bool
+    logprob: float | None = None
+    version: int | None = None
+
+    @property
+    def probability(self) -> float | None:
+        """What the policy gave this token when it chose it."""
+        return None if self.logprob is None else math.exp(min(self.logprob, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, update_lag_shares
 from headrace.dashboard.series import Series, looking_into, read_series
@@ -204,3 +205,10 @@ class Site:
         if not found:
             raise RunError(f"There is no run in {self.root} yet.")
         return self.run(max(found, key=lambda facts: facts.written).path.name)
+
+
+def address(*parts: str, **query: object) -> str:
+    """An address on this site; what is None is left out of the query."""
+    path = "/" + "/".join(quote(part, safe="") for part in parts)
+    given = {name: value for name, value in query.items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path
