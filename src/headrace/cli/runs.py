@@ -18,19 +18,21 @@ from headrace.ledger.ledger import Amount, Books
 from headrace.runs.audit import audit as audit_books
 from headrace.runs.audit import books as read_books
 from headrace.runs.facts import RunFacts, RunState, read_runs
-from headrace.runs.report import Table, ago, count, printable, short
-from headrace.runs.show import (
-    FINISH_WORDS,
-    RunDetails,
-    TokenTexts,
-    TrajectoryDetails,
-    fate,
-    read_details,
-    read_trajectory,
-    token_texts,
-    why_dropped,
+from headrace.runs.report import Table, ago, count, printable
+from headrace.runs.show import RunDetails, TokenTexts, TrajectoryDetails, read_details, read_trajectory, token_texts
+from headrace.runs.tables import (
+    ACCOUNT_COLUMNS,
+    RUN_COLUMNS,
+    accounts,
+    generated_row,
+    prompt_ids,
+    run_row,
+    scores,
+    tokens,
+    trajectory_facts,
+    why_no_tokens,
 )
-from headrace.types import FinishReason, Row, Trajectory
+from headrace.types import Row
 
 LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs
@@ -43,11 +45,7 @@ def audit(run: RunDir) -> None:
     """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
     with messages():
         paper, books = Paper(), read_books(run)
-        accounts = {"generated": books.generated, "trained": books.trained}
-        accounts |= {f"dropped: {reason}": amount for reason, amount in sorted(books.dropped.items())}
-        accounts |= {"buffered": books.buffered, "in flight": books.in_flight}
-        rows = [(name, f"{amount.tokens:,}", f"{amount.trajectories:,}") for name, amount in accounts.items()]
-        paper.table(Table(columns=("account", "tokens", "trajectories"), rows=tuple(rows), numeric=frozenset({1, 2})))
+        paper.table(_accounts(books))
         problems = audit_books(run)
         for problem in problems:
             paper.print(Text(f"- {problem}"))
@@ -95,15 +93,8 @@ def dash(
 
 def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
     """A line for each, and below what can be done about those that did not finish."""
-    rows = []
-    for facts in found:
-        cells = [f"{facts.steps}/{facts.wanted_steps}", _scores(paper, facts).replace(" ", "")]
-        cells += [str(facts.num_restarts or "-"), short(facts.trained_tokens)]
-        if facts.state is RunState.UNREADABLE:
-            cells = [""] * len(cells)
-        rows.append((facts.path.name or str(facts.path), str(facts.state), *cells, ago(facts.written)))
-    columns = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
-    paper.table(Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(2, 6))), indent=0)
+    rows = tuple(run_row(facts, paper.glyphs.arrow) for facts in found)
+    paper.table(Table(columns=RUN_COLUMNS, rows=rows, numeric=frozenset(range(2, 6))), indent=0)
     lost = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE) and not f.can_be_resumed]
     for facts in lost[:MOST_PROBLEMS]:
         paper.print()
@@ -123,7 +114,7 @@ def show_run(paper: Paper, details: RunDetails) -> None:
         [
             ("state", _standing(facts)),
             ("set", "  ".join(settings) or "every setting is at its default"),
-            ("held-out", _scores(paper, facts)),
+            ("held-out", scores(facts, f" {paper.glyphs.arrow} ")),
             ("checkpoints", f"of {steps}" if steps else "none"),
             ("written", f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})"),
         ]
@@ -135,11 +126,6 @@ def show_run(paper: Paper, details: RunDetails) -> None:
     examples = [details.examples[account] for account in sorted(details.examples, reverse=True)]  # trained first
     more = [("resume", facts.path, "")] if facts.can_be_resumed else []
     paper.commands([*more, *(("show", facts.path, f" --trajectory {id}") for id in examples[:1])])
-
-
-def _scores(paper: Paper, facts: RunFacts) -> str:
-    scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
-    return f" {paper.glyphs.arrow} ".join(scores) or "-"
 
 
 def _standing(facts: RunFacts) -> str:
@@ -173,27 +159,23 @@ def _show_restarts(paper: Paper, restarts: Sequence[Restart]) -> None:
 
 def _show_accounts(paper: Paper, books: Books, examples: Mapping[str, str]) -> None:
     paper.section("accounts", "what became of every sampled token")
-    dropped = sorted(books.dropped.items(), key=lambda item: -item[1].tokens)
-    amounts: dict[str, tuple[str, Amount]] = {
-        "generated": ("", books.generated),
-        "trained": ("trained", books.trained),
-        **{f"dropped: {reason}": (f"dropped:{reason}", amount) for reason, amount in dropped},
-        "buffered": ("buffered", books.buffered),
-        "in flight": ("", books.in_flight),
-    }
-    rows = []
-    for name, (account, amount) in amounts.items():
-        share = amount.tokens / books.generated.tokens if books.generated.tokens else 0.0
-        length = f"{amount.tokens / amount.trajectories:.1f}" if amount.trajectories else "-"
-        numbers = (f"{amount.tokens:,}", f"{share:.1%}", f"{amount.trajectories:,}", length)
-        rows.append((name, *numbers, examples.get(account, "")))
-    columns = ("", "tokens", "share", "answers", "mean length", "newest")
-    paper.table(Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(1, 5))))
+    paper.table(_accounts(books, examples))
+    dropped = [account for account in accounts(books) if account.reason and account.amount != Amount()]
     if dropped:
         paper.print()
-    for reason, amount in dropped:
-        if amount != Amount():
-            paper.paragraph(f"{reason}: {why_dropped(reason)}.", hang=2)
+    for account in dropped:
+        paper.paragraph(f"{account.reason}: {account.explanation}.", hang=2)
+
+
+def _accounts(books: Books, examples: Mapping[str, str] | None = None) -> Table:
+    """With `examples`, the newest trajectory of each account has a column."""
+    lines = [generated_row(books)]
+    for account in accounts(books):
+        key = f"dropped:{account.reason}" if account.reason else account.state
+        newest = () if examples is None else (examples.get(key, ""),)
+        lines.append((*account.row(books.generated), *newest))
+    columns = ACCOUNT_COLUMNS if examples is None else (*ACCOUNT_COLUMNS, "newest")
+    return Table(columns=columns, rows=tuple(lines), numeric=frozenset(range(1, 5)))
 
 
 def _show_rows(paper: Paper, rows: Sequence[Row]) -> None:
@@ -219,47 +201,24 @@ def _show_rows(paper: Paper, rows: Sequence[Row]) -> None:
 
 
 def show_trajectory(paper: Paper, found: TrajectoryDetails, texts: TokenTexts | None) -> None:
-    parts = "  ".join(f"{name} {value:g}" for name, value in found.reward_parts.items())
-    finish = f"{found.finish}: {FINISH_WORDS[FinishReason(found.finish)]}" if found.finish else "not finished"
-    reward = "none" if found.reward is None else f"{found.reward:g}"
-    versions = [f"version {span.version} sampled {count(span.end - span.start, 'token')}" for span in found.spans]
-    facts = {
-        "fate": fate(found),
-        "prompt id": found.prompt_id,
-        "group": "not known" if found.serial is None else f"{found.serial}, attempt {found.attempt}",
-        "finish": f"{finish}, after {count(found.num_tokens, 'token')}",
-        "reward": f"{reward}  ({parts})" if parts else reward,
-        "policy": ", then ".join(versions) or "not known",
-        "seconds": "  ".join(f"{name} {at_s:.2f}" for name, at_s in found.times_s.items()),
-    }
     paper.line(f"trajectory {found.id}", style="bold")
-    paper.facts(facts.items())
+    paper.facts(trajectory_facts(found).items())
     if found.whole is None:
         paper.section("tokens")
-        pruned = "buffered" in found.times_s
-        why = "this old (recovery.journal_steps)" if pruned else "that never reached the buffer"
-        paper.paragraph(f"No tokens are kept of a trajectory {why}.")
+        paper.paragraph(why_no_tokens(found))
         return
-    ids, sampled = found.whole.token_ids.tolist(), found.whole.sampled.tolist()
-    prompt_ids = ids[: sampled.index(True)] if True in sampled else ids
-    prompt = texts.text(prompt_ids) if texts else f"token ids {prompt_ids}"
+    given = prompt_ids(found.whole)
+    prompt = texts.text(given) if texts else f"token ids {given}"
     for title, text in (("prompt", prompt), ("answer", found.whole.text)):
         paper.section(title)
         paper.indented(Text(printable(text), overflow="fold"))
-    _show_tokens(paper, found, found.whole, texts)
-
-
-def _show_tokens(paper: Paper, found: TrajectoryDetails, whole: Trajectory, texts: TokenTexts | None) -> None:
-    """The sampled tokens in reading order, several to a line."""
     paper.section("tokens", "" if texts else "as ids: the run's tokenizer cannot be read")
-    ids = whole.token_ids.tolist()
-    words = [_shortened(repr(piece)) for piece in texts.pieces(ids)] if texts else [str(id) for id in ids]
-    sampled = [(span.version, position) for span in found.spans for position in range(span.start, span.end)]
+    sampled = [token for token in tokens(found.whole, texts) if token.logprob is not None]
     cells = [
-        (str(number), words[position], f"{whole.logprobs[position]:.3f}", f"v{version}")
-        for number, (version, position) in enumerate(sampled, 1)
+        (str(number), _shortened(repr(one.text) if texts else one.text), f"{one.logprob:.3f}", f"v{one.version}")
+        for number, one in enumerate(sampled, 1)
     ]
-    across = max(1, min(paper.console.width // TOKEN_COLUMNS, len(cells)))
+    across = max(1, min(paper.console.width // TOKEN_COLUMNS, len(cells)))  # in reading order, several to a line
     lines = [sum(cells[start : start + across], ()) for start in range(0, len(cells), across)]
     numeric = frozenset(place for place in range(4 * across) if place % 4 in (0, 2))
     paper.table(Table(columns=("", "token", "log-prob", "policy") * across, rows=tuple(lines), numeric=numeric))

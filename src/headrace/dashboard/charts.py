@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.dashboard.books import Flow, LagShares, RewardShape, Timeline
+from headrace.dashboard.books import LagShares, RewardShape, Timeline
+from headrace.runs.tables import Account
 from headrace.types import STAGES
 
 Options = dict[str, Any]
@@ -21,7 +22,7 @@ Points = Sequence[tuple[float, float | None]]
 THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
 BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
 STAGE_COLOURS = dict(zip(STAGES, (BLUE, ORANGE, PINK, GREEN, RED), strict=True))
-FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in_flight": GREY}
+FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
 RUN_COLOURS = (BLUE, ORANGE)
 LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
 MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
@@ -71,19 +72,21 @@ def with_points(options: Options, name: str, points: Points, colour: str) -> Opt
     return options
 
 
-def sankey(flows: Sequence[Flow]) -> Options:
+def sankey(accounts: Sequence[Account]) -> Options:
     """Tokens from generated to what became of them."""
-    shown = [flow for flow in flows if flow.tokens > 0]
-    total = sum(flow.tokens for flow in shown)
+    shown = [account for account in accounts if account.amount.tokens > 0]
+    total = sum(account.amount.tokens for account in shown)
     label = {"formatter": f"generated {total:,}", "position": [0, -18]}
     nodes = [{"name": "generated", "itemStyle": {"color": BLUE}, "label": label}]
     links = []
-    for flow in shown:
-        colour = FATE_COLOURS.get(flow.kind, GREY)
-        label = {"formatter": f"{flow.name} {flow.tokens / total:.1%}"}
-        nodes.append({"name": flow.name, "itemStyle": {"color": colour}, "label": label})
+    for account in shown:
+        colour = FATE_COLOURS[account.state]
+        label = {"formatter": f"{account.name} {account.amount.tokens / total:.1%}"}
+        nodes.append({"name": account.name, "itemStyle": {"color": colour}, "label": label})
         style = {"color": colour, "opacity": 0.4}
-        links.append({"source": "generated", "target": flow.name, "value": flow.tokens, "lineStyle": style})
+        links.append(
+            {"source": "generated", "target": account.name, "value": account.amount.tokens, "lineStyle": style}
+        )
     place = {"left": 8, "right": 168, "top": 24, "bottom": 12, "nodeWidth": 14, "nodeGap": 18}
     look = {"layoutIterations": 0, "draggable": False, "emphasis": {"focus": "adjacency"}}
     return {

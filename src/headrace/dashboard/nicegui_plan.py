@@ -35,8 +35,8 @@ async def plan(site: Site, run: str = "") -> None:
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
-            times = series.recent.stage_s if series.recent else EXAMPLE
-            trouble = "" if series.recent else f"{run} has no step yet; these are an example's times."
+            times = series.stages_now() if series.last_step else EXAMPLE
+            trouble = "" if series.last_step else f"{run} has no step yet; these are an example's times."
         except HeadraceError as error:
             trouble = str(error)
     measured = bool(run) and not trouble

@@ -7,7 +7,7 @@ from functools import partial
 from nicegui import ui
 
 from headrace.dashboard import charts, curves
-from headrace.dashboard.books import Flow, read_flows, read_rewards, read_timeline
+from headrace.dashboard.books import read_accounts, read_rewards, read_timeline
 from headrace.dashboard.charts import Options
 from headrace.dashboard.nicegui_elements import Listing, chart_panel, numbers, panel, section, table_panel
 from headrace.dashboard.nicegui_frame import Panel, card, follow, frame, run_views, views
@@ -15,7 +15,9 @@ from headrace.dashboard.overview import Number, overview_numbers
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import Triage
+from headrace.ledger.ledger import Books
 from headrace.runs.report import Section, Table
+from headrace.runs.tables import ACCOUNT_COLUMNS, accounts
 
 TIMELINE_STEPS = (3, 10, 30)
 
@@ -105,9 +107,9 @@ async def tokens(site: Site, name: str) -> None:
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
-        flows = read_flows(live.path)
-        total = sum(flow.tokens for flow in flows)
-        return (charts.sankey(flows), "") if total else ({}, "No token has been sampled yet.")
+        books = read_accounts(live.path)
+        some = books.generated.tokens > 0
+        return (charts.sankey(accounts(books)), "") if some else ({}, "No token has been sampled yet.")
 
     with frame(name):
         run_views(name, "tokens")
@@ -121,24 +123,18 @@ async def tokens(site: Site, name: str) -> None:
         listed = table_panel(
             "The accounts",
             "If the dropped answers are longer than the trained ones, the policy learns more from short answers.",
-            lambda: _accounts(name, read_flows(live.path)),
+            lambda: _accounts(name, read_accounts(live.path)),
         )
         await follow([chart, listed])
 
 
-def _accounts(name: str, flows: list[Flow]) -> Listing:
+def _accounts(name: str, books: Books) -> Listing:
     """A line for each account, with a link to its trajectories."""
-    total = sum(flow.tokens for flow in flows) or 1
-    rows, links = [], []
-    for flow in flows:
-        reason = flow.name.removeprefix("dropped: ") if flow.kind == "dropped" else None
-        length = f"{flow.tokens / flow.trajectories:.1f}" if flow.trajectories else "-"
-        counts = (f"{flow.tokens:,}", f"{flow.tokens / total:.1%}", f"{flow.trajectories:,}", length)
-        rows.append((flow.name, *counts, flow.says))
-        there = address("run", name, "trajectories", state=flow.kind, reason=reason)
-        links.append("" if flow.kind == "in_flight" else there)
-    columns = ("account", "tokens", "share", "answers", "mean length", "because")
-    table = Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(1, 5)))
+    found = accounts(books)
+    links = [address("run", name, "trajectories", state=one.state, reason=one.reason) for one in found]
+    links[-1] = ""  # what is in flight has no record yet
+    rows = [(*one.row(books.generated), one.explanation) for one in found]
+    table = Table(columns=(*ACCOUNT_COLUMNS, "because"), rows=tuple(rows), numeric=frozenset(range(1, 5)))
     return Listing(table=table, links=tuple(links), wide=frozenset({4, 5}))
 
 

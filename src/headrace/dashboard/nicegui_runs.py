@@ -16,7 +16,8 @@ from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
 from headrace.ledger.files import run_config
 from headrace.runs.facts import RunFacts, RunState
-from headrace.runs.report import Section, Table, ago, duration, percent, short
+from headrace.runs.report import Section, Table, duration, percent
+from headrace.runs.tables import RUN_COLUMNS, run_row
 
 Curve = Callable[[Series], list[tuple[int, float | None]]]
 
@@ -54,13 +55,13 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
                     chosen,
                     "Goodput",
                     "trained tokens per second",
-                    lambda series: [(bucket.last_step, bucket.goodput_tokens_per_s) for bucket in series.buckets],
+                    lambda series: series.goodput_curve(),
                 ),
                 _both(
                     chosen,
                     "Step time",
                     "seconds per step",
-                    lambda series: [(bucket.last_step, bucket.step_s) for bucket in series.buckets],
+                    lambda series: series.curve("wall_s", over="mean"),
                 ),
                 _both(chosen, "Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
             ]
@@ -74,25 +75,10 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
 
 def runs_listing(found: list[RunFacts]) -> Listing:
     """A line for each run."""
-    rows = []
-    for facts in found:
-        scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
-        readable = facts.state is not RunState.UNREADABLE
-        rows.append(
-            (
-                facts.path.name,
-                str(facts.state),
-                f"{facts.steps:,} / {facts.wanted_steps:,}" if readable else "",
-                " → ".join(scores) or "-",
-                str(facts.num_restarts or "-"),
-                short(facts.trained_tokens) if readable else "",
-                ago(facts.written),
-            )
-        )
     problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
-    columns = ("run", "state", "steps", "held-out", "restarts", "trained tokens", "written")
+    rows = tuple(run_row(facts) for facts in found)
     return Listing(
-        table=Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(2, 7))),
+        table=Table(columns=RUN_COLUMNS, rows=rows, numeric=frozenset(range(2, 7))),
         links=tuple(address("run", facts.path.name, "overview") for facts in found),
         wide=frozenset({3, 4, 5}),
         below=Section(title="Cannot be read", facts=problems) if problems else None,

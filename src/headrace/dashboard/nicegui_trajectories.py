@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from nicegui import run as threads
 from nicegui import ui
 
-from headrace.dashboard.answers import TOKENS_SHOWN, Answer, Token, read_answer
-from headrace.dashboard.books import Page, Wanted, read_flows, read_page
+from headrace.dashboard.answers import TOKENS_SHOWN, Answer, read_answer
+from headrace.dashboard.books import Page, Wanted, read_accounts, read_page
 from headrace.dashboard.nicegui_elements import Grid, Listing, facts
 from headrace.dashboard.nicegui_frame import card, frame, message, run_views, views
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Table, printable
+from headrace.runs.tables import Token
 
 ANY = "any"
 
@@ -33,14 +34,13 @@ async def trajectories(
     with frame(name):
         run_views(name, "trajectories")
         try:
-            flows = await threads.io_bound(read_flows, live.path)
+            books = await threads.io_bound(read_accounts, live.path)
             page = await threads.io_bound(read_page, live.path, wanted)
         except HeadraceError as error:
             message(str(error))
             return
-        reasons = [flow.name.removeprefix("dropped: ") for flow in flows if flow.kind == "dropped"]
         with card("Answers, the newest first", "Every answer that was finished or dropped. Choose one to read it."):
-            _filters(name, wanted, reasons)
+            _filters(name, wanted, list(books.dropped))
         with card():  # not followed: a list that moves is hard to click
             Grid(page_listing(name, wanted, page))
             _neighbours(name, wanted, page)
@@ -189,7 +189,7 @@ def token_listing(tokens: Sequence[Token]) -> Listing:
             "" if token.logprob is None else f"{token.logprob:.3f}",
             "" if token.probability is None else f"{token.probability:.1%}",
             "" if token.version is None else str(token.version),
-            "sampled" if token.sampled else "given",
+            "given" if token.logprob is None else "sampled",
         )
         for token in tokens
     ]
