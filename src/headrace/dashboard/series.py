@@ -18,28 +18,13 @@ import numpy as np
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.runs.columns import Ints, Numbers, RowColumns, reading
-from headrace.types import STAGES, StageTimes
+from headrace.types import ROW_METRICS, STAGES, StageTimes
 
 MOST_POINTS = 400  # of a curve; a bucket has twice as many steps once there would be more
 RECENT_STEPS = 20  # what "now" is in the overview
 
-# How the numbers of a bucket's rows become one. The names are those of `Row`.
-_SUMS = ("wall_s", "trained_tokens", "generated_tokens")
-_MEANS = (
-    "reward_mean",
-    "reward_std",
-    "lag_mean",
-    "length_mean",
-    "truncated_share",
-    "ratio_mean",
-    "ratio_outside",
-    "effective_samples",
-    "publish_bytes",
-    "score",
-    *(f"stage_s.{stage}" for stage in STAGES),
-)
-_LARGEST = ("lag_max", "length_max", "ratio_p99")
-_SMALLEST = ("ratio_p01",)
+# How the numbers of a bucket's rows become one.
+_OVER = {name: metric.over for name, metric in ROW_METRICS.items()} | {f"stage_s.{stage}": "mean" for stage in STAGES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +136,8 @@ def _buckets(connection: sqlite3.Connection, *, after_step: int, width: int) -> 
     rows = RowColumns.read(connection, after_step=after_step, strict=False)
     index = (rows.column("step").astype(np.int64) - 1) // width
     begins = np.flatnonzero(np.diff(index, prepend=-1))
-    columns = {
-        **{name: _of_buckets(rows.column(name), begins, np.add) for name in _SUMS},
-        **{name: _of_buckets(rows.column(name), begins, None) for name in _MEANS},
-        **{name: _of_buckets(rows.column(name), begins, np.maximum) for name in _LARGEST},
-        **{name: _of_buckets(rows.column(name), begins, np.minimum) for name in _SMALLEST},
-    }
-    ends = [*begins[1:], len(rows)]
+    ends = np.append(begins[1:], len(rows))
+    columns = {name: _of_buckets(rows.column(name), begins, ends, over) for name, over in _OVER.items()}
     return [
         Bucket(
             index=int(index[begin]),
@@ -170,13 +150,16 @@ def _buckets(connection: sqlite3.Connection, *, after_step: int, width: int) -> 
     ]
 
 
-def _of_buckets(values: Numbers, begins: Ints, combine: np.ufunc | None) -> list[float | None]:
-    """One number for each bucket, from those that are finite; without `combine` their mean. None where none is."""
+def _of_buckets(values: Numbers, begins: Ints, ends: Ints, over: str) -> list[float | None]:
+    """One number for each bucket, from those that are finite; None where none is."""
     known = np.isfinite(values)
     if not len(begins):
         return []
     counts = np.add.reduceat(known, begins, dtype=np.int64)
-    neutral = {np.maximum: -np.inf, np.minimum: np.inf}.get(combine, 0.0)  # type: ignore[call-overload]
-    found = (combine or np.add).reduceat(np.where(known, values, neutral), begins)
-    found = found / np.maximum(counts, 1) if combine is None else found
+    if over == "last":
+        found, counts = values[ends - 1], known[ends - 1]
+    else:
+        combine, neutral = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}.get(over, (np.add, 0.0))
+        found = combine.reduceat(np.where(known, values, neutral), begins)
+        found = found / np.maximum(counts, 1) if over == "mean" else found
     return [value if number else None for value, number in zip(found.tolist(), counts.tolist(), strict=True)]
