@@ -17,17 +17,13 @@ import numpy as np
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.runs.columns import Ints, Numbers, RowColumns, reading
-from headrace.types import STAGES, StageTimes
+from headrace.types import ROW_METRICS, STAGES, StageTimes
 
 MOST_POINTS = 400  # of a curve
 RECENT_STEPS = 20  # what "now" is in the overview
 
-# How the numbers of several rows become one. The names are those of `Row`.
-_OVER = dict.fromkeys(("wall_s", "trained_tokens"), "sum")
-_OVER |= dict.fromkeys(("lag_max", "length_max", "ratio_p99"), "max") | {"ratio_p01": "min"}
-_OVER |= dict.fromkeys(("reward_mean", "reward_std", "lag_mean", "length_mean", "ratio_mean"), "mean")
-_OVER |= dict.fromkeys(("ratio_outside", "effective_samples", "publish_bytes", "score"), "mean")
-_OVER |= {f"stage_s.{stage}": "mean" for stage in STAGES}
+# How the numbers of several rows become one.
+_OVER = {name: metric.over for name, metric in ROW_METRICS.items()} | {f"stage_s.{stage}": "mean" for stage in STAGES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +116,8 @@ def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
     """One number for the values from each of `begins` to the next, of those that are finite; NaN where none is."""
     if not len(begins):
         return np.empty(0)
+    if over == "last":
+        return np.asarray(values[np.append(begins[1:], len(values)) - 1])
     known = np.isfinite(values)
     counts = np.add.reduceat(known, begins, dtype=np.int64)
     combine, neutral = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}.get(over, (np.add, 0.0))

@@ -31,8 +31,8 @@ _TEXTS = frozenset(("id", "stage", "worker", "detail", "finish", "state", "drop_
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
 _SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
 _TRAJECTORY = (
-    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, reward_parts, finish, started_s, finished_s, "
-    "scored_s, drop_reason, trained_step"
+    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, reward_parts, finish, started_s, "
+    "finished_s, scored_s, drop_reason, trained_step"
 )
 
 
