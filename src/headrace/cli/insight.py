@@ -15,20 +15,17 @@ import typer
 from headrace.cli.app import Json, RunDir, Settings, app, messages, settings_from
 from headrace.cli.paper import Paper
 from headrace.errors import ConfigError
-from headrace.insight.equation import Placement
+from headrace.insight.equation import ADVICE, Placement
 from headrace.insight.frameworks import Framework, others_that_fit
-from headrace.insight.hardware import find_device, read_hardware
-from headrace.insight.model_shape import model_shape
-from headrace.insight.planner import Plan, Question, plan, search
-from headrace.insight.reports import plan_report, simulation_report, triage_report
+from headrace.insight.hardware import find_device, model_shape, read_hardware
+from headrace.insight.planner import LayoutPlan, Question, plan, search
+from headrace.insight.reports import idle_shares, plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
-from headrace.insight.simulated import Simulated
+from headrace.insight.simulator import Simulated
 from headrace.insight.simulator import simulate as simulate_run
-from headrace.insight.tails import LogNormal
 from headrace.insight.trace import VIEWERS, write_trace
 from headrace.insight.triage import Triage, TypedTriage, triage, triage_typed
-from headrace.insight.walls import ADVICE
-from headrace.insight.workload import Cluster, Workload
+from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
@@ -84,7 +81,7 @@ def plan_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Work out a layout for a model, a workload and a number of GPUs: stage times, wall, memory, lag, cost."""
+    """Work out a layout for a model, a workload and a number of GPUs: stage times, bottleneck, memory, lag, cost."""
     with messages():
         number, device = _gpus(gpus)
         cap = amount(max_tokens, "--max-tokens") or float("inf")
@@ -106,7 +103,7 @@ def plan_command(
             question, found = search(question, amount(target, "--search"))
         else:
             found = plan(question)
-        others = others_that_fit(found[0].wall, num_params=question.model.num_params, may_lag=max_lag > 0)
+        others = others_that_fit(found[0].bottleneck, num_params=question.model.num_params, may_lag=max_lag > 0)
         _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
 
 
@@ -129,6 +126,10 @@ def simulate(
     rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
     train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
     publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
+    straggler_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the rollout workers are slow")] = 0.0,
+    straggler_factor: Annotated[float, typer.Option(min=1.0, help="that slow ones are slower by")] = 2.0,
+    mtbf: Annotated[str, typer.Option(help="mean time between failures of a rollout worker, e.g. 10h; 0: none")] = "0",
+    repair: Annotated[str, typer.Option(help="time until a failed rollout worker is back")] = "1min",
     hardware: HardwareFile = None,
     steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
@@ -148,6 +149,10 @@ def simulate(
             rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
             train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
             publish_s=seconds(publish, "--publish"),
+            straggler_share=straggler_share,
+            straggler_factor=straggler_factor,
+            worker_mtbf_s=seconds(mtbf, "--mtbf"),
+            repair_s=seconds(repair, "--repair"),
         )
         number, device = _gpus(gpus, "H100")
         layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
@@ -156,10 +161,10 @@ def simulate(
             raise ConfigError("--hardware says what a device can do with a model: name one with --params")
         if model:
             typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
-        work, cluster = scenario(recipe, typed, layout, run)
-        found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
-        told = simulation_report(work, cluster, layout, found)
-        _tell(told, simulation_json(work, cluster, layout, found), as_json)
+        work, machine = scenario(recipe, typed, layout, run)
+        found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+        told = simulation_report(work, machine, layout, found)
+        _tell(told, simulation_json(work, machine, layout, found), as_json)
 
 
 @app.command()
@@ -193,7 +198,7 @@ def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
 
 def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
     moves = [asdict(move) for move in found.moves]
-    known: dict[str, Any] = {"wall": str(found.wall), "sign": ADVICE[found.wall].sign, "moves": moves}
+    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": ADVICE[found.bottleneck].sign, "moves": moves}
     if isinstance(found, TypedTriage):
         steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
         return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
@@ -204,31 +209,36 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
         "step_s": asdict(reading.step_s) if reading.step_s else None,
         "stage_s": asdict(reading.stage_s) if reading.stage_s else None,
         "simulated_s": found.simulated_s,
-        "without_s": {str(wall): seconds for wall, seconds in found.without.items()},
+        "without_s": {str(name): seconds for name, seconds in found.without.items()},
         "goodput_tokens_per_s": reading.goodput_tokens_per_s,
         "useful_share": reading.useful_share,
         "dropped_tokens": dict(reading.dropped_tokens),
         "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
-        "idle": {p.name: p.idle_share for p in reading.occupancy.pools} if reading.occupancy else {},
+        "idle": dict(idle_shares(reading)),
     }
 
 
-def plan_json(question: Question, found: Sequence[Plan], others: Sequence[Framework]) -> dict[str, Any]:
+def plan_json(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> dict[str, Any]:
     return {
         "model": asdict(question.model),
         "device": question.device.name,
         "num_devices": question.num_devices,
-        "plans": [asdict(plan) for plan in found],
+        "plans": [_plan_plain(plan) for plan in found],
         "others": [other.name for other in others],
     }
 
 
-def simulation_json(work: Workload, cluster: Cluster, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
-    machine = {name: value for name, value in asdict(cluster).items() if value != math.inf}
+def _plan_plain(plan: LayoutPlan) -> dict[str, Any]:
+    known = asdict(plan)
+    return known | {"wall": known.pop("bottleneck")}
+
+
+def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
+    speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
     step |= {"reward_s": work.reward_s.mean, "no_signal_share": work.no_signal_share}
     runs = [_plain(one) for one in found]
-    return {"step": step, "layout": asdict(layout), "machine": machine, "simulated": runs}
+    return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
 
 
 def _plain(one: Simulated) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from rich.text import Text
 from headrace.cli.paper import ASCII, FINE, Paper
 from headrace.config import Config
 from headrace.config_file import changed
-from headrace.insight.equation import STAGE_WORDS
-from headrace.insight.walls import ADVICE, WALL_OF_STAGE
+from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
 from headrace.runs.report import count, duration
 from headrace.types import STAGES, Row, StageTimes
 
@@ -204,8 +203,8 @@ class LiveDisplay:
             mark = paper.glyphs.mark if stage == slowest else " "
             line = f"{mark} {stage:<9} {busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}  {STAGE_WORDS[stage]}"
             paper.print(Text(line, style="bold" if stage == slowest else ""))
-        if slowest in WALL_OF_STAGE:
-            advice = ADVICE[WALL_OF_STAGE[slowest]]
+        if slowest in BOTTLENECK_OF_STAGE:
+            advice = ADVICE[BOTTLENECK_OF_STAGE[slowest]]
             paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {'; '.join(advice.moves)}.")
 
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:

@@ -39,12 +39,12 @@ _SHORT = "value => Math.abs(value) >= 1e6 ? value / 1e6 + ' M' : Math.abs(value)
 _FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
 
 
-def lines(curves: Mapping[str, tuple[Points, str]], *, x: str, y: str, low: float | None = None) -> Options:
-    """Curves by name, each with its colour; `low` is where the axis begins, if not near the smallest value."""
-    return _plane([_line(name, *curve) for name, curve in curves.items()], x=x, y=y, low=low)
+def lines(curves: Mapping[str, tuple[Points, str]], *, y: str, low: float | None = None) -> Options:
+    """Curves over steps, each with its colour; `low` is where the axis begins, if not near the smallest value."""
+    return _plane([_line(name, *curve) for name, curve in curves.items()], y=y, low=low)
 
 
-def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x: str, y: str, colour: str) -> Options:
+def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], y: str, colour: str) -> Options:
     """A curve, and a shaded band around it from `low` to `high`; `names` are of the two."""
     spread = [
         (place, None if top is None or bottom is None else top - bottom)
@@ -58,7 +58,7 @@ def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x
         _line(names[1], spread, colour) | unseen | shade,
         _line(names[0], middle, colour),
     ]
-    options = _plane(series, x=x, y=y, low=None)
+    options = _plane(series, y=y, low=None)
     options["legend"]["data"] = list(names)
     return options
 
@@ -192,11 +192,11 @@ def _line(name: str, points: Points, colour: str) -> Options:
     }
 
 
-def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Options:
-    """Two axes of numbers."""
+def _plane(series: list[Options], *, y: str, low: float | None) -> Options:
+    """Numbers over steps."""
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    pointer = {"label": {"precision": 0, "formatter": f"{x} {{value}}"}}
-    x_axis = _below(x) | {"minInterval": 1, "scale": True, "axisPointer": pointer}
+    pointer = {"label": {"precision": 0, "formatter": "step {value}"}}
+    x_axis = _below("step") | {"minInterval": 1, "scale": True, "axisPointer": pointer}
     return _chart(series, x_axis, y_axis, _FEW_DIGITS)
 
 

@@ -10,10 +10,9 @@ from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard import charts
-from headrace.dashboard.nicegui_elements import chart, numbers, panel, report, section
+from headrace.dashboard.nicegui_elements import chart, panel, report, section
 from headrace.dashboard.nicegui_frame import Panel, card, frame, message
-from headrace.dashboard.overview import Number
-from headrace.dashboard.plan import FIELDS, plan_numbers, question
+from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
@@ -160,7 +159,7 @@ class _Form:
         if await self.panel.changed():
             self._results.classes(remove="waiting")
 
-    def _read(self) -> tuple[list[Number], Report] | str:
+    def _read(self) -> Report | str:
         try:
             asked = question(
                 {name: text.value or "" for name, text in self._texts.items()},
@@ -171,15 +170,14 @@ class _Form:
             found = work_out(asked)
         except HeadraceError as error:
             return str(error)
-        others = others_that_fit(found[0].wall, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
-        return plan_numbers(asked, found[0]), plan_report(asked, found, others)
+        others = others_that_fit(found[0].bottleneck, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
+        return plan_report(asked, found, others)
 
-    def _show(self, found: tuple[list[Number], Report] | str) -> None:
+    def _show(self, found: Report | str) -> None:
         if isinstance(found, str):
             message(found)
         else:
-            numbers(found[0])
-            report(found[1])
+            report(found)
 
 
 def _round_up(value: float) -> float:

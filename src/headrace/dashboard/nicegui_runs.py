@@ -19,19 +19,23 @@ from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.report import Section, Table, duration, percent
 from headrace.runs.tables import RUN_COLUMNS, run_row
 
-Curve = Callable[[Series], list[tuple[int, float | None]]]
+Points = Callable[[Series], list[tuple[int, float | None]]]
+CURVES: tuple[tuple[str, str, Points], ...] = (
+    ("Reward", "mean reward", lambda series: series.curve("reward_mean")),
+    ("Goodput", "trained tokens per second", Series.goodput_curve),
+    ("Step time", "seconds per step", lambda series: series.curve("wall_s", over="mean")),
+    ("Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
+)
 
 
 async def runs(site: Site) -> None:
     """The runs of a directory."""
     with frame("Runs", str(site.root)):
-        panel = table_panel(
-            "",
-            "The run that was written to last comes first. Choose one to see what it does; a run that is under way "
-            "is followed live.",
-            lambda: runs_listing(site.facts()),
+        says = (
+            "The run that was written to last comes first. Choose one to see what it does; a run that is under way is "
+            "followed live."
         )
-        await follow([panel])
+        await follow([table_panel("", says, lambda: runs_listing(site.facts()))])
 
 
 async def compare(site: Site, a: str = "", b: str = "") -> None:
@@ -49,27 +53,9 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
                 _choose(names, name, (a, b), place)
         panels = [table_panel("In numbers", "", lambda: numbers_listing(chosen, site.dollars_per_hour))]
         with ui.element("div").classes("pair"):
-            panels += [
-                _both(chosen, "Reward", "mean reward", lambda series: series.curve("reward_mean")),
-                _both(
-                    chosen,
-                    "Goodput",
-                    "trained tokens per second",
-                    lambda series: series.goodput_curve(),
-                ),
-                _both(
-                    chosen,
-                    "Step time",
-                    "seconds per step",
-                    lambda series: series.curve("wall_s", over="mean"),
-                ),
-                _both(chosen, "Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
-            ]
-        panels.append(
-            table_panel(
-                "What was set differently", "Settings that are not the same in both.", lambda: settings_listing(chosen)
-            )
-        )
+            panels += [_both(chosen, *curve) for curve in CURVES]
+        says = "Settings that are not the same in both."
+        panels.append(table_panel("What was set differently", says, lambda: settings_listing(chosen)))
         await follow(panels)
 
 
@@ -92,12 +78,12 @@ def numbers_listing(chosen: list[LiveRun], dollars_per_hour: float | None) -> Li
     verdicts = [live.triage() for live in chosen]
     lines = {
         "state": [str(seen.facts.state) for seen in both],
-        "steps": [f"{seen.steps:,} / {seen.facts.wanted_steps:,}" for seen in both],
-        "reward, last steps": [_number(seen.now_reward) for seen in both],
+        "steps": [f"{seen.series.last_step:,} / {seen.facts.wanted_steps:,}" for seen in both],
+        "reward, last steps": [_number(seen.series.now("reward_mean")) for seen in both],
         "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
-        "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
-        "seconds per step": [_number(seen.now_step_s) for seen in both],
-        "wall": ["…" if isinstance(verdict, str) else str(verdict.wall) for verdict in verdicts],
+        "goodput, tokens/s": [_number(seen.series.goodput()) for seen in both],
+        "seconds per step": [_number(seen.series.now("wall_s", over="mean")) for seen in both],
+        "bottleneck": ["…" if isinstance(verdict, str) else str(verdict.bottleneck) for verdict in verdicts],
         "largest lag": [str(seen.lag_max) for seen in both],
         "share trained on": [percent(seen.useful_share, 1) for seen in both],
         "time": [duration(seen.elapsed_s) for seen in both],
@@ -122,7 +108,7 @@ def settings_listing(chosen: list[LiveRun]) -> Listing:
     return Listing(table=Table(columns=columns, rows=tuple(rows)), instead="All settings are the same.")
 
 
-def _both(chosen: list[LiveRun], title: str, y: str, curve: Curve) -> Panel:
+def _both(chosen: list[LiveRun], title: str, y: str, curve: Points) -> Panel:
     """One curve of each."""
 
     def read() -> tuple[Options, str]:
@@ -130,7 +116,7 @@ def _both(chosen: list[LiveRun], title: str, y: str, curve: Curve) -> Panel:
             f"{place}: {live.name}": (curve(live.series()), colour)
             for place, live, colour in zip((1, 2), chosen, RUN_COLOURS, strict=True)
         }
-        return charts.lines(curves, x="step", y=y), ""
+        return charts.lines(curves, y=y), ""
 
     return chart_panel(title, "", read)
 

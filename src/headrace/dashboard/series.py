@@ -31,16 +31,13 @@ class Series:
     """The rows of a run by column, up to the newest.
 
     Example:
-        Series(created="2026-05-01T12:00:00+00:00", columns={"step": np.array([1.0, 2.0]), ...}, num_damaged=0)
+        Series(created="2026-05-01T12:00:00+00:00", columns={"step": np.array([1.0, 2.0]), ...}, last_step=2)
     """
 
     created: str = ""  # when the ledger was: another run may take the place of one
     columns: Mapping[str, Numbers] = field(default_factory=lambda: {name: np.empty(0) for name in ("step", *_OVER)})
+    last_step: int = 0
     num_damaged: int = 0  # rows that cannot be read
-
-    @property
-    def last_step(self) -> int:
-        return int(self.columns["step"][-1]) if len(self.columns["step"]) else 0
 
     @property
     def width(self) -> int:
@@ -92,7 +89,8 @@ def read_series(run_dir: Path, before: Series) -> Series:
             return before
         rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
         columns = {name: np.append(known, rows.column(name)) for name, known in before.columns.items()}
-        return Series(created=created, columns=columns, num_damaged=before.num_damaged + int(rows.damaged.sum()))
+        num_damaged = before.num_damaged + int(rows.damaged.sum())
+        return Series(created=created, columns=columns, last_step=last_step, num_damaged=num_damaged)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.insight.workload import Cluster, Drawn, Recorded, Workload
+from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.ledger.files import run_config
 from headrace.runs.columns import (
     Columns,
@@ -40,26 +40,26 @@ class Calibration:
     """What a run consisted of, and how fast its machine was.
 
     Example:
-        Calibration(workload=Workload(...), cluster=Cluster(rollout_workers=1, ..., colocated=True), max_lag=0,
+        Calibration(workload=Workload(...), machine=Machine(rollout_workers=1, ..., colocated=True), max_lag=0,
             num_steps=60, step_s=1.31)
     """
 
     workload: Workload
-    cluster: Cluster
+    machine: Machine
     max_lag: int
     num_steps: int
     step_s: float  # mean, measured
 
-    def of(self, config: Config) -> tuple[Workload, Cluster]:
+    def of(self, config: Config) -> tuple[Workload, Machine]:
         """The same answers and speeds with the settings of another run."""
-        cluster = replace(
-            self.cluster,
+        machine = replace(
+            self.machine,
             rows_per_worker=config.rollout.max_running,
             pass_tokens=config.learner.micro_batch_tokens,
             reward_workers=config.reward.workers,
-            reference_token_s=self.cluster.reference_token_s if config.learner.kl_coef else 0.0,
+            reference_token_s=self.machine.reference_token_s if config.learner.kl_coef else 0.0,
         )
-        return replace(workload_of(config, self.workload), reward_s=self.workload.reward_s), cluster
+        return replace(workload_of(config, self.workload), reward_s=self.workload.reward_s), machine
 
 
 def workload_of(config: Config, like: Workload) -> Workload:
@@ -92,11 +92,16 @@ def calibrate(run_dir: Path) -> Calibration:
         its = spans.where(np.isin(spans["stage"], stages))
         return its["start_s"], its["end_s"]
 
+    apart = config.place.cluster == "ray" and config.place.layout == "disaggregated"
+    workers = config.rollout.workers if apart else 1
     passes = _passes(spans)
     mean_token_s = np.nansum(passes[0][passes[1] > 0]) / max(1.0, np.nansum(passes[1]))
     running = answers["started_s"], answers["finished_s"]
     decode_s, decode_row_s = decode_speed(
-        running, answers["num_tokens"], of("train", "reference", "publish", "evaluate"), ROW_TOKENS * mean_token_s
+        running,
+        answers["num_tokens"],
+        of("evaluate") if apart else of("train", "reference", "publish", "evaluate"),
+        ROW_TOKENS * mean_token_s / workers,
     )
     optimizer_s, pass_s, token_s = training_speed(*passes, num_steps, like_pass_s=PASS_STEPS * decode_s)
     groups = _groups(answers)
@@ -107,11 +112,11 @@ def calibrate(run_dir: Path) -> Calibration:
     host_s = rows.column("wall_s").sum() - (_length(everything) - _length(of("evaluate")))
     trained = answers.where(np.isfinite(answers["trained_step"]))
     num_trained = float((trained["num_tokens"] + trained["num_prompt_tokens"]).sum())
-    cluster = Cluster(
-        rollout_workers=1,
+    machine = Machine(
+        rollout_workers=workers,
         rows_per_worker=config.rollout.max_running,
         decode_s=decode_s,
-        decode_row_s=decode_row_s,
+        decode_row_s=decode_row_s * workers,  # each of them has its part of the rows
         prefill_s=prefill_s,
         prefill_token_s=prefill_token_s,
         train_token_s=token_s,
@@ -122,11 +127,11 @@ def calibrate(run_dir: Path) -> Calibration:
         publish_s=_length(of("publish")) / num_steps,
         reward_workers=config.reward.workers,
         host_s=max(0.0, host_s / len(rows)),
-        colocated=True,
+        colocated=not apart,
     )
     return Calibration(
         workload=workload_of(config, _answers_as_workload(groups, config)),
-        cluster=cluster,
+        machine=machine,
         max_lag=config.loop.max_lag,
         num_steps=len(rows),
         step_s=float(rows.column("wall_s").mean()),
@@ -166,7 +171,7 @@ def _answers_as_workload(groups: list[Columns], config: Config) -> Workload:
         groups_per_step=config.loop.groups_per_step,
         samples=config.rollout.samples,
         tokens=Recorded(groups=tuple(group["num_tokens"] for group in groups)),
-        reward_s=Recorded(groups=rewards) if rewards else Drawn(mean=0.0),
+        reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
         prompt_tokens=float(np.mean([group["num_prompt_tokens"][0] for group in groups])),
         no_signal_share=len(barren) / (len(scored) + 1),  # never all: the simulation would have nothing to train on
     )

@@ -67,11 +67,11 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class PoolUse:
     """Workers that do one kind of work, and how much of the time they had none.
 
     Example:
-        Pool(name="reward", worker="local", num_workers=4, idle_share=0.91)
+        PoolUse(name="reward", worker="local", num_workers=4, idle_share=0.91)
     """
 
     name: str
@@ -86,14 +86,14 @@ class Occupancy:
 
     Example:
         Occupancy(num_steps=58, wall_s=81.2, busy_s=79.0, stage_s=StageTimes(rollout=52.0, reward=14.5, train=26.0),
-            pools=(Pool(...), Pool(...)), stall_s=0.3)
+            pools=(PoolUse(...), PoolUse(...)), stall_s=0.3)
     """
 
     num_steps: int
     wall_s: float
     busy_s: float  # at least one stage was busy
     stage_s: StageTimes
-    pools: tuple[Pool, ...]
+    pools: tuple[PoolUse, ...]
     stall_s: float  # training waited for a checkpoint
 
     @property
@@ -233,7 +233,7 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_w
         starts, ends = union((starts_s[of], ends_s[of]))
         return float((ends - starts).sum())
 
-    def pools(name: str, of_pool: BoolArray) -> list[Pool]:
+    def pools(name: str, of_pool: BoolArray) -> list[PoolUse]:
         workers = np.unique(spans["worker"][of_pool])
         num_workers = reward_workers if name == REWARD and len(workers) == 1 else 1
         found = []
@@ -242,7 +242,7 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_w
             work_s = at_most((starts_s[own], ends_s[own]), num_workers)
             idle_share = 1.0 - work_s / (times.wall_s * num_workers) if times.wall_s else 0.0
             idle_share = min(1.0, max(0.0, idle_share))
-            found.append(Pool(name=name, worker=str(worker), num_workers=num_workers, idle_share=idle_share))
+            found.append(PoolUse(name=name, worker=str(worker), num_workers=num_workers, idle_share=idle_share))
         return found
 
     works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
