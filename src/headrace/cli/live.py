@@ -99,7 +99,6 @@ class LiveDisplay:
         self.paper.print(Text(f"{self.paper.glyphs.mark} {text}", style="bold"))
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """`done` of `total` of the current phase."""
         if self._animated:
             self._draw(f"  {done}/{total} {text}", done, total)
         elif (quarter := 4 * done // max(total, 1)) != self._quarter:  # not every call is worth a line in a log
@@ -107,7 +106,6 @@ class LiveDisplay:
             self.paper.line(f"  {done}/{total} {text}")
 
     def row(self, row: Row) -> None:
-        """One more step is done."""
         self._rows.append(row)
         self._score = self._score if row.score is None else row.score
         if self._animated:
@@ -116,7 +114,6 @@ class LiveDisplay:
             self.paper.line(f"{self._steps_text()}  {self._clock_text()}  {self._facts_text()}")
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
         self.paper.print(Text(f"note: {text}"))
 
     def summary(

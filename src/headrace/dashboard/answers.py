@@ -30,7 +30,6 @@ class Answer:
 
 
 def read_answer(run_dir: Path, id: str, start: int = 0) -> Answer:
-    """The trajectory of this id, with its tokens from `start` on."""
     with looking_into(run_dir):  # what is wrong with the file is said in words
         found = read_trajectory(run_dir, id)
     if found.whole is None:

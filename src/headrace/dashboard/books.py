@@ -105,7 +105,6 @@ class Page:
 
 
 def read_accounts(run_dir: Path) -> Books:
-    """What became of everything generated."""
     with looking_into(run_dir) as connection:
         found = connection.execute("SELECT name, tokens, trajectories FROM accounts")
         return Books.of({name: (tokens, trajectories) for name, tokens, trajectories in found})
@@ -189,7 +188,6 @@ def read_rewards(run_dir: Path) -> RewardShape:
 
 
 def read_page(run_dir: Path, wanted: Wanted) -> Page:
-    """One page of trajectories."""
     conditions: dict[str, str | int | None] = {
         "rowid < ?": wanted.older_than,
         "rowid > ?": wanted.newer_than,

@@ -73,7 +73,6 @@ def with_points(options: Options, name: str, points: Points, colour: str) -> Opt
 
 
 def sankey(accounts: Sequence[Account]) -> Options:
-    """Tokens from generated to what became of them."""
     shown = [account for account in accounts if account.amount.tokens > 0]
     total = sum(account.amount.tokens for account in shown)
     label = {"formatter": f"generated {total:,}", "position": [0, -18]}
@@ -152,7 +151,6 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
 
 
 def reward_bars(shape: RewardShape) -> Options:
-    """Two histograms side by side."""
     sides = (("first", shape.num_first, GREY, shape.first), ("newest", shape.num_newest, BLUE, shape.newest))
     series = [
         {
@@ -193,7 +191,6 @@ def _line(name: str, points: Points, colour: str) -> Options:
 
 
 def _plane(series: list[Options], *, y: str, low: float | None) -> Options:
-    """Numbers over steps."""
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
     pointer = {"label": {"precision": 0, "formatter": "step {value}"}}
     x_axis = _below("step") | {"minInterval": 1, "scale": True, "axisPointer": pointer}
@@ -201,7 +198,6 @@ def _plane(series: list[Options], *, y: str, low: float | None) -> Options:
 
 
 def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
-    """Bars over names."""
     return _chart(series, _below(x) | {"type": "category", "data": names}, _left(y) | {"min": 0}, "v => v + ' %'")
 
 

@@ -27,7 +27,6 @@ Builder = Callable[..., Awaitable[None]]
 
 
 def serve(site: Site, *, host: str, port: int, local: bool) -> None:
-    """Answer until interrupted."""
     register(site)
     if local:  # a page of another site must not reach this one under a name of its own
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "::1", "[::1]", host])
@@ -51,7 +50,6 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
 
 
 def register(site: Site) -> None:
-    """Every address of the site."""
     pages: dict[str, Builder] = {
         "/": partial(_home, site),
         "/compare": partial(nicegui_runs.compare, site),

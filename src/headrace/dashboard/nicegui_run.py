@@ -31,7 +31,6 @@ def _pair(live: LiveRun, *shown: curves.Curve) -> list[Panel]:
 
 
 async def overview(site: Site, name: str) -> None:
-    """The run in a few numbers, what holds it back, and three curves."""
     live = site.run(name)
 
     def told() -> list[Number]:
@@ -52,14 +51,12 @@ async def overview(site: Site, name: str) -> None:
 
 
 def _verdict(found: Triage | str) -> None:
-    """What holds the run back, or why that cannot be told yet."""
     parts = (Section(sentences=(found,)),) if isinstance(found, str) else triage_report(found).sections
     for part in parts:
         section(part)
 
 
 async def timeline(site: Site, name: str, steps: int = TIMELINE_STEPS[0]) -> None:
-    """Which stage was busy when."""
     live = site.run(name)
     steps = min(max(steps, 1), TIMELINE_STEPS[-1])
 
@@ -81,7 +78,6 @@ async def timeline(site: Site, name: str, steps: int = TIMELINE_STEPS[0]) -> Non
 
 
 async def tokens(site: Site, name: str) -> None:
-    """What became of every token."""
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
@@ -112,7 +108,6 @@ def _accounts(name: str, books: Books) -> Listing:
 
 
 async def lag(site: Site, name: str) -> None:
-    """How old the trained tokens were, and what that did to the importance ratios."""
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
@@ -134,7 +129,6 @@ async def lag(site: Site, name: str) -> None:
 
 
 async def publish(site: Site, name: str) -> None:
-    """What it takes to hand new weights to the engine."""
     live = site.run(name)
     with frame(name):
         run_views(name, "publish")
@@ -142,7 +136,6 @@ async def publish(site: Site, name: str) -> None:
 
 
 async def rewards(site: Site, name: str) -> None:
-    """How rewards and lengths are spread."""
     live = site.run(name)
 
     def read() -> tuple[Options, str]:

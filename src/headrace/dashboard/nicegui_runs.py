@@ -9,7 +9,7 @@ from nicegui import ui
 from headrace.config_file import changed, explain
 from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
-from headrace.dashboard.nicegui_elements import Listing, chart_panel, table_panel
+from headrace.dashboard.nicegui_elements import Listing, chart_panel, choice, table_panel
 from headrace.dashboard.nicegui_frame import Panel, card, follow, frame, message
 from headrace.dashboard.series import Series
 from headrace.dashboard.site import LiveRun, Site, address
@@ -29,7 +29,6 @@ CURVES: tuple[tuple[str, str, Points], ...] = (
 
 
 async def runs(site: Site) -> None:
-    """The runs of a directory."""
     with frame("Runs", str(site.root)):
         says = (
             "The run that was written to last comes first. Choose one to see what it does; a run that is under way is "
@@ -39,7 +38,6 @@ async def runs(site: Site) -> None:
 
 
 async def compare(site: Site, a: str = "", b: str = "") -> None:
-    """Two runs, curve over curve."""
     names = [facts.path.name for facts in site.facts() if facts.state is not RunState.UNREADABLE]
     with frame("Compare two runs"):
         if len(names) < 2:
@@ -60,7 +58,6 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
 
 
 def runs_listing(found: list[RunFacts]) -> Listing:
-    """A line for each run."""
     problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
     rows = tuple(run_row(facts) for facts in found)
     return Listing(
@@ -73,7 +70,6 @@ def runs_listing(found: list[RunFacts]) -> Listing:
 
 
 def numbers_listing(chosen: list[LiveRun], dollars_per_hour: float | None) -> Listing:
-    """Totals of both runs."""
     both = [live.overview(dollars_per_hour) for live in chosen]
     verdicts = [live.triage() for live in chosen]
     lines = {
@@ -94,7 +90,6 @@ def numbers_listing(chosen: list[LiveRun], dollars_per_hour: float | None) -> Li
 
 
 def settings_listing(chosen: list[LiveRun]) -> Listing:
-    """Settings that differ."""
     both = []
     for live in chosen:
         try:
@@ -109,8 +104,6 @@ def settings_listing(chosen: list[LiveRun]) -> Listing:
 
 
 def _both(chosen: list[LiveRun], title: str, y: str, curve: Points) -> Panel:
-    """One curve of each."""
-
     def read() -> tuple[Options, str]:
         curves = {
             f"{place}: {live.name}": (curve(live.series()), colour)
@@ -122,16 +115,11 @@ def _both(chosen: list[LiveRun], title: str, y: str, curve: Points) -> Panel:
 
 
 def _choose(names: list[str], name: str, both: tuple[str, str], place: int) -> None:
-    """A list to choose the first or second run from."""
-
     def go(chosen: str) -> None:
         picked = [chosen if p == place else other for p, other in enumerate(both)]
         ui.navigate.to(address("compare", a=picked[0], b=picked[1]))
 
-    label = ("first run", "second run")[place]
-    ui.select(
-        names, value=name if name in names else None, label=label, on_change=lambda event: go(event.value)
-    ).classes("field").props("outlined dense options-dense")
+    choice(names, name, ("first run", "second run")[place], go)
 
 
 def _number(value: float | None) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard.answers import TOKENS_SHOWN, Answer, read_answer
 from headrace.dashboard.books import Page, Wanted, read_accounts, read_page
-from headrace.dashboard.nicegui_elements import Grid, Listing, facts
+from headrace.dashboard.nicegui_elements import Grid, Listing, choice, facts, panel
 from headrace.dashboard.nicegui_frame import card, frame, message, run_views, views
 from headrace.dashboard.site import Site, address
-from headrace.errors import HeadraceError
+from headrace.ledger.ledger import Books
 from headrace.runs.report import Table, printable
 from headrace.runs.tables import Token
 
@@ -28,49 +27,47 @@ async def trajectories(
     older: int | None = None,
     newer: int | None = None,
 ) -> None:
-    """A page of the list."""
-    live = site.run(name)
+    path = site.run(name).path
     wanted = Wanted(state=state, reason=reason, step=step, older_than=older, newer_than=newer)
-    with frame(name):
-        run_views(name, "trajectories")
-        try:
-            books = await threads.io_bound(read_accounts, live.path)
-            page = await threads.io_bound(read_page, live.path, wanted)
-        except HeadraceError as error:
-            message(str(error))
-            return
+
+    def draw(found: tuple[Books, Page]) -> None:
+        books, page = found
         with card("Answers, the newest first", "Every answer that was finished or dropped. Choose one to read it."):
             _filters(name, wanted, list(books.dropped))
-        with card():  # not followed: a list that moves is hard to click
+        with card():
             Grid(page_listing(name, wanted, page))
             _neighbours(name, wanted, page)
 
+    with frame(name):
+        run_views(name, "trajectories")
+        shown = panel(lambda: (read_accounts(path), read_page(path, wanted)), draw)
+        await shown.refresh()  # not followed: a list that moves is hard to click
+
 
 async def trajectory(site: Site, name: str, id: str, start: int = 0) -> None:
-    """One answer."""
-    live = site.run(name)
+    path = site.run(name).path
     with frame(f"Answer {id}", f"of run {name}"):
         run_views(name, "trajectories")
-        try:
-            answer = await threads.io_bound(read_answer, live.path, id, start)
-        except HeadraceError as error:
-            message(str(error))
-            return
-        with card("What became of it"):
-            facts(answer.facts.items())
-        if answer.prompt is None:
-            with card("Tokens"):
-                message(answer.why_no_tokens)
-            return
-        with card("Prompt", "What the policy was given."):
-            _text(answer.prompt)
-        with card("Answer", "What it wrote."):
-            _text(answer.text)
-        _tokens(name, id, answer)
+        await panel(lambda: read_answer(path, id, start), lambda answer: _answer(name, id, answer)).refresh()
+
+
+def _answer(name: str, id: str, answer: Answer) -> None:
+    with card("What became of it"):
+        facts(answer.facts.items())
+    if answer.prompt is None:
+        with card("Tokens"):
+            message(answer.why_no_tokens)
+        return
+    for title, says, text in (
+        ("Prompt", "What the policy was given.", answer.prompt),
+        ("Answer", "What it wrote.", answer.text),
+    ):
+        with card(title, says):
+            ui.label(printable(text)).classes("written")
+    _tokens(name, id, answer)
 
 
 def page_listing(name: str, wanted: Wanted, page: Page) -> Listing:
-    """The lines of a page."""
     rows = [
         (
             line.id,
@@ -93,7 +90,6 @@ def page_listing(name: str, wanted: Wanted, page: Page) -> Listing:
 
 
 def _neighbours(name: str, wanted: Wanted, page: Page) -> None:
-    """Links to the pages beside this one."""
     kept = {"state": wanted.state, "reason": wanted.reason, "step": wanted.step}
     with ui.element("div").classes("line"):
         if page.lines and page.has_newer:
@@ -109,31 +105,24 @@ def _filters(name: str, wanted: Wanted, reasons: list[str]) -> None:
             given["reason"] = None
         ui.navigate.to(address("run", name, "trajectories", **given))
 
-    def chosen(value: str) -> str | None:
-        return None if value == ANY else value
-
+    states = (ANY, "trained", "dropped", "buffered")
     with ui.element("div").classes("line"):
-        states = [ANY, "trained", "dropped", "buffered"]
-        ui.select(
-            states,
-            value=wanted.state if wanted.state in states else ANY,
-            label="state",
-            on_change=lambda event: go(state=chosen(event.value)),
-        ).classes("field").props("outlined dense options-dense")
+        choice(states, wanted.state or ANY, "state", lambda chosen: go(state=None if chosen == ANY else chosen))
         if reasons:
-            ui.select(
-                [ANY, *reasons],
-                value=wanted.reason if wanted.reason in reasons else ANY,
-                label="dropped because",
-                on_change=lambda event: go(state="dropped", reason=chosen(event.value)),
-            ).classes("field").props("outlined dense options-dense")
+
+            def because(chosen: str) -> None:
+                go(state="dropped", reason=None if chosen == ANY else chosen)
+
+            choice((ANY, *reasons), wanted.reason or ANY, "dropped because", because)
         number = ui.number("trained in step", value=wanted.step, min=1, precision=0).classes("field")
         number.props("outlined dense clearable")
-        number.on("keydown.enter", lambda: go(step=None if number.value is None else int(number.value)))
+
+        def in_step() -> None:
+            go(step=None if number.value is None else int(number.value))
+
+        number.on("keydown.enter", in_step)
         number.on("clear", lambda: go(step=None))
-        ui.button("Show", on_click=lambda: go(step=None if number.value is None else int(number.value))).props(
-            "outline no-caps"
-        )
+        ui.button("Show", on_click=in_step).props("outline no-caps")
 
 
 def _tokens(name: str, id: str, answer: Answer) -> None:
@@ -143,17 +132,12 @@ def _tokens(name: str, id: str, answer: Answer) -> None:
         "likely the policy found the token that it chose. A small v7 marks where policy version 7 goes on.",
     ):
         if answer.num_tokens > TOKENS_SHOWN:
-            starts = range(0, answer.num_tokens, TOKENS_SHOWN)
-            views(
-                [
-                    (
-                        f"{first}-{min(first + TOKENS_SHOWN, answer.num_tokens) - 1}",
-                        address("run", name, "trajectory", id=id, start=first),
-                        first == answer.start,
-                    )
-                    for first in starts
-                ]
-            )
+            links = []
+            for first in range(0, answer.num_tokens, TOKENS_SHOWN):
+                last = min(first + TOKENS_SHOWN, answer.num_tokens) - 1
+                there = address("run", name, "trajectory", id=id, start=first)
+                links.append((f"{first}-{last}", there, first == answer.start))
+            views(links)
         if answer.as_ids:
             message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
         _in_reading_order(answer.tokens)
@@ -196,8 +180,3 @@ def token_listing(tokens: Sequence[Token]) -> Listing:
     columns = ("place", "token", "id", "log-prob", "probability", "version", "mask")
     table = Table(columns=columns, rows=tuple(rows), numeric=frozenset({0, 2, 3, 4, 5}))
     return Listing(table=table, wide=frozenset({2, 6}))
-
-
-def _text(text: str) -> None:
-    """As it was written, spaces and lines too."""
-    ui.label(printable(text)).classes("written")

@@ -17,19 +17,14 @@ MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """Something to type.
-
-    Example:
-        Field(label="prompts", says="per step", value="64", read=_whole(1, 65_536))
-    """
+    """Something to type; `value` is what it holds at first."""
 
     label: str
     says: str
-    value: str  # at first
+    value: str
     read: Callable[[str], Any]
 
     def problem(self, text: str | None) -> str | None:
-        """What is wrong with a text, if anything."""
         try:
             self.read(text or "")
         except HeadraceError as error:
@@ -75,7 +70,6 @@ FIELDS = {
 
 
 def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:
-    """What was typed, as the planner's question."""
     wrong = [field.label for name, field in FIELDS.items() if field.problem(texts[name])]
     if wrong:
         raise ConfigError(f"Put right what is marked above: {', '.join(wrong)}.")

@@ -56,7 +56,6 @@ class Series:
         ]
 
     def goodput_curve(self) -> list[tuple[int, float | None]]:
-        """Trained tokens per second."""
         both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
         return [
             (step, tokens / wall_s if tokens is not None and wall_s else None) for (step, tokens), (_, wall_s) in both
@@ -68,7 +67,6 @@ class Series:
         return float(tokens / wall_s) if wall_s else None
 
     def now(self, name: str, over: str = "") -> float | None:
-        """Over the last steps."""
         values = self.columns[name][-RECENT_STEPS:]
         found = _combined(values, np.zeros(min(len(values), 1), np.int64), over or _OVER[name])
         return float(found[0]) if len(found) and np.isfinite(found[0]) else None

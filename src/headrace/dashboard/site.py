@@ -74,7 +74,6 @@ class LiveRun:
 
     @property
     def name(self) -> str:
-        """What the run is called on the page."""
         return self.path.name
 
     def facts(self) -> RunFacts:
@@ -85,19 +84,16 @@ class LiveRun:
             return self._facts
 
     def series(self) -> Series:
-        """The curves up to the newest row."""
         with self._lock:
             self._series = read_series(self.path, self._series)
             return self._series
 
     def lag_shares(self) -> LagShares:
-        """Trained tokens by step and lag."""
         with self._lock:
             update_lag_shares(self.path, self._lags)
             return replace(self._lags, tokens=self._lags.tokens.copy())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
-        """The run in a few numbers."""
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
@@ -142,7 +138,6 @@ class Site:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the directory is a run itself."""
         return is_run(self.root)
 
     def run(self, name: str) -> LiveRun:
