@@ -12,7 +12,7 @@ from tiny_runs import Workshop, play, rows_of, same_bits, weights
 from headrace import api
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
-from headrace.types import Row
+from headrace.row import Row
 
 SETTINGS = ("learner.lora_rank=4", "learner.lr=1e-2")
 

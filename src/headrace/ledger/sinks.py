@@ -11,7 +11,7 @@ from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.row_json import row_to_json
 from headrace.roles import Sink
-from headrace.types import Row
+from headrace.row import Row
 
 
 class JsonlSink:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.errors import MissingExtraError
-from headrace.ledger.runs import START
+from headrace.ledger.files import START
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Ends, Place, uses_gpus
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender

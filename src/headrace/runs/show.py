@@ -1,34 +1,60 @@
-"""One run, and one trajectory of it, as far as the books know them."""
+"""One run at length, one trajectory of it, its tokens as text, and what the books' short words mean."""
 
 from __future__ import annotations
 
 import json
 import re
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
 from headrace.config import Config
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
+from headrace.ledger.files import START, WEIGHTS, run_config
 from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Books, Ledger
-from headrace.ledger.runs import START, WEIGHTS, RunFacts, RunState, read_run, reading, run_config
 from headrace.ledger.schema import DROPPED
-from headrace.ledger.token_texts import TokenTexts
-from headrace.types import Row, Span, Trajectory
+from headrace.row import Row
+from headrace.runs.columns import reading
+from headrace.runs.facts import RunFacts, RunState, read_run
+from headrace.types import DropReason, FinishReason, Span, Trajectory
 
 _SIMILAR = 5  # ids to suggest
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
+_TOKENIZER_FILE = "tokenizer.json"
+_BROKEN = "\ufffd"  # stands for bytes that are no whole character
 _COLUMNS = (
     "id, prompt_id, serial, attempt, num_tokens, reward, reward_parts, finish, spans, "
     "submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag, trained_step"
 )
+
+DROP_WORDS = {
+    DropReason.STALE: "the policy had moved more than loop.max_lag versions on before it could be trained on",
+    DropReason.NO_SIGNAL: "all answers of its group got the same reward, so none was better than another",
+    DropReason.OVERLONG: "it was cut before its end, and buffer.drop_overlong leaves such answers out",
+    DropReason.REWARD_TIMEOUT: "the reward function gave no verdict within reward.timeout_s",
+    DropReason.REWARD_ERROR: "the reward function raised an error, or returned something that is no reward",
+    DropReason.REWARD_UNAVAILABLE: "what the reward function needs could not be reached, reward.retries times",
+    DropReason.INCOMPLETE: "fewer than two answers of its group were left, and one alone cannot be compared",
+    DropReason.SKIPPED_STEP: "the gradient of its step was not finite, so the weights stayed as they were",
+    DropReason.RUN_ENDED: "the run was over before it could be trained on",
+    DropReason.REDONE: "a process died, and this had to be generated again; a later attempt counts",
+    DropReason.CRASHED: "it was lost with a process that died, and recovery.in_flight = drop leaves its prompt out",
+}
+FINISH_WORDS = {
+    FinishReason.EOS: "the policy ended it",
+    FinishReason.STOP: "at a stop string",
+    FinishReason.LENGTH: "cut at rollout.max_new_tokens",
+    FinishReason.WALL: "cut at rollout.max_wall_s",
+    FinishReason.ABORT: "ended before its time",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +102,44 @@ class TrajectoryDetails:
     whole: Trajectory | None
 
 
+class TokenTexts:
+    """What token ids say, by a run's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def find(cls, directories: Iterable[Path]) -> TokenTexts | None:
+        """By the first of these directories whose tokenizer loads."""
+        for directory in directories:
+            file = directory / _TOKENIZER_FILE
+            if file.is_file():
+                try:
+                    return cls(Tokenizer.from_file(str(file)))
+                except Exception:  # the library raises nothing narrower for a file it cannot read
+                    continue
+        return None
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """All of them together, end tokens and the like too."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text. Of a token that is part of a character, its name in the vocabulary."""
+        found, before = [], ""
+        for position, token_id in enumerate(token_ids):
+            # many tokenizers take the space off the first token of a text, so each is read behind its neighbour
+            together = self.text(token_ids[max(0, position - 1) : position + 1])
+            if together.startswith(before) and _BROKEN not in together:
+                found.append(together[len(before) :])
+            else:
+                found.append(str(self._tokenizer.id_to_token(token_id) or ""))
+            before = self.text([token_id])
+        return found
+
+
 def read_details(run_dir: Path, *, num_rows: int) -> RunDetails:
-    """A run, with its last so many rows."""
+    """A run, with its last `num_rows` rows."""
     facts = read_run(run_dir)
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
@@ -121,6 +183,23 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
     began_with = run_dir / START if model.path == "demo" else Path(model.path)
     own = [Path(model.tokenizer)] if model.tokenizer else []
     return TokenTexts.find([run_dir / WEIGHTS, *own, began_with])
+
+
+def fate(found: TrajectoryDetails) -> str:
+    """What became of a trajectory, and when."""
+    if found.state == "trained":
+        return f"trained on in step {found.step} with lag {found.lag}"
+    if found.state == "buffered":
+        return "complete and scored; waits in the buffer to be trained on"
+    reason = str(found.drop_reason)
+    return f"dropped as {reason} after step {found.step}, with lag {found.lag}: {why_dropped(reason)}"
+
+
+def why_dropped(reason: str) -> str:
+    """The reason in a sentence."""
+    if reason.startswith("filter:"):
+        return f"your filter {reason.removeprefix('filter:')} said no"
+    return DROP_WORDS[DropReason(reason)] if reason in DROP_WORDS else "a reason that this version does not know"
 
 
 def _examples(run_dir: Path) -> dict[str, str]:
