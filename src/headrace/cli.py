@@ -21,8 +21,14 @@ from headrace.ledger.scale import scale as scale_run
 from headrace.ledger.show import read_details, read_trajectory, token_texts
 from headrace.terminal import Terminal
 from headrace.terminal_runs import RunsTerminal
+from headrace.threads import choose_wait_policy
 
 LAST_ROWS = 8  # of a run that is shown
+
+
+@app.callback()
+def before_any_command() -> None:
+    choose_wait_policy()  # torch is not imported yet
 
 
 @app.command()

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +29,12 @@ from torch.distributed.tensor import DTensor
 
 from headrace.errors import RunError
 from headrace.ledger.runs import CHECKPOINTS
+from headrace.quiet import quiet
 
 MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1
-
-logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it has a line for every tensor
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+# torch's logger of checkpoints has a line for every tensor; and a single process is what is meant
+QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,8 @@ class Checkpoint:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors, in place. Parts of sharded ones are filled with what belongs there."""
         try:
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.path / TENSORS)), no_dist=True)
+            with quiet(*QUIET):
+                load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.path / TENSORS)), no_dist=True)
         except Exception as error:  # of many types, by what does not fit
             raise RunError(f"the checkpoint {self.path} does not fit this model and optimizer: {error}") from error
 
@@ -77,7 +76,8 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
     if num_broken:
         raise ValueError(f"{broken[0] if broken else 'a part on another rank'} holds what is not a finite number")
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    with quiet(*QUIET):
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 class Checkpoints:

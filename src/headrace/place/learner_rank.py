@@ -22,6 +22,7 @@ from headrace.learner.sharding import Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.loop.canary import next_logprob
 from headrace.loop.checkpoint import Checkpoint, snapshot, write_tensors
+from headrace.network import own_address
 from headrace.place.build import PolicyFacts, load, make_learner
 from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
@@ -91,7 +92,7 @@ class LearnerRank:
         """Where the ranks can meet, on this machine."""
         with socket.socket() as free:
             free.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()), int(free.getsockname()[1])
+            return own_address(), int(free.getsockname()[1])
 
     async def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         """Supervised steps on worked examples, by one rank before it meets the others: they take its weights."""
