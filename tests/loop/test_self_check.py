@@ -49,12 +49,28 @@ def warm_learner(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 
 def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    warm_learner(monkeypatch, 2.0)
+    warm_learner(monkeypatch, 1.05)
     notes = Notes()
     summary = api.train(workshop.config("wrong", "loop.steps=1", reward="dense"), notes)
     (note,) = notes.notes
     assert f"{summary['mismatch_before']:.2g} away from the engine's on average" in note
     assert "Rounding in float32 explains at most 0.001" in note
+
+
+def test_a_learner_far_from_the_engine_does_not_train(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    warm_learner(monkeypatch, 8.0)
+    message = r"the run does not start: .* are (0\.\d+|\d) nats away .* Try model\.dtype=float32"
+    with pytest.raises(ModelError, match=message):
+        api.train(workshop.config("far", "loop.steps=1", reward="dense"))
+    assert not (workshop.directory / "far" / "model").exists()
+
+
+def test_no_run_starts_beyond_the_limit_and_none_is_refused_below():
+    self_check.refuse_far(MismatchSums(count=10, abs_delta=10 * self_check.FAR))
+    for distance in (10 * self_check.FAR + 0.1, math.inf, math.nan):
+        with pytest.raises(ModelError, match="10 sampled tokens"):
+            self_check.refuse_far(MismatchSums(count=10, abs_delta=distance))
+    assert max(self_check.LARGE.values()) < self_check.FAR
 
 
 def test_an_exact_run_is_exact(workshop: Workshop):

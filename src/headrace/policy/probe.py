@@ -2,8 +2,8 @@
 
 Random tokens, the *probe*, go through `transformers`' own code with its eager attention, and through ours:
 
-- two short sequences packed in one row, the second at positions beyond those that scaled rotary embeddings were
-  trained with at first;
+- two short sequences packed in one row, the second across the last position that scaled rotary embeddings were first
+  trained with;
 - one sequence longer than the model's sliding windows, where it has any and the pass is affordable;
 - if the model runs through `transformers`' modules, one token decoded after keys and values that were kept, as the
   engine does.
@@ -152,9 +152,9 @@ def _is_affordable(policy: Policy, length: int) -> bool:
 
 
 def _short_positions(policy: Policy) -> Tensor:
-    """[2, SHORT]: from 0, and from beyond the positions that scaled rotary embeddings were first trained with."""
+    """[2, SHORT]: from 0, and across the last position that scaled rotary embeddings were first trained with."""
     known = [rope.get("original_max_position_embeddings") or 0 for rope in _ropes(policy)]
-    start = max([0, *(int(n) for n in known if n + SHORT <= policy.max_context)])
+    start = max([0, *(int(n) - SHORT // 2 for n in known if SHORT <= n <= policy.max_context - SHORT)])
     return (torch.arange(SHORT) + torch.tensor([[0], [start]])).to(policy.device)
 
 
