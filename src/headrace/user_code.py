@@ -1,15 +1,18 @@
-"""Code that is loaded at run time: functions that users wrote, and files that need an optional library."""
+"""Code that is not ours or not always there: functions and templates of users, and files with an optional library."""
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import importlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,6 +60,37 @@ def load_optional(module: str, library: str, extra: str) -> Any:
         if (error.name or "").split(".")[0] != library:
             raise
         raise MissingExtraError(library, extra) from error
+
+
+class TooLongError(HeadraceError):
+    """Code of a user did not come to an end."""
+
+    def __init__(self, *text: str) -> None:
+        super().__init__(*(text or ("it runs longer than it may",)))
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooLongError inside when the time is up, at the next Python instruction. Works in any thread."""
+    thread_id, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def interrupt() -> None:
+        with lock:
+            if not is_over:  # the C function makes the exception from its class
+                raised = ctypes.py_object(TooLongError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except TooLongError as error:
+        raise TooLongError(f"it did not come to an end in {seconds:g} s") from error
+    finally:
+        timer.cancel()
+        with lock:
+            is_over = True
 
 
 def names_file(place: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,8 +281,11 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelError(f"model.device = '{name}' is not a device; use auto, cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"model.device = '{name}', but torch sees no GPU here")
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"model.device = '{name}' is not supported; use auto, cpu, cuda or cuda:0")
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ModelError(f"model.device = '{name}', but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
 
 
@@ -292,18 +296,18 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
     path = Path(section.path)
-    if not path.exists():
+    if not os.path.exists(path):  # false too for a name that is too long, or has a zero byte
         raise ModelError(f"model.path = '{section.path}': no such directory or file")
     if section.exact and device.type == "cuda":
         use_steady_products()
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)
-        tokenizer = load_tokenizer(section)
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
+    tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if lora is not None:
         _peft().add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
@@ -323,7 +327,7 @@ def _check_architecture(path: Path) -> None:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # a GGUF file, or damaged: loading it says how
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
         return
@@ -348,7 +352,13 @@ def load_tokenizer(section: ModelSection) -> Any:
     """The model's own, or the one that the settings name."""
     path = Path(section.tokenizer or section.path)
     load = _gguf().gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
-    tokenizer = load(path, **NOTHING_FOREIGN)
+    try:
+        tokenizer = load(path, **NOTHING_FOREIGN)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        key = "model.tokenizer" if section.tokenizer else "model.path"
+        raise ModelError(f"the tokenizer of {key} = '{path}' cannot be loaded: {error}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # `transformers` makes an empty one up where there is none
         raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")
