@@ -36,8 +36,9 @@ from headrace.publish.disk import DiskSender
 from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.encoding import Encoder, cast
 from headrace.publish.measure import copy_s, publish_once, save_and_load_s
-from headrace.publish.publisher import Publisher, PublishTimes
-from headrace.publish.transport import SendingEnd
+from headrace.publish.publisher import Publisher
+from headrace.roles import SendingEnd
+from headrace.types import PublishTimes
 
 DTYPE = torch.bfloat16
 ADAPTER_RANK = 16

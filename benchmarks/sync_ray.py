@@ -14,8 +14,7 @@ from sync_receivers import Receiver, Shapes
 
 from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
-from headrace.publish.publisher import PublishTimes
-from headrace.publish.transport import Ticket
+from headrace.types import PublishTimes, Ticket
 
 
 class RayTaker:

@@ -19,13 +19,12 @@ from tokenizers import Tokenizer, decoders, models
 from headrace import api
 from headrace.config_file import dump
 from headrace.ledger.database import claimed
-from headrace.ledger.journal import Attempt
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.runs import RunState, read_run, read_runs
 from headrace.ledger.show import read_trajectory
 from headrace.ledger.token_texts import TokenTexts
 from headrace.ledger.words import DROP_WORDS
-from headrace.types import Drop, DropReason, Span
+from headrace.types import Attempt, Drop, DropReason, Span
 
 
 class Clumsy(api.Nobody):

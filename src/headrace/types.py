@@ -1,13 +1,12 @@
-"""The records that cross a stage border.
+"""The records that cross a stage border. Frozen, numpy only, no torch. Each shows an instance.
 
-Frozen, numpy only, no torch: they pickle cheaply and can be read on any machine. Each shows an instance.
 Shapes in comments: T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -38,7 +37,7 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why tokens were paid for but not trained on. A user's own filter is booked as `filter:<its name>`."""
+    """Why tokens were paid for but not trained on; a user's own filter is booked as `filter:<its name>`."""
 
     STALE = "stale"
     NO_SIGNAL = "no_signal"
@@ -88,7 +87,7 @@ class Replay:
     position (top-k, top-p, min-p leave a subset of the vocabulary).
 
     `routes` are the experts of each token, prompt tokens too, in each mixture layer, in the smallest unsigned type. The
-    last token was sampled but never computed with, so it has no experts: its row is zeros, and nothing depends on it.
+    last token was never computed with: its row is zeros, and nothing depends on it.
 
     Example:
         Replay(support_ids=np.array([4, 9, 2], np.int32), support_offsets=np.array([0, 2, 3], np.int64))
@@ -239,6 +238,19 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an episode: a trajectory with its reward, or with why it has none (`failure`, `detail`).
+
+    Example:
+        Outcome(trajectory=Trajectory(...)), Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
+    """
+
+    trajectory: Trajectory
+    failure: DropReason | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Seconds each stage was busy (the union of its spans) in some interval: the five τ of the goodput equation.
 
@@ -302,3 +314,234 @@ class Row:
     stage_s: StageTimes
     publish_bytes: int
     score: float | None = None  # held-out score, on the steps that evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one request is sampled. A temperature of 0 takes the likeliest token.
+
+    Example:
+        Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled at all."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Answers to sample for one prompt: all of a group, or those that are left of it.
+
+    Example:
+        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(max_new_tokens=64),) * 2, indices=(0, 3))
+    """
+
+    serial: int
+    prompt: Prompt
+    samplings: tuple[Sampling, ...]
+    indices: tuple[int, ...]  # of the answers in their group
+    counted: bool = True  # evaluation is not: it stays out of the books
+    attempt: int = 1
+    so_far: Mapping[int, Trajectory] | None = None  # by index, what an earlier attempt had; it is continued
+
+    def request_id(self, i: int) -> str:
+        """Of the i-th answer. The serial tells epochs apart in which a prompt comes again, the attempt its tries."""
+        attempt = f".{self.attempt}" if self.attempt > 1 else ""
+        return f"{'' if self.counted else 'eval:'}{self.serial}{attempt}:{self.prompt.id}/{self.indices[i]}"
+
+    def nothing_sampled(self, i: int, now_s: float) -> Trajectory:
+        """The i-th answer before its first token: the prompt alone."""
+        prompt_ids = self.prompt.token_ids
+        return Trajectory(
+            id=self.request_id(i),
+            prompt_id=self.prompt.id,
+            index=self.indices[i],
+            token_ids=prompt_ids,
+            sampled=np.zeros(len(prompt_ids), np.bool_),
+            logprobs=np.zeros(len(prompt_ids), np.float32),
+            spans=(),
+            finish=FinishReason.ABORT,
+            text="",
+            timing=Timing(submitted_s=now_s, started_s=now_s, finished_s=now_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounts:
+    """What engines did since they exist.
+
+    Example:
+        EngineCounts(computed_tokens=51200, preemptions=2, parks=0, drafted_tokens=800, accepted_tokens=610)
+    """
+
+    computed_tokens: int = 0  # of prompts and answers: as long as it grows, something moves
+    preemptions: int = 0  # times a sequence had to make room
+    parks: int = 0  # times one was laid aside at max_wall_s
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def __add__(self, other: EngineCounts) -> EngineCounts:
+        return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpan:
+    """A stage was busy from `start_s` to `end_s`.
+
+    Example:
+        StageSpan(stage="train", start_s=12.0, end_s=12.8, worker="local", version=3, detail="16 groups")
+    """
+
+    stage: str
+    start_s: float
+    end_s: float
+    worker: str = "local"
+    version: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What happened on a worker since it was last asked.
+
+    Example:
+        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=EngineCounts(...))
+    """
+
+    sampled_tokens: int  # counted ones, ever: those of `finished` are among them
+    begun: tuple[tuple[int, int], ...]  # serial of a group, and the version that sampled its first token
+    finished: tuple[Trajectory, ...]
+    spans: tuple[StageSpan, ...]
+    counts: EngineCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try at generating a group. A restart makes another of what was under way, and only the newest counts.
+
+    Example:
+        Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
+    """
+
+    serial: int
+    number: int
+    prompt_id: str
+    wave: int  # groups of one wave were started together, and nothing else ran beside them
+    version: int  # of the policy when it was admitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A trajectory with what the loss needs besides. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
+
+    trajectory: Trajectory
+    advantage: float
+    reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
+
+    def __len__(self) -> int:
+        return len(self.trajectory.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What is to be known of a policy without holding it.
+
+    Example:
+        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", max_context=1024)
+    """
+
+    name: str
+    num_weights: int
+    device: str
+    dtype: str
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far the learner's log-probs are from the behaviour's, over `count` tokens. Defaults read as not at all.
+
+    Δ is learner - behaviour, r = exp Δ.
+
+    Example:
+        Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, ratio_p99=1.2, outside_share=0.5)
+    """
+
+    count: int = 0
+    mean_abs: float = 0.0  # mean |Δ|
+    k3: float = 0.0  # estimated KL(behaviour || learner) per token
+    ratio_mean: float = 1.0  # 1 in expectation where the two policies share their support
+    ratio_p01: float = 1.0  # one token in a hundred has a smaller r
+    ratio_p99: float = 1.0  # one in a hundred a larger one
+    outside_share: float = 0.0  # of tokens that are not near-on-policy
+    effective_samples: float = 1.0  # (Σr)² / (n Σr²)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one optimizer step did.
+
+    Example:
+        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, entropy=0.4, kl_reference=0.0,
+            clipped_share=0.02, mismatch=Mismatch(...))
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    entropy: float
+    kl_reference: float
+    clipped_share: float
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a receiver needs to fetch a version.
+
+    Example:
+        Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
+    """
+
+    manifest: Any  # a `publish.payload.Manifest`: what the payload holds
+    where: Any  # the transport's own: a directory, a meeting, references
+
+    @property
+    def version(self) -> int:
+        """That it is for."""
+        return int(self.manifest.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTimes:
+    """Seconds and bytes of one publication, by operation.
+
+    Example:
+        PublishTimes(gather_s=0.2, cast_s=0.1, encode_s=0.5, transfer_s=0.3, apply_s=0.1, transfer_bytes=31_000_000)
+    """
+
+    gather_s: float = 0.0  # whole tensors from the learner's shards
+    cast_s: float = 0.0
+    encode_s: float = 0.0
+    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
+    apply_s: float = 0.0  # during which the engine stands still
+    gather_bytes: int = 0
+    cast_bytes: int = 0
+    encode_bytes: int = 0
+    transfer_bytes: int = 0
+    apply_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """One after the other."""
+        return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s

@@ -20,9 +20,9 @@ from headrace.dashboard.books import (
     update_lag_shares,
 )
 from headrace.ledger.audit import books
-from headrace.ledger.clock import StageSpan
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.show import read_trajectory
+from headrace.types import StageSpan
 
 
 def test_flows_add_up_to_what_was_generated(real_run: Path):

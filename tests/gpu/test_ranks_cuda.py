@@ -17,8 +17,7 @@ from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import Group
+from headrace.types import Group, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}

@@ -10,9 +10,9 @@ from hand_made import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.learner.batch import Item, Packer, balanced, pack
+from headrace.learner.batch import Packer, balanced, pack
 from headrace.policy.policy import Policy
-from headrace.types import Replay
+from headrace.types import Item, Replay
 
 CPU = torch.device("cpu")
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)

@@ -17,10 +17,10 @@ from headrace.config import LearnerSection
 from headrace.learner.advantages import advantages
 from headrace.learner.corrections import correction_weight
 from headrace.learner.kl import kl
-from headrace.learner.learner import Learner, StepStats
+from headrace.learner.learner import Learner
 from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Replay, Trajectory
+from headrace.types import FloatArray, Group, Replay, StepStats, Trajectory
 
 TEMPERATURE, MAX_NEW_TOKENS, TOTAL_STEPS = 0.8, 12, 10
 TOLERANCE = 1e-10

@@ -13,13 +13,12 @@ from mixtures import MIXTURES, routers_of
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.batch import Item, pack
+from headrace.learner.batch import pack
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import Group
+from headrace.types import Group, Item, Sampling
 
 Maker = Callable[..., Policy]
 each_mixture = pytest.mark.parametrize("architecture", MIXTURES)

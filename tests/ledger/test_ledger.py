@@ -15,9 +15,9 @@ import pytest
 
 from headrace.errors import RunError
 from headrace.ledger.audit import audit
-from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.types import Drop, DropReason, StageTimes
+from headrace.types import Drop, DropReason, StageSpan, StageTimes
 
 
 @pytest.fixture

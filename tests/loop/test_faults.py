@@ -22,11 +22,12 @@ from tiny_runs import Workshop, rows_of, same_bits, select, weights, write_promp
 from headrace import api
 from headrace.errors import HeadraceError, ModelError, RunError, StalledError
 from headrace.learner.learner import Learner
+from headrace.learner.tensor_files import write_tensors
 from headrace.ledger import database
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop import checkpoint
-from headrace.loop.checkpoint import Checkpoints, write_tensors
+from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import SKIPPED_STEPS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine

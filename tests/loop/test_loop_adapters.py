@@ -11,16 +11,16 @@ from tiny_runs import Workshop, play, rows_of, same_bits, weights
 
 from headrace import api
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.types import Row
 
 SETTINGS = ("learner.lora_rank=4", "learner.lr=1e-2")
 
 
 async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Workshop):
-    places: list[LocalPlace] = []
+    places: list[Place] = []
 
-    def watch(place: LocalPlace, loop: Loop) -> None:
+    def watch(place: Place, loop: Loop) -> None:
         places.append(place)
 
     await play(workshop.config("adapters", *SETTINGS, "learner.kl_coef=0.01", reward="dense"), watch)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from tight_store import TightStore
-from tiny_runs import Workshop, play, rows_of, select, write_prompts
+from tiny_runs import Workshop, play, rank_of, rows_of, select, worker_of, write_prompts
 
 from headrace import api
 from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.policy.policy import Policy
 from headrace.rollout.pages import PAGE
 
@@ -155,15 +155,15 @@ async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, mon
     """Eight answers of four pages each, and twelve pages: the run goes on, and the books balance."""
     monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
 
-    def tighten(place: LocalPlace, loop: Loop) -> None:
-        place.engine._held = TightStore(place.policy, 12 * PAGE)
+    def tighten(place: Place, loop: Loop) -> None:
+        worker_of(place).engine._held = TightStore(rank_of(place).policy, 12 * PAGE)
 
     longer = ("rollout.max_new_tokens=200", "rollout.stop=[]")
     config = workshop.config("tight", "loop.steps=1", "loop.groups_per_step=2", *longer, reward="dense")
     loop = await play(config, tighten)
     run = workshop.directory / "tight"
-    assert [row.preemptions for row in rows_of(run)] == [loop.stages.actor.engine.preemptions]
-    assert loop.stages.actor.engine.preemptions > 0
+    assert [row.preemptions for row in rows_of(run)] == [loop.stages.pool.counts.preemptions]
+    assert loop.stages.pool.counts.preemptions > 0
     assert audit(run, finished=True) == []
     assert books(run).trained.trajectories == 8
 

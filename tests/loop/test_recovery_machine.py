@@ -58,7 +58,7 @@ class Recovery(RuleBasedStateMachine):
         assert not self.process.notes
         if self.process.gone:
             process, self.process = self.process, None
-            self.finished = process.bury() and process.loop.over and not process.loop.interrupted
+            self.finished = process.bury() and process.loop.over and not process.loop.ending.asked
 
     # ---- what happens while a process lives
 
@@ -92,7 +92,7 @@ class Recovery(RuleBasedStateMachine):
         self.process.pass_time(rounds, at)
         self.check_whether_gone()
 
-    @precondition(lambda self: self.alive and not self.process.loop.interrupted)
+    @precondition(lambda self: self.alive and not self.process.loop.ending.asked)
     @rule()
     def it_is_interrupted(self) -> None:
         self.process.do(self.process.loop.interrupt)

@@ -12,10 +12,10 @@ from tiny_runs import Workshop, rows_of, same_bits, timeless, weights
 
 from headrace import api
 from headrace.errors import ModelError
-from headrace.learner.corrections import MismatchSums
 from headrace.ledger.audit import audit
 from headrace.loop import self_check
 from headrace.policy.policy import Policy
+from headrace.types import Mismatch
 
 
 class Notes(api.Nobody):
@@ -66,10 +66,10 @@ def test_a_learner_far_from_the_engine_does_not_train(workshop: Workshop, monkey
 
 
 def test_no_run_starts_beyond_the_limit_and_none_is_refused_below():
-    self_check.refuse_far(MismatchSums(count=10, abs_delta=10 * self_check.FAR))
-    for distance in (10 * self_check.FAR + 0.1, math.inf, math.nan):
+    self_check.refuse_far(Mismatch(count=10, mean_abs=self_check.FAR))
+    for distance in (1.01 * self_check.FAR, math.inf, math.nan):
         with pytest.raises(ModelError, match="10 sampled tokens"):
-            self_check.refuse_far(MismatchSums(count=10, abs_delta=distance))
+            self_check.refuse_far(Mismatch(count=10, mean_abs=distance))
     assert max(self_check.LARGE.values()) < self_check.FAR
 
 
@@ -88,10 +88,10 @@ def test_an_exact_run_that_is_not_does_not_start(workshop: Workshop, monkeypatch
 
 
 def test_the_least_difference_is_refused_in_exact_mode():
-    self_check.refuse_inexact(MismatchSums(count=10))
+    self_check.refuse_inexact(Mismatch(count=10))
     for distance in (1e-12, math.nan):
         with pytest.raises(ModelError, match="10 sampled tokens"):
-            self_check.refuse_inexact(MismatchSums(count=10, abs_delta=distance))
+            self_check.refuse_inexact(Mismatch(count=10, mean_abs=distance))
 
 
 def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
@@ -101,8 +101,8 @@ def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: p
 
     checked = train("checked")
 
-    async def nothing(*_: object) -> MismatchSums:
-        return MismatchSums()
+    async def nothing(*_: object) -> Mismatch:
+        return Mismatch()
 
     monkeypatch.setattr(api, "self_check", nothing)
     unchecked = train("unchecked")
@@ -113,8 +113,8 @@ def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: p
 
 @pytest.mark.parametrize(("dtype", "limit"), self_check.LARGE.items())
 def test_the_warning_begins_where_rounding_ends(dtype: torch.dtype, limit: float):
-    assert self_check.warning(MismatchSums(count=10, abs_delta=9.9 * limit), dtype) == ""
-    text = self_check.warning(MismatchSums(count=10, abs_delta=20 * limit), dtype)
+    assert self_check.warning(Mismatch(count=10, mean_abs=0.99 * limit), dtype) == ""
+    text = self_check.warning(Mismatch(count=10, mean_abs=2 * limit), dtype)
     assert "10 sampled tokens" in text
     assert ("model.dtype=float32" in text) == (dtype in (torch.bfloat16, torch.float16))
-    assert self_check.warning(MismatchSums(count=1, abs_delta=math.nan), dtype), "what is no number is not small"
+    assert self_check.warning(Mismatch(count=1, mean_abs=math.nan), dtype), "what is no number is not small"

@@ -19,8 +19,7 @@ from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import Group
+from headrace.types import Group, Sampling
 
 LORA = Lora(rank=4, alpha=8.0, seed=1)
 Maker = Callable[..., Policy]

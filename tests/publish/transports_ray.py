@@ -17,7 +17,7 @@ from transports import PATIENCE_S
 
 from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 
 @contextmanager

@@ -15,23 +15,7 @@ from torch import Tensor
 from headrace.policy.attention import PackedPlan
 from headrace.policy.logprobs import Support
 from headrace.policy.routes import Routers
-from headrace.types import FloatArray, RouteArray, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """A trajectory with what the loss needs besides.
-
-    Example:
-        Item(trajectory=Trajectory(...), advantage=0.8, reference=None)
-    """
-
-    trajectory: Trajectory
-    advantage: float
-    reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
-
-    def __len__(self) -> int:
-        return len(self.trajectory.token_ids)
+from headrace.types import Item, RouteArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

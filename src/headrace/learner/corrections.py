@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.learner.losses import log_ratio
+from headrace.types import Mismatch
 
 CorrectionKind = Literal["none", "truncated", "masked"]
 
@@ -144,6 +145,20 @@ class MismatchSums:
     def k3(self) -> float:
         """Estimated KL(behaviour || learner) per token."""
         return self.k3_sum / self.count if self.count else 0.0
+
+    @property
+    def mismatch(self) -> Mismatch:
+        """What the sums come to."""
+        return Mismatch(
+            count=self.count,
+            mean_abs=self.mean_abs,
+            k3=self.k3,
+            ratio_mean=self.ratio_mean,
+            ratio_p01=self.ratio_quantile(0.01),
+            ratio_p99=self.ratio_quantile(0.99),
+            outside_share=self.outside_share,
+            effective_samples=self.effective_samples,
+        )
 
     def ratio_quantile(self, share: float) -> float:
         """The r that this share of the tokens does not exceed, from the histogram; 1 where there are no tokens."""

@@ -9,9 +9,9 @@ import torch
 
 from headrace.config import LearnerSection
 from headrace.learner.advantages import advantages, needs_whole_step
-from headrace.learner.batch import Item, Packer, balanced
+from headrace.learner.batch import Packer, balanced
 from headrace.learner.kl import kl
-from headrace.types import FloatArray, Group, Trajectory
+from headrace.types import FloatArray, Group, Item, Trajectory
 
 
 class Intake:

@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
 from headrace.learner.aggregation import normaliser, weights
-from headrace.learner.batch import Batch, Item, balanced, pack
+from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.corrections import NUM_SUMS, MismatchSums, corrected, correction_weight
 from headrace.learner.intake import Intake
 from headrace.learner.kl import kl
@@ -31,26 +31,7 @@ from headrace.learner.schedule import learning_rate
 from headrace.learner.sharding import Sharding
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one optimizer step did.
-
-    Example:
-        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, entropy=0.4, kl_reference=0.0, clipped_share=0.02,
-            mismatch=MismatchSums(...))
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    entropy: float
-    kl_reference: float
-    clipped_share: float
-    mismatch: MismatchSums
+from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
 
 
 @dataclass(slots=True)
@@ -168,17 +149,23 @@ class Learner:
         return [found[t.id] for t in group.trajectories]
 
     @torch.no_grad()
-    def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
-        """How far the log-probs computed here are from those sampled with; trains nothing. Ranks know their own."""
-        total = MismatchSums()
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
+        """How far the log-probs computed here are from those sampled with; trains nothing.
+
+        With a sharding, `trajectories` are this rank's part, and the answer is that of all ranks.
+        """
+        sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in self._passes(everything):
             if not items:
                 _take_part(self.policy)
                 continue
             batch = pack(items, self.policy.device, self.policy.routers)
-            total += MismatchSums.of(self._logprobs(batch)[0], batch.behaviour)
-        return total
+            found = MismatchSums.on_device(self._logprobs(batch)[0], batch.behaviour)
+            sums += np.array([len(batch.at), *found.tolist()])
+        if self.sharding is not None:
+            sums = self.sharding.add_up(sums)
+        return MismatchSums.read(int(sums[0]), sums[1:].tolist()).mismatch
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
@@ -291,7 +278,7 @@ class Learner:
             entropy=-logprobs / count,
             kl_reference=divergence / count,
             clipped_share=clipped / count,
-            mismatch=MismatchSums.read(count, mismatch),
+            mismatch=MismatchSums.read(count, mismatch).mismatch,
         )
 
 

@@ -71,6 +71,8 @@ class Sharding:
 
 def split(items: Sequence[T], num_ranks: int, size: Callable[[T], int]) -> list[list[T]]:
     """One part for each rank, of nearly equal size: largest first, onto the lightest. Some may be empty."""
+    if num_ranks == 1:
+        return [list(items)]
     parts: list[list[T]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for item in sorted(items, key=size, reverse=True):

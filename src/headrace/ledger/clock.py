@@ -7,27 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from headrace.types import STAGES, StageTimes
+from headrace.types import STAGES, StageSpan, StageTimes
 
 STALL = "training waits"  # detail of a `checkpoint` span: the part of its time that is not beside the training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpan:
-    """A stage was busy from `start_s` to `end_s`.
-
-    Example:
-        StageSpan(stage="train", start_s=12.0, end_s=12.8, worker="local", version=3, detail="16 groups")
-    """
-
-    stage: str
-    start_s: float
-    end_s: float
-    worker: str = "local"
-    version: int | None = None
-    detail: str = ""
 
 
 class StageClock:

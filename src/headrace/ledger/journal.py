@@ -25,21 +25,6 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One try at generating a group. A restart makes another of what was under way, and only the newest counts.
-
-    Example:
-        Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
-    """
-
-    serial: int
-    number: int
-    prompt_id: str
-    wave: int  # groups of one wave were started together, and nothing else ran beside them
-    version: int  # of the policy when it was admitted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
     """What a restart found and did.
 

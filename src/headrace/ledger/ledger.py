@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.errors import RunError
-from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.clock import StageClock
 from headrace.ledger.columns import INSERT, dropped_record, record
 from headrace.ledger.database import (
     FILE_NAME,
@@ -27,7 +27,6 @@ from headrace.ledger.database import (
     transaction,
 )
 from headrace.ledger.journal import (
-    Attempt,
     Restart,
     encode,
     prune,
@@ -39,7 +38,7 @@ from headrace.ledger.journal import (
 )
 from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.types import Drop, DropReason, FinishReason, Group, Row, Score, Trajectory
+from headrace.types import Attempt, Drop, DropReason, FinishReason, Group, Row, Score, StageSpan, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from headrace.errors import RunError
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount
 from headrace.ledger.runs import REFERENCE
 from headrace.loop.checkpoint import Checkpoints
-from headrace.loop.loop import Again, Loop
+from headrace.loop.groups import Again
+from headrace.loop.loop import Loop
 from headrace.types import DropReason, Group
 
 
@@ -29,10 +31,10 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
         raise RunError(f"{ledger.run_dir} has no checkpoint that can be read: the run cannot be resumed")
     next_serial = max((attempt.serial for attempt in ledger.attempts()), default=-1) + 1
     stages.prompts.restore({**checkpoint.facts["prompts"], "serial": next_serial})
-    await stages.device.run(stages.learner.load, checkpoint)
+    await stages.device.run(stages.ranks.load, checkpoint.tensors, checkpoint.version)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
-    loop.version = checkpoint.version
-    if stages.learner.uses_reference:
+    stages.books.version = checkpoint.version
+    if stages.ranks.uses_reference:
         await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)
     rule = _rule(loop)
@@ -58,7 +60,7 @@ async def _load_reference(loop: Loop, on_note: Callable[[str], None]) -> None:
     kept = Checkpoints(stages.ledger.run_dir, 1, REFERENCE).newest(on_note)
     if kept is None:
         raise RunError(f"{stages.ledger.run_dir / REFERENCE} cannot be read: without it learner.kl_coef has no meaning")
-    await stages.device.run(stages.learner.load_reference, kept)
+    await stages.device.run(partial(stages.ranks.load, kept.tensors, 0, reference=True))
 
 
 async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[Group]]:
@@ -67,7 +69,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     rows = {row.step: row for row in ledger.rows()}
     loop.rows.restore(ledger.scored_since_row())
     for row in rows.values():
-        loop.solved = loop.reached(row.reward_mean)
+        loop.ending.rewarded(row.reward_mean)
     redone = []
     for step, named in ledger.steps_after(loop.version):
         groups = [_group(loop, serial, attempt) for serial, attempt in named]
@@ -84,8 +86,8 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
 
 
 def _redoes_waves(loop: Loop) -> bool:
-    """Company changes bits: strictly on-policy, a wave is generated again as a whole, or not at all."""
-    return loop.config.loop.max_lag == 0 and not loop.stages.actor.exact
+    """A batch changes bits: strictly on-policy, a wave is generated again as a whole, or not at all."""
+    return loop.config.loop.max_lag == 0 and not loop.stages.pool.exact
 
 
 def _rule(loop: Loop) -> str:

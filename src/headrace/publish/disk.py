@@ -23,7 +23,7 @@ import torch
 from headrace.errors import PublishError
 from headrace.publish.encoding import Encoding
 from headrace.publish.payload import Manifest, Payload, new_bucket, verify
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
 CONTENT = {Encoding.FULL: "model.safetensors", Encoding.ADAPTER: "adapter.safetensors", Encoding.DELTA: "changes.bin"}

@@ -20,8 +20,8 @@ from torch import Tensor
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder, Encoding, cast
-from headrace.publish.publisher import Publisher, PublishTimes, Subscriber
-from headrace.publish.transport import Ticket
+from headrace.publish.publisher import Publisher, Subscriber, with_receivers
+from headrace.types import PublishTimes, Ticket
 
 LEARNING_RATE = 1e-6
 STEPS = 3  # before the one that is measured: an optimizer's first step moves every weight, as no later one does
@@ -73,7 +73,7 @@ def publish_once(
     for taker in takers:
         taker.commit(version)
     publisher.commit(version)
-    return publisher.times.with_receivers(taker.times for taker in takers)
+    return with_receivers(publisher.times, (taker.times for taker in takers))
 
 
 def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

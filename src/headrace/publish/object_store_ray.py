@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.errors import PublishError
 from headrace.publish.payload import Manifest, Payload, verify
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 _SOURCE = ""  # the copies that the sender put down itself
 

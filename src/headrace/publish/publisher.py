@@ -14,53 +14,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
 from headrace.publish.encoding import Encoder, Encoding, Named, Update, cast
-from headrace.publish.transport import ReceivingEnd, SendingEnd, Ticket
+from headrace.roles import ReceivingEnd, SendingEnd
+from headrace.types import PublishTimes, Ticket
 
 OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
 MAX_DELTAS = 32  # between a base and the newest version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
-    """Seconds and bytes of one publication, by operation.
-
-    Example:
-        PublishTimes(gather_s=0.2, cast_s=0.1, encode_s=0.5, transfer_s=0.3, apply_s=0.1, gather_bytes=2_000_000_000,
-            cast_bytes=1_000_000_000, encode_bytes=31_000_000, transfer_bytes=31_000_000, apply_bytes=31_000_000)
-    """
-
-    gather_s: float = 0.0  # whole tensors from the learner's shards
-    cast_s: float = 0.0
-    encode_s: float = 0.0
-    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
-    apply_s: float = 0.0  # during which the engine stands still
-    gather_bytes: int = 0
-    cast_bytes: int = 0
-    encode_bytes: int = 0
-    transfer_bytes: int = 0
-    apply_bytes: int = 0
-
-    @property
-    def total_s(self) -> float:
-        """One after the other."""
-        return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s
-
-    def with_receivers(self, receivers: Iterable[PublishTimes]) -> PublishTimes:
-        """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
-        receivers = list(receivers)
-        return replace(
-            self,
-            transfer_s=self.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
-            apply_s=max((r.apply_s for r in receivers), default=0.0),
-            apply_bytes=max((r.apply_bytes for r in receivers), default=0),
-        )
+def with_receivers(sender: PublishTimes, receivers: Iterable[PublishTimes]) -> PublishTimes:
+    """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
+    receivers = list(receivers)
+    return replace(
+        sender,
+        transfer_s=sender.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
+        apply_s=max((r.apply_s for r in receivers), default=0.0),
+        apply_bytes=max((r.apply_bytes for r in receivers), default=0),
+    )
 
 
 class Publisher:

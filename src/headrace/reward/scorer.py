@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from headrace.config import RewardSection
 from headrace.reward.cache import VerdictCache
@@ -13,39 +12,15 @@ from headrace.reward.function import source_hash
 from headrace.reward.pool import Pool
 from headrace.reward.shaping import overlong_penalty
 from headrace.reward.worker import Setup
+from headrace.roles import Judge
 from headrace.types import Completion, FinishReason, Score
-
-
-class Judges(Protocol):
-    """Processes that judge, here or elsewhere."""
-
-    @property
-    def num_retried(self) -> int:
-        """Further tries after a crash or a timeout."""
-        ...
-
-    @property
-    def num_workers_replaced(self) -> int:
-        """Processes that ended or had to be ended."""
-        ...
-
-    async def start(self) -> None:
-        """A function that cannot be loaded is an error here."""
-        ...
-
-    async def run(self, completion: Completion) -> Score:
-        """The function's verdict on one completion, or why there is none."""
-        ...
-
-    async def close(self) -> None:
-        """End the processes."""
-        ...
 
 
 class Scorer:
     """Scores completions with the pool, the cache and the overlong penalty of one `[reward]` section.
 
-    `judges(setup)` makes the pool, if it is to be elsewhere than beside this process.
+    `judges(setup)` makes the pool, if it is to be elsewhere than beside this process. `on_verdict(key, score)` hears of
+    every new verdict that may be kept.
     """
 
     def __init__(
@@ -54,7 +29,8 @@ class Scorer:
         *,
         max_new_tokens: int,
         default_function: str = "exact",
-        judges: Callable[[Setup], Judges] | None = None,
+        judges: Callable[[Setup], Judge] | None = None,
+        on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
     ) -> None:
         self._section = section
         self._max_new_tokens = max_new_tokens
@@ -65,12 +41,12 @@ class Scorer:
             pattern=section.pattern,
             timeout_s=section.timeout_s,
         )
-        self._pool: Judges = (
+        self._pool: Judge = (
             judges(setup) if judges else Pool(setup, num_workers=section.workers, retries=section.retries)
         )
         self._cache: VerdictCache | None = None
-        self.verdicts: dict[bytes, Score] = {}  # by content; a restart fills it with those of the run so far
-        self.on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
+        self._verdicts: dict[bytes, Score] = {}  # by content
+        self._on_verdict = on_verdict
         self.num_scored = 0
         self.num_failed = 0
         self.num_cached = 0
@@ -95,7 +71,11 @@ class Scorer:
         await self._pool.start()
         if self._section.cache:
             settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
-            self._cache = VerdictCache(json.dumps(settings), self.verdicts, lambda *new: self.on_verdict(*new))
+            self._cache = VerdictCache(json.dumps(settings), self._verdicts, self._on_verdict)
+
+    def remember(self, verdicts: Mapping[bytes, Score]) -> None:
+        """Verdicts of the run so far are not asked for again."""
+        self._verdicts.update(verdicts)
 
     async def score(self, completion: Completion) -> Score:
         """The verdict on one completion, or why there is none."""
