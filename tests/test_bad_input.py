@@ -75,7 +75,7 @@ def raising(*_: Any, **__: Any) -> Any:
     [
         (policy, "_load_model", r"the model: Tried to allocate 20\.00 GiB\. .*model\.path"),
         (engine, "make_store", r"the key/value cache \(0\.1 GiB in all\): Tried to .*rollout\.kv_tokens"),
-        (learner, "Optimizer", r"the optimizer and the reference policy: Tried to .*learner\.kl_coef"),
+        (learner, "Optimizer", r"the optimizer and the reference policy.*: Tried to .*learner\.kl_coef"),
         (learner, "pack", r"training: Tried to .*learner\.micro_batch_tokens"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_chat_template_that_fails_is_refused_with_the_prompt(
     [
         ("model.device=mps", r"model\.device = 'mps' is not supported; use auto, cpu, cuda or cuda:0"),
         ("model.device=meta", r"model\.device = 'meta' is not supported"),
-        ("model.path=" + "x" * 5000, r"model\.path = 'x+': no such directory"),
+        ("model.path=" + "x" * 5000, r"x+': no such directory"),
         ("model.path=a\0b", "no such directory"),
         ("model.tokenizer=/", r"the tokenizer of model\.tokenizer = '/' cannot be loaded"),
     ],

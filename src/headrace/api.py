@@ -190,6 +190,8 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         past = place.ledger.rows() if place.ledger is not None else []
         sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
         watcher.header(config, run_dir, _facts(place))
+        if place.facts.unchecked:
+            watcher.note(place.facts.unchecked)
         if not resumed:
             await _warm_start(place, watcher)
 

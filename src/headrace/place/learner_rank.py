@@ -99,6 +99,7 @@ class LearnerRank:
             device=self.policy.device.type,
             dtype=str(self.policy.dtype).removeprefix("torch."),
             max_context=self.policy.max_context,
+            unchecked=self.policy.unchecked,
         )
 
     def address(self) -> tuple[str, int]:

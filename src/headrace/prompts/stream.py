@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ NUM_CHECKED_AHEAD = 256
 CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
 
 
-class Draw(NamedTuple):
+@dataclass(frozen=True)
+class Draw:
     """The draw number `serial` of a run, which takes the record at `index`."""
 
     serial: int
