@@ -213,6 +213,8 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         past = place.ledger.rows() if place.ledger is not None else []
         sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
         watcher.header(config, run_dir, _facts(place))
+        if place.facts.unchecked:
+            watcher.note(place.facts.unchecked)
         if not resumed:
             await _warm_start(place, watcher)
 
@@ -227,30 +229,34 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
-        before = await _before(place, loop, watcher)
-        watcher.phase("training")
-        summary = _Summary(place, loop, run_dir, before)
-        try:
-            await _interruptible(loop)
-        finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
-            if not watchdog.hung and not place.ranks.lost:
-                with _writing(run_dir / WEIGHTS):
-                    await place.device.run(place.ranks.save, run_dir / WEIGHTS)
-            summary.write(finished=False, after=None)
-        if loop.ending.asked:
-            return summary.content
-        if loop.ending.solved:
-            watcher.note(
-                f"training ends here: the reward has reached {config.loop.target_reward:g} (loop.target_reward)"
-            )
-        watcher.phase("evaluation after")
-        return summary.write(finished=True, after=await _score(place))
+        return await _run(place, loop, watcher, watchdog)
     finally:
         watchdog.stop()
         for sink in sinks:
             sink.close()
         await place.close(hung=bool(watchdog.hung))
         watchdog.check()
+
+
+async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
+    """The steps between two evaluations; what `summary.json` holds at their end."""
+    run_dir = place.run_dir
+    summary = _Summary(place, loop, run_dir, await _before(place, loop, watcher))
+    watcher.phase("training")
+    try:
+        await _interruptible(loop)
+    finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
+        if not watchdog.hung and not place.ranks.lost:
+            with _writing(run_dir / WEIGHTS):
+                await place.device.run(place.ranks.save, run_dir / WEIGHTS)
+        summary.write(finished=False, after=None)
+    if loop.ending.asked:
+        return summary.content
+    if loop.ending.solved:
+        target = place.config.loop.target_reward
+        watcher.note(f"training ends here: the reward has reached {target:g} (loop.target_reward)")
+    watcher.phase("evaluation after")
+    return summary.write(finished=True, after=await _score(place))
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:

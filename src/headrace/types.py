@@ -414,6 +414,7 @@ class PolicyFacts:
     device: str
     dtype: str
     max_context: int
+    unchecked: str = ""  # what could not be compared with transformers when it was loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

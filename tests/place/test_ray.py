@@ -206,6 +206,6 @@ def test_without_ray_the_extra_is_named(workshop: Workshop, monkeypatch: pytest.
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-    monkeypatch.setattr(places.importlib, "import_module", missing)
+    monkeypatch.setattr("headrace.user_code.importlib.import_module", missing)
     with pytest.raises(MissingExtraError, match=r"pip install 'headrace\[ray\]'"):
         places.open_place(workshop.config("none", "place.cluster=ray"), tmp_path)
