@@ -27,12 +27,12 @@ from ray.cluster_utils import Cluster
 
 from headrace import api
 from headrace.config_file import load_config
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
-from headrace.types import Row
+from headrace.row import Row
+from headrace.runs.audit import audit, books
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")
 STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2

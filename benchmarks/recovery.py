@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 from headrace.errors import RunError
-from headrace.ledger.audit import audit, books
 from headrace.ledger.clock import STALL
 from headrace.ledger.ledger import Ledger
+from headrace.runs.audit import audit, books
 
 SHORT = [
     "model.path=demo",

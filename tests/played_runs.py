@@ -30,7 +30,7 @@ from headrace.loop.loop import Loop
 from headrace.loop.resume import resume
 from headrace.loop.stages import Stages
 from headrace.place.device import DeviceThread
-from headrace.prompts.cursor import Cursor
+from headrace.prompts.stream import Cursor
 from headrace.types import (
     Completion,
     DropReason,

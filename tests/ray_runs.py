@@ -18,7 +18,7 @@ from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
-from headrace.types import Row
+from headrace.row import Row
 
 ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 

@@ -21,10 +21,8 @@ from headrace.config_file import dump
 from headrace.ledger.database import claimed
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
-from headrace.ledger.runs import RunState, read_run, read_runs
-from headrace.ledger.show import read_trajectory
-from headrace.ledger.token_texts import TokenTexts
-from headrace.ledger.words import DROP_WORDS
+from headrace.runs.facts import RunState, read_run, read_runs
+from headrace.runs.show import DROP_WORDS, TokenTexts, read_trajectory
 from headrace.types import Attempt, Drop, DropReason, Span
 
 

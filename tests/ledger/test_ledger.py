@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from headrace.errors import RunError
-from headrace.ledger.audit import audit
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.ledger.schema import SCHEMA_VERSION
+from headrace.runs.audit import audit
 from headrace.types import Drop, DropReason, StageSpan, StageTimes
 
 

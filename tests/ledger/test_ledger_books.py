@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.ledger.audit import audit
 from headrace.ledger.ledger import Ledger
+from headrace.runs.audit import audit
 
 EVENTS = ("start", "sample", "buffer", "train", "drop", "drop_buffered", "train_again", "train_unbuffered", "overdraw")
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=3)

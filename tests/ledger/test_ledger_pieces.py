@@ -16,21 +16,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.ledger.audit import audit
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
-from headrace.types import (
-    Attempt,
-    BoolArray,
-    Drop,
-    FinishReason,
-    Group,
-    Prompt,
-    Replay,
-    Span,
-    Timing,
-    Trajectory,
-)
+from headrace.runs.audit import audit
+from headrace.types import Attempt, BoolArray, Drop, FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
 
 MAX_TOKENS = 12
 SEED = st.integers(0, 2**32 - 1)

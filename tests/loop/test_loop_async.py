@@ -13,12 +13,12 @@ from tight_store import TightStore
 from tiny_runs import Workshop, play, rank_of, rows_of, select, worker_of, write_prompts
 
 from headrace import api
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.policy.policy import Policy
 from headrace.rollout.pages import PAGE
+from headrace.runs.audit import audit, books
 from headrace.types import Drop
 
 LONG_TAILED = (

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from played_runs import GOOD, KINDS, SAMPLES, TRAINED, Process, World, delivered
 
 from headrace.ledger import recovery
-from headrace.ledger.audit import audit
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.runs.audit import audit
 from headrace.types import Drop
 
 AT = st.integers(0, 7)

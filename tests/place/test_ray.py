@@ -18,13 +18,12 @@ from tiny_runs import Workshop, weights
 
 from headrace import api
 from headrace.errors import ConfigError, MissingExtraError, RunError
-from headrace.ledger.audit import audit, books
+from headrace.ledger.files import run_config, scale
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import run_config
-from headrace.ledger.scale import scale
 from headrace.place import places
 from headrace.place.place import Place, _gpus_of_a_worker
-from headrace.types import Row
+from headrace.row import Row
+from headrace.runs.audit import audit, books
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -207,6 +206,6 @@ def test_without_ray_the_extra_is_named(workshop: Workshop, monkeypatch: pytest.
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-    monkeypatch.setattr(places.importlib, "import_module", missing)
+    monkeypatch.setattr("headrace.user_code.importlib.import_module", missing)
     with pytest.raises(MissingExtraError, match=r"pip install 'headrace\[ray\]'"):
         places.open_place(workshop.config("none", "place.cluster=ray"), tmp_path)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from headrace.prompts.cursor import Cursor, Draw
+from headrace.prompts.stream import Cursor, Draw
 
 
 def test_every_record_once_per_epoch_in_a_new_order():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from headrace.config import BufferSection
 from headrace.errors import ConfigError, HeadraceError
 from headrace.types import DropReason, Group, Trajectory
+from headrace.user_code import load_function
 
-Filter = Callable[[Group], bool]
 Dropped = list[tuple[Trajectory, str]]
 
 
@@ -22,7 +17,9 @@ class Sieve:
 
     def __init__(self, section: BufferSection) -> None:
         self._section = section
-        self._own = [(spec.rsplit(":", 1)[-1], load_filter(spec)) for spec in section.filters]
+        self._own = [
+            (spec.rsplit(":", 1)[-1], load_function(spec, "buffer.filters", ConfigError)) for spec in section.filters
+        ]
 
     def sift(self, group: Group) -> tuple[Group | None, Dropped]:
         """What of the group to train on, if anything, and the dropped trajectories with reasons."""
@@ -51,27 +48,3 @@ class Sieve:
         if self._section.drop_no_signal and len(rewards) == 1:
             return DropReason.NO_SIGNAL
         return None
-
-
-def load_filter(spec: str) -> Filter:
-    """A user's filter from 'module:function' or 'file.py:function'."""
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where:
-        raise ConfigError(f"buffer.filters: '{spec}' is not 'module:function' or 'file.py:function'")
-    try:
-        if where.endswith(".py"):
-            found = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert found is not None
-            assert found.loader is not None
-            module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
-        else:
-            if str(Path.cwd()) not in sys.path:  # a console script does not search it by itself
-                sys.path.append(str(Path.cwd()))
-            module = importlib.import_module(where)
-    except Exception as error:  # importing runs the user's code
-        raise ConfigError(f"buffer.filters: '{where}' cannot be loaded: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"buffer.filters: '{where}' has no function '{name}'")
-    return function  # type: ignore[no-any-return]

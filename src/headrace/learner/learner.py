@@ -163,7 +163,8 @@ class Learner:
 
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over one micro-batch, or this rank's part of it."""
-        for part in [items] if self.sharding is None else self._passes(items):
+        alone = self.sharding is None or self.sharding.num_ranks == 1  # then `items` are one pass, in this order
+        for part in [items] if alone else self._passes(items):
             if not part:
                 _take_part(self.policy, backward=True)
                 continue

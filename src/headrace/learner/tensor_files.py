@@ -5,8 +5,6 @@ The ranks of a sharded learner write their parts side by side into one directory
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,9 +17,10 @@ from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import RunError
+from headrace.quiet import quiet
 
-logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it has a line for every tensor
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+# torch's logger of checkpoints has a line for every tensor; and a single process is what is meant
+QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -42,12 +41,14 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
     if num_broken:
         raise ValueError(f"{broken[0] if broken else 'a part on another rank'} holds what is not a finite number")
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    with quiet(*QUIET):
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place. Parts of sharded ones are filled with what belongs there."""
     try:
-        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+        with quiet(*QUIET):
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
     except Exception as error:  # of many types, by what does not fit
         raise RunError(f"the checkpoint {directory.parent} does not fit this model and optimizer: {error}") from error

@@ -39,7 +39,8 @@ from headrace.ledger.journal import (
 )
 from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.types import Attempt, Drop, DropReason, Group, Row, Score, StageSpan, Trajectory
+from headrace.row import Row
+from headrace.types import Attempt, Drop, DropReason, Group, Score, StageSpan, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from headrace.ledger.scalars import scalars
-from headrace.types import Row
+from headrace.ledger.row_json import scalars
+from headrace.row import Row
 
 
 class TensorboardSink:

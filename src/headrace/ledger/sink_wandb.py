@@ -9,8 +9,8 @@ from typing import Any
 
 import wandb
 
-from headrace.ledger.scalars import scalars
-from headrace.types import Row
+from headrace.ledger.row_json import scalars
+from headrace.row import Row
 
 
 class WandbSink:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.config import LedgerSection
-from headrace.errors import MissingExtraError
 from headrace.ledger.row_json import row_to_json
 from headrace.roles import Sink
-from headrace.types import Row
+from headrace.row import Row
+from headrace.user_code import load_optional
 
 
 class JsonlSink:
@@ -51,10 +50,7 @@ def open_sinks(
 def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any]) -> Sink:
     if name == "jsonl":
         return JsonlSink(run_dir)
-    try:
-        module = importlib.import_module(f"headrace.ledger.sink_{name}")
-    except ImportError as error:
-        raise MissingExtraError(name, name) from error
+    module = load_optional(f"headrace.ledger.sink_{name}", name, name)
     if name == "tensorboard":
         return module.TensorboardSink(run_dir, config_dict)  # type: ignore[no-any-return]
     return module.WandbSink(run_dir, config_dict, section.wandb_project)  # type: ignore[no-any-return]

@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 from headrace.errors import RunError
+from headrace.ledger.files import REFERENCE
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount
 from headrace.ledger.recovery import Recovery
-from headrace.ledger.runs import REFERENCE
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import Again
 from headrace.loop.loop import Loop

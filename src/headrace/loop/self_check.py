@@ -21,6 +21,7 @@ NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 # Mean |Δ| that rounding does not explain. A model of two layers on a CPU has 1.5e-7 in float32, 2e-4 in float16 and
 # 0.0016 in bfloat16, and deeper ones have more; a wrong mask, position or temperature moves log-probs by tenths.
 LARGE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
+FAR = 0.2  # nats of mean |Δ| at which no run starts, whatever the precision: nothing of it is rounding
 
 
 async def self_check(
@@ -30,14 +31,27 @@ async def self_check(
     prompts: list[Prompt],
     sampling: Sampling,
 ) -> Mismatch:
-    """The mismatch of a small batch, as the learner measures it."""
+    """The mismatch of a small batch, as the learner measures it, unless it is so large that no run may start."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
         future
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
         for future in pool.start(i, prompt, [short] * NUM_SAMPLES, counted=False)
     ]
-    return await device.run(mismatch, await asyncio.gather(*answers))
+    found = await device.run(mismatch, await asyncio.gather(*answers))
+    refuse_far(found)
+    return found
+
+
+def refuse_far(mismatch: Mismatch) -> None:
+    if mismatch.mean_abs <= FAR:  # a NaN is not
+        return
+    raise ModelError(
+        f"the run does not start: with the same weights, the learner's log-probs of {mismatch.count} sampled tokens "
+        f"are {mismatch.mean_abs:.2g} nats away from the engine's on average, and rounding explains at most "
+        f"{max(LARGE.values())}. Engine and learner compute different things for this model: every gradient would be "
+        "wrong. Try model.dtype=float32; if that does not help, choose another model (model.path) and report this one"
+    )
 
 
 def refuse_inexact(mismatch: Mismatch) -> None:

@@ -19,6 +19,7 @@ from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
+from headrace.network import own_address
 from headrace.place.build import load, make_learner
 from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
@@ -98,13 +99,14 @@ class LearnerRank:
             device=self.policy.device.type,
             dtype=str(self.policy.dtype).removeprefix("torch."),
             max_context=self.policy.max_context,
+            unchecked=self.policy.unchecked,
         )
 
     def address(self) -> tuple[str, int]:
         """Where the ranks can meet, on this machine."""
         with socket.socket() as free:
             free.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()), int(free.getsockname()[1])
+            return own_address(), int(free.getsockname()[1])
 
     def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         """Supervised steps, by one rank before it meets the others: they take its weights."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from headrace.config import Config
-from headrace.errors import MissingExtraError
-from headrace.ledger.runs import START
+from headrace.ledger.files import START
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Ends, Place, uses_gpus
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.roles import Cluster
+from headrace.user_code import load_optional
 
 PUBLISHED = "published"  # directory of a run in which weights travel
 
@@ -32,7 +30,7 @@ def open_place(
     if config.place.cluster == "local":
         cluster, ends = InlineCluster(), None
     else:
-        cluster = _ray("headrace.place.cluster_ray").RayCluster(config.place.address)
+        cluster = load_optional("headrace.place.cluster_ray", "ray", "ray").RayCluster(config.place.address)
         ends = _ends(config, run_dir, "cuda" if uses_gpus(config, cluster) else "cpu")
     try:
         return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note)
@@ -53,15 +51,5 @@ def _ends(config: Config, run_dir: Path, device: str) -> Ends:
                 device = "cpu"
             return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
         case "object_store":
-            store = _ray("headrace.publish.object_store_ray")
+            store = load_optional("headrace.publish.object_store_ray", "ray", "ray")
             return store.ObjectStoreSender, store.ObjectStoreReceiver
-
-
-def _ray(module: str) -> Any:
-    """A file that imports Ray, loaded only when Ray is asked for."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "ray":
-            raise MissingExtraError("Ray (place.cluster = 'ray')", "ray") from error
-        raise

@@ -8,11 +8,14 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from headrace.policy.quiet_transformers import quiet_transformers
+
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 MAX_POSITIONS = 1024
 
 
+@quiet_transformers()
 def build_demo(directory: Path, seed: int) -> None:
     """Write a Qwen3-shaped model of about two million random weights and its character tokenizer."""
     tokenizer = character_tokenizer()

@@ -60,8 +60,8 @@ class FamilyBody:
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
         self._through_modules = False
         self._table: tuple[Tensor, Tensor] | None = None
-        head_size = body.layers[0].self_attn.head_dim
-        self.fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
+        self.head_size: int = body.layers[0].self_attn.head_dim
+        self.fits_kernels = kernels.AVAILABLE and self.head_size & (self.head_size - 1) == 0
 
     def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
         """Final hidden states `[T, E]`."""

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
 from contextlib import redirect_stderr
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headrace.errors import MissingExtraError, ModelError
+from headrace.errors import ModelError
+from headrace.user_code import load_optional
 
 # A file only names the rule that cuts text before the merges, as llama.cpp calls it. For names it does not know,
 # `transformers` takes GPT-2's rule. That is right for the first set; the second wants every digit alone before it.
 AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-TEXT = 8  # the type number of a text value
-METADATA_BYTES = 2**26  # where a file's metadata surely ends
 
 
 def gguf_model(path: Path, **options: Any) -> Any:
     """What `AutoModelForCausalLM.from_pretrained` gives with these options, dense, trainable and ready to be saved."""
-    for library in ("gguf", "accelerate"):
-        if find_spec(library) is None:
-            raise MissingExtraError(library, "gguf")
+    load_optional("accelerate", "accelerate", "gguf")  # `transformers` needs it for these files
     with redirect_stderr(StringIO()):  # a progress bar that has no switch
         model, info = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
     quantizer = getattr(model, "hf_quantizer", None)
@@ -58,11 +53,5 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
 
 def text_value(path: Path, key: str) -> str | None:
     """The text stored under `key` in the file's metadata."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", TEXT)
-        at = data.find(entry, 0, METADATA_BYTES)
-        if at < 0:
-            return None
-        start = at + len(entry) + 8
-        (length,) = struct.unpack("<Q", data[start - 8 : start])
-        return data[start : start + length].decode(errors="replace")
+    field = GGUFReader(path).get_field(key)
+    return None if field is None else str(field.contents())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import RewardError
 from headrace.types import Completion
+from headrace.user_code import load_optional
 
 Reward = Callable[[Completion], float]
 
@@ -57,7 +57,7 @@ def regex(answer_field: str, pattern: str) -> Reward:
 def reasoning_gym_task() -> Reward:
     """The score that the prompt's reasoning-gym task gives."""
     task_score: Callable[[str, str, Mapping[str, Any]], float]
-    task_score = importlib.import_module("headrace.reward.builtin_reasoning_gym").task_score
+    task_score = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks").task_score
 
     def score(completion: Completion) -> float:
         try:
@@ -72,7 +72,7 @@ def reasoning_gym_task() -> Reward:
 def math(answer_field: str) -> Reward:
     """1 if the answer is mathematically equal to the expected one."""
     math_equal: Callable[[str, str], float]
-    math_equal = importlib.import_module("headrace.reward.builtin_math_verify").math_equal
+    math_equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
 
     def score(completion: Completion) -> float:
         return math_equal(completion.text, expected_answer(completion, answer_field))

@@ -5,27 +5,21 @@ from __future__ import annotations
 import asyncio
 import difflib
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import os
 import reprlib
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from headrace.errors import RewardError, UnavailableError
 from headrace.reward.builtin import BUILTIN_NAMES, builtin_function
 from headrace.types import Completion, DropReason, Score
+from headrace.user_code import MAX_DETAIL_CHARS, load_function, names_file, short_traceback
 
 BATCH_PARAMETER = "completions"
-MAX_DETAIL_CHARS = 1500
 # Errors that may pass, of Python, requests, httpx and openai. By name, because a function may use
 # any of them or none.
 _PASSING = {
@@ -85,23 +79,19 @@ class RewardFunction:
 
 
 def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
-    """The function that `reward.function = spec` names. Imports user code."""
-    place, colon, name = spec.rpartition(":")
-    if not colon:
+    """The function that `reward.function = spec` names. Imports the user's code."""
+    if ":" not in spec:
         if spec not in BUILTIN_NAMES:
             raise RewardError(_unknown_builtin(spec))
         return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern), mode=Mode.SINGLE)
-    if not place or not name:
-        raise RewardError(f"reward.function = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
-    module = _load_file(Path(place)) if _is_file(place) else _load_module(place)
-    call = _find(module, place, name)
-    return RewardFunction(name=name, call=call, mode=_mode(call, spec))
+    call = load_function(spec, "reward.function", RewardError)
+    return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
 
 
 def source_hash(spec: str) -> str:
     """A digest of the function's file; empty if `spec` names no readable file."""
     place, _, _ = spec.rpartition(":")
-    if not _is_file(place):
+    if not names_file(place):
         return ""
     try:
         return hashlib.sha256(Path(place).read_bytes()).hexdigest()
@@ -150,11 +140,6 @@ def failure_of(error: BaseException) -> Score:
     return failure(short_traceback(error), reason)
 
 
-def short_traceback(error: BaseException) -> str:
-    """The last frames of a traceback."""
-    return "".join(traceback.format_exception(error, limit=-3)).strip()[-MAX_DETAIL_CHARS:]
-
-
 def _number(value: Any) -> float | None:
     """A finite float, or None. Accepts numpy and torch scalars, but not text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -172,10 +157,6 @@ def _describe(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place or os.sep in place
-
-
 def _unknown_builtin(spec: str) -> str:
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -183,55 +164,6 @@ def _unknown_builtin(spec: str) -> str:
         f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
         "an own function is named 'module:function' or 'path/to/file.py:function'"
     )
-
-
-def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise RewardError(f"reward.function: there is no file {path}")
-    name = f"headrace_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward.function: {path} is not a Python file")
-    _search_also(path.parent)  # so that the file can import its neighbours
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"reward.function: {path} cannot be imported:\n{short_traceback(error)}") from error
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    _search_also(Path.cwd())  # a console script does not search it by itself
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise RewardError(f"reward.function: there is no module '{name}' ({error})") from error
-        raise RewardError(f"reward.function: '{name}' cannot be imported:\n{short_traceback(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward.function: '{name}' cannot be imported:\n{short_traceback(error)}") from error
-
-
-def _search_also(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _find(module: ModuleType, place: str, name: str) -> Callable[[Any], Any]:
-    if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
-        near = difflib.get_close_matches(name, functions, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise RewardError(f"reward.function: '{place}' has no function '{name}'{hint}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise RewardError(f"reward.function: '{name}' in '{place}' is a {type(found).__name__}, not a function")
-    call: Callable[[Any], Any] = found
-    return call
 
 
 def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
