@@ -187,7 +187,10 @@ class PromptStream:
 
 def _id(record: Mapping[str, Any], split: str, i: int) -> str:
     """The record's own id, or its place in the split."""
-    return str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
+    id = str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
+    if not id.isascii() and id != id.encode(errors="replace").decode():
+        raise DataError(f"record {i + 1} has the id {id!r}, which is not valid Unicode text")
+    return id
 
 
 def _eval_id(source: PromptSource, i: int) -> str:
