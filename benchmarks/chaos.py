@@ -27,11 +27,12 @@ from ray.cluster_utils import Cluster
 
 from headrace import api
 from headrace.config_file import load_config
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
-from headrace.types import Row
+from headrace.row import Row
+from headrace.runs.audit import audit, books
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")
 STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2
@@ -183,7 +184,7 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
     found = books(run_dir)
     assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
     with Ledger.open(run_dir) as ledger:
-        trained = [pair for _, groups in ledger.steps_after(0) for pair in groups]
+        trained = [pair for _, groups in Recovery(ledger).steps_after(0) for pair in groups]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS, "a group was trained on twice"
     redone = found.dropped["redone"].tokens if "redone" in found.dropped else 0
     assert watcher.notes, "nothing was noticed"

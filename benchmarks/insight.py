@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
-from headrace.cli_app import settings_from
-from headrace.insight.hardware import find_device
 from headrace.insight.model_shape import model_shape
+from headrace.insight.walls import Wall
+
+from headrace.cli.app import settings_from
+from headrace.insight.hardware import find_device
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import triage
-from headrace.insight.walls import Wall
 from headrace.insight.workload import Cluster, Drawn, Workload
 from headrace.ledger.ledger import Ledger
 

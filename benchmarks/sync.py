@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from egress import tcp_sent_bytes
 from gpu_model import Shape, random_model, word_tokenizer
 from gpu_record import Ceilings, Part, options, parts_table, read, run, spread
 from learner import Bench, make_group
@@ -33,7 +34,6 @@ from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender
-from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.encoding import Encoder, cast
 from headrace.publish.measure import copy_s, publish_once, save_and_load_s
 from headrace.publish.publisher import Publisher

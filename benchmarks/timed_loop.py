@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.place.places import open_place
-from headrace.types import Row
+from headrace.row import Row
 
 
 async def timed_loop(

@@ -10,8 +10,8 @@ import pytest
 from tiny_runs import Workshop, rows_of, same_bits, weights
 
 from headrace import api
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
+from headrace.runs.audit import audit, books
 
 STEPS = 4
 SETTINGS = (f"loop.steps={STEPS}", "recovery.every_steps=2")

@@ -401,8 +401,8 @@ class Process:
     def __init__(self, world: World, *, resumed: bool, num_statements: int | None = None) -> None:
         self.world, self.resumed = world, resumed
         self.ledger = Ledger.reopen(world.run_dir) if resumed else Ledger.create(world.run_dir)
-        self._mortal = MortalConnection(self.ledger._connection)
-        self.ledger._connection = self._mortal  # type: ignore[assignment]
+        self._mortal = MortalConnection(self.ledger.connection)
+        self.ledger.connection = self._mortal  # type: ignore[assignment]
         self.scorer, self.prompts = Scorer(world), Prompts()
         self.device, self.cores, self.disk, self._events = DeviceThread(), Turns(), Turns(), Hours()
         self.device.close()

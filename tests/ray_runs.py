@@ -15,9 +15,10 @@ from tiny_runs import Workshop
 
 from headrace import api
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
-from headrace.types import Row
+from headrace.row import Row
 
 ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 
@@ -90,5 +91,6 @@ def train(
 def trained_tokens(run_dir: Path) -> dict[str, list[int]]:
     """By id, the tokens of every answer that was trained on."""
     with Ledger.open(run_dir) as ledger:
-        groups = [pair for _, named in ledger.steps_after(0) for pair in named]
-        return {t.id: t.token_ids.tolist() for pair in groups for t in ledger.trajectories(*pair)}
+        recovery = Recovery(ledger)
+        groups = [pair for _, named in recovery.steps_after(0) for pair in named]
+        return {t.id: t.token_ids.tolist() for pair in groups for t in recovery.trajectories(*pair)}

@@ -25,7 +25,7 @@ from headrace.place.places import open_place
 from headrace.place.rollout_worker import RolloutWorker
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
-from headrace.types import Row
+from headrace.row import Row
 
 NUM_PROMPTS = 50
 

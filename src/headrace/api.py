@@ -26,10 +26,19 @@ from headrace.config import Config
 from headrace.config_file import dump, load_config
 from headrace.errors import LearnerLostError, RunError
 from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_database
+from headrace.ledger.files import (
+    CHECKPOINTS,
+    REFERENCE,
+    SETTINGS,
+    START,
+    SUMMARY,
+    WANTED_WORKERS,
+    WEIGHTS,
+    run_config,
+    says_finished,
+)
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import CHECKPOINTS, REFERENCE, SETTINGS, START, SUMMARY, WEIGHTS, run_config, says_finished
-from headrace.ledger.scale import WANTED_WORKERS
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
 from headrace.loop.groups import sampling_of
@@ -42,7 +51,7 @@ from headrace.place.memory import STEPS, memory_for
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.roles import Sink, Watcher
-from headrace.types import Row
+from headrace.row import Row
 
 WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
 
@@ -143,9 +152,11 @@ def export(run_dir: Path | str, out: Path | str) -> Path:
 
 def prepare_run_dir(config: Config) -> Path:
     """An empty directory for a new run; an earlier run is only replaced when told to."""
-    run_dir = Path(config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+    run_dir = Path(config.run.dir or "runs")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not config.run.dir:
+            run_dir = _new_run_dir(run_dir)
         with claimed(run_dir):
             if (run_dir / FILE_NAME).exists():
                 if not config.run.overwrite:
@@ -159,6 +170,18 @@ def prepare_run_dir(config: Config) -> Path:
     except OSError as error:
         raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
     return run_dir
+
+
+def _new_run_dir(runs: Path) -> Path:
+    """A directory that was not there before, even if several runs start within one second."""
+    name, number = f"{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        run_dir = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            run_dir.mkdir()
+            return run_dir
+        except FileExistsError:
+            number += 1
 
 
 def _remove_run(run_dir: Path) -> None:
@@ -204,30 +227,34 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
-        before = await _before(place, loop, watcher)
-        watcher.phase("training")
-        summary = _Summary(place, loop, run_dir, before)
-        try:
-            await _interruptible(loop)
-        finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
-            if not watchdog.hung and not place.ranks.lost:
-                with _writing(run_dir / WEIGHTS):
-                    await place.device.run(place.ranks.save, run_dir / WEIGHTS)
-            summary.write(finished=False, after=None)
-        if loop.ending.asked:
-            return summary.content
-        if loop.ending.solved:
-            watcher.note(
-                f"training ends here: the reward has reached {config.loop.target_reward:g} (loop.target_reward)"
-            )
-        watcher.phase("evaluation after")
-        return summary.write(finished=True, after=await _score(place))
+        return await _run(place, loop, watcher, watchdog)
     finally:
         watchdog.stop()
         for sink in sinks:
             sink.close()
         await place.close(hung=bool(watchdog.hung))
         watchdog.check()
+
+
+async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
+    """The steps between two evaluations; what `summary.json` holds at their end."""
+    run_dir = place.run_dir
+    summary = _Summary(place, loop, run_dir, await _before(place, loop, watcher))
+    watcher.phase("training")
+    try:
+        await _interruptible(loop)
+    finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
+        if not watchdog.hung and not place.ranks.lost:
+            with _writing(run_dir / WEIGHTS):
+                await place.device.run(place.ranks.save, run_dir / WEIGHTS)
+        summary.write(finished=False, after=None)
+    if loop.ending.asked:
+        return summary.content
+    if loop.ending.solved:
+        target = place.config.loop.target_reward
+        watcher.note(f"training ends here: the reward has reached {target:g} (loop.target_reward)")
+    watcher.phase("evaluation after")
+    return summary.write(finished=True, after=await _score(place))
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -289,15 +316,19 @@ class _Summary:
 
 
 async def _interruptible(loop: Loop) -> None:
-    """Run the loop so that Ctrl-C ends it with everything accounted for."""
+    """Run the loop so that Ctrl-C, or the SIGTERM of a cluster, ends it with everything accounted for."""
     events = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
-        events.add_signal_handler(signal.SIGINT, loop.interrupt)
+        for number in before:
+            events.add_signal_handler(number, loop.interrupt)
     try:
         await loop.run()
     finally:
-        with suppress(NotImplementedError, RuntimeError):
-            events.remove_signal_handler(signal.SIGINT)
+        with suppress(NotImplementedError, RuntimeError, TypeError, ValueError):
+            for number, handler in before.items():
+                events.remove_signal_handler(number)
+                signal.signal(number, handler)
 
 
 async def _warm_start(place: Place, watcher: Watcher) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from headrace.config import Config
+from headrace.row import Row
 from headrace.types import (
     Completion,
     FloatArray,
@@ -30,7 +31,6 @@ from headrace.types import (
     PolicyFacts,
     Prompt,
     PublishTimes,
-    Row,
     Score,
     StepStats,
     Ticket,

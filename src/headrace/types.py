@@ -1,6 +1,6 @@
 """The records that cross a stage border. Frozen, numpy only, no torch. Each shows an instance.
 
-Shapes in comments: T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
+T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens `start` to `end` (exclusive) of a trajectory were sampled by policy `version`.
-
-    Example:
-        Span(version=7, start=5, end=9)
-    """
+    """Tokens `start` to `end` (exclusive) were sampled by `version`. Example: Span(version=7, start=5, end=9)."""
 
     version: int
     start: int
@@ -225,7 +221,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward function's verdict, or why there is none. A failure is a value here, never a reward of zero.
+    """A reward function's verdict, or why there is none: a failure is a value here, never a reward of zero.
 
     Example:
         Score(reward=1.0, parts={"correct": 1.0}), Score(failure=DropReason.REWARD_TIMEOUT, detail="no answer in 5 s")
@@ -268,52 +264,6 @@ class StageTimes:
     def wall(self) -> str:
         """The stage that binds: the largest."""
         return max(STAGES, key=lambda stage: float(getattr(self, stage)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The ledger's one line per step.
-
-    Example:
-        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128, generated_tokens=4310,
-            trained_tokens=4096, dropped_tokens={"no_signal": 214}, backlog_tokens=0, lag_mean=0.0, lag_max=0, ...)
-    """
-
-    step: int
-    version: int  # after the step
-    wall_s: float  # since the row before
-    num_groups: int
-    num_trajectories: int
-    generated_tokens: int
-    trained_tokens: int
-    dropped_tokens: Mapping[str, int]
-    backlog_tokens: int  # buffered and in flight, at the end of the step
-    preemptions: int  # times a sequence gave up its cache because there was no more, and was computed again
-    parks: int  # times a sequence that reached max_wall_s was laid aside for others
-    lag_mean: float  # over trained tokens
-    lag_max: int
-    reward_mean: float  # over every scored trajectory of the interval, trained or not
-    reward_std: float
-    length_mean: float  # sampled tokens per scored trajectory
-    length_max: int
-    truncated_share: float  # of the scored trajectories that ran into max_new_tokens or max_wall_s
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool  # the gradient was not finite, the weights stayed as they were
-    entropy: float  # estimated from the sampled tokens: mean of -log p
-    kl_reference: float
-    mismatch_mean: float  # mean |learner log-prob - behaviour log-prob|
-    mismatch_k3: float  # the same as a divergence: estimated KL(behaviour || learner) per token
-    ratio_mean: float
-    ratio_p01: float  # one token in a hundred has a smaller ratio
-    ratio_p99: float  # one in a hundred a larger one
-    ratio_outside: float  # share of tokens with ratio outside [0.9, 1.1]
-    clipped_share: float
-    effective_samples: float  # of the importance weights, as a share: (Σw)² / (n Σw²)
-    stage_s: StageTimes
-    publish_bytes: int
-    score: float | None = None  # held-out score, on the steps that evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_runs import select
 
@@ -13,27 +14,28 @@ from headrace.dashboard.answers import read_answer
 from headrace.dashboard.books import (
     LagShares,
     Wanted,
-    read_flows,
+    read_accounts,
     read_page,
     read_rewards,
     read_timeline,
     update_lag_shares,
 )
-from headrace.ledger.audit import books
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.show import read_trajectory
+from headrace.runs.audit import books
+from headrace.runs.show import read_trajectory
+from headrace.runs.tables import accounts
 from headrace.types import StageSpan
 
 
-def test_flows_add_up_to_what_was_generated(real_run: Path):
-    flows, totals = read_flows(real_run), books(real_run)
-    assert sum(flow.tokens for flow in flows) == totals.generated.tokens
-    assert sum(flow.trajectories for flow in flows) == totals.generated.trajectories
-    assert flows[0].name == "trained"
-    assert {flow.name for flow in flows if flow.kind == "dropped"} == {
+def test_accounts_add_up_to_what_was_generated(real_run: Path):
+    found, totals = accounts(read_accounts(real_run)), books(real_run)
+    assert sum(account.amount.tokens for account in found) == totals.generated.tokens
+    assert sum(account.amount.trajectories for account in found) == totals.generated.trajectories
+    assert found[0].name == "trained"
+    assert {account.name for account in found if account.state == "dropped"} == {
         f"dropped: {reason}" for reason in totals.dropped
     }
-    assert all(flow.says for flow in flows)
+    assert [account.explanation for account in found if not account.explanation] == []
 
 
 def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path: Path):
@@ -101,12 +103,12 @@ def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
 
 
 def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
-    first, newest = [i / 100 for i in range(100)], [0.5, 2.0]
+    first, newest = np.arange(100) / 100, np.array([0.5, 2.0])
     labels, shares = module._histogram(first, newest)
     assert len(labels) == module.MOST_BARS
     assert sum(shares[0]) == pytest.approx(1.0)
     assert shares[1][5] == shares[1][19] == 0.5
-    assert module._histogram([], []) == ((), ((), ()))
+    assert module._histogram(np.empty(0), np.empty(0)) == ((), [(), ()])
 
 
 def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -140,13 +142,14 @@ def test_an_answer_has_its_tokens_with_version_mask_and_log_prob(real_run: Path)
     answer, whole = read_answer(real_run, id), read_trajectory(real_run, id).whole
     assert whole is not None
     assert [token.id for token in answer.tokens] == whole.token_ids.tolist()
-    assert [token.sampled for token in answer.tokens] == whole.sampled.tolist()
+    assert [token.logprob is not None for token in answer.tokens] == whole.sampled.tolist()
     assert [token.logprob or 0.0 for token in answer.tokens] == whole.logprobs.tolist()
     versions = [span.version for span in whole.spans for _ in range(span.end - span.start)]
-    assert [token.version for token in answer.tokens if token.sampled] == versions
+    assert [token.version for token in answer.tokens if token.logprob is not None] == versions
     assert "".join(token.text for token in answer.tokens).startswith(answer.prompt or "-")
     assert "trained on in step" in answer.facts["fate"]
-    assert answer.facts["reward part: score"] == answer.facts["reward"]
+    reward = answer.facts["reward"].split()[0]
+    assert answer.facts["reward"] == f"{reward}  (score {reward})"
 
 
 def test_a_long_answer_is_shown_in_pieces(real_run: Path, monkeypatch: pytest.MonkeyPatch):

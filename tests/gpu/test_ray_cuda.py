@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import Workshop, weights
 
 from headrace.errors import ConfigError
-from headrace.ledger.audit import audit
+from headrace.runs.audit import audit
 
 ray_runs = pytest.importorskip("ray_runs", reason="needs Ray", exc_type=ImportError)
 

@@ -8,25 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from headrace.insight.model_shape import model_shape
 from tiny_runs import Workshop
 from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
-from headrace.insight.calibration import Answer, Pass, calibrate, decode_speed, service_seconds, training_speed
+from headrace.insight.calibration import calibrate, decode_speed, service_seconds, training_speed
 from headrace.insight.hardware import find_device
-from headrace.insight.model_shape import model_shape
 from headrace.insight.roofline import decode_step_s, train_s
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 
 STEP_S, ROW_S = 0.01, 0.0005
 
 
-def answer(
-    number: int, tokens: int, started_s: float, finished_s: float, scored_s: float = 0.0, step: int = 0
-) -> Answer:
-    return Answer(f"{number}", number, 1, tokens, 10, started_s, finished_s, scored_s, "eos", None, step)
+Answer = tuple[int, float, float]  # tokens, started_s, finished_s
+
+
+def speed(answers: list[Answer], training: list[tuple[float, float]], like_row_s: float = 0.0) -> tuple[float, float]:
+    tokens, started_s, finished_s = np.array(answers, np.float64).T
+    elsewhere = np.array(training, np.float64).reshape(-1, 2).T
+    return decode_speed((started_s, finished_s), tokens, (elsewhere[0], elsewhere[1]), like_row_s)
+
+
+def passes(*found: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and tokens."""
+    seconds, tokens = np.array(found, np.float64).T
+    return seconds, tokens
 
 
 def decoded(rng: np.random.Generator, training: list[tuple[float, float]]) -> list[Answer]:
@@ -44,48 +53,47 @@ def decoded(rng: np.random.Generator, training: list[tuple[float, float]]) -> li
                     break
             left = {row: n - 1 for row, n in left.items()}
             for row in [row for row, n in left.items() if n == 1]:
-                found.append(answer(row, lengths[row], started_s, now_s))
+                found.append((lengths[row], started_s, now_s))
                 del left[row]
     return found
 
 
 def test_decode_speed_is_found_in_the_times_of_answers():
     answers = decoded(np.random.default_rng(0), [])
-    assert decode_speed(answers, []) == pytest.approx((STEP_S, ROW_S), rel=0.03)
+    assert speed(answers, []) == pytest.approx((STEP_S, ROW_S), rel=0.03)
 
 
 def test_training_between_two_decode_steps_does_not_count_as_decoding():
     training = [(2.0, 4.5), (9.0, 9.7)]
     answers = decoded(np.random.default_rng(0), list(training))
-    step_s, row_s = decode_speed(answers, training)
+    step_s, row_s = speed(answers, training)
     assert (step_s, row_s) == pytest.approx((STEP_S, ROW_S), rel=0.03)
-    assert decode_speed(answers, []) != pytest.approx((STEP_S, ROW_S), rel=0.2)  # it would otherwise
+    assert speed(answers, []) != pytest.approx((STEP_S, ROW_S), rel=0.2)  # it would otherwise
 
 
 def test_a_speed_that_no_answer_tells_apart_is_never_negative():
-    alike = [answer(i, 11, 0.0, 1.0) for i in range(4)]
-    step_s, row_s = decode_speed(alike, [])
+    alike = [(11, 0.0, 1.0)] * 4
+    step_s, row_s = speed(alike, [])
     assert min(step_s, row_s) >= 0
     assert 10 * step_s + 40 * row_s == pytest.approx(1.0)
 
 
 def test_equal_batches_are_shared_out_by_what_a_row_is_like():
     """Sixteen rows always: 5 ms a step are 3.4 + 16 x 0.1, as well as anything else."""
-    answers = [answer(i, 101, 0.0, 0.5) for i in range(16)]
-    step_s, row_s = decode_speed(answers, [], like_row_s=1e-4)
+    answers = [(101, 0.0, 0.5)] * 16
+    step_s, row_s = speed(answers, [], like_row_s=1e-4)
     assert step_s == pytest.approx(0.005 - 16e-4, rel=0.01)
     assert row_s == pytest.approx(1e-4, rel=0.01)
 
 
 def test_equal_passes_are_shared_out_by_what_a_pass_is_like():
-    passes = [Pass(0.05, 1000)] * 8
-    _, pass_s, token_s = training_speed(passes, 2, like_pass_s=0.01)
+    _, pass_s, token_s = training_speed(*passes(*[(0.05, 1000)] * 8), 2, like_pass_s=0.01)
     assert (pass_s, token_s) == pytest.approx((0.01, 4e-5), rel=0.01)
 
 
 def test_unequal_passes_tell_themselves():
-    passes = [Pass(0.01 + 4e-5 * n, n) for n in (100, 500, 2000, 8000)]
-    _, pass_s, token_s = training_speed(passes, 4, like_pass_s=0.002)
+    unequal = passes(*((0.01 + 4e-5 * n, n) for n in (100, 500, 2000, 8000)))
+    _, pass_s, token_s = training_speed(*unequal, 4, like_pass_s=0.002)
     assert (pass_s, token_s) == pytest.approx((0.01, 4e-5), rel=0.01)
 
 
@@ -101,17 +109,15 @@ def test_speeds_are_worked_out_from_a_model_and_a_device():
 
 def test_seconds_of_a_verdict_leave_out_the_wait_for_a_worker():
     """Two workers, verdicts of 1, 2 and 1 seconds for answers that come together, and one that was known already."""
-    scored_s = [1.0, 2.0, 2.0, 0.5]
-    answers = [
-        answer(i, 5, 0.0, at_s, end_s) for i, (at_s, end_s) in enumerate(zip([0, 0, 0, 0.5], scored_s, strict=True))
-    ]
-    assert service_seconds(answers, 2) == pytest.approx({"0": 1.0, "1": 2.0, "2": 1.0, "3": 0.0})
+    finished_s, scored_s = np.array([0.0, 0.0, 0.0, 0.5, 0.6]), np.array([1.0, 2.0, 2.0, 0.5, np.nan])
+    assert service_seconds(finished_s, scored_s, 2) == pytest.approx([1.0, 2.0, 1.0, 0.0, np.nan], nan_ok=True)
 
 
 def test_training_speed_is_told_apart_from_the_optimizer():
     """0.2 s a pass and 1 ms a token; 0.5 s for the optimizer in each of two steps."""
-    passes = [Pass(0.2 + 0.001 * tokens, tokens) for tokens in (100, 350, 200)]
-    assert training_speed([*passes, Pass(0.4, None), Pass(0.6, None)], 2) == pytest.approx((0.5, 0.2, 0.001), rel=0.01)
+    batches = [(0.2 + 0.001 * tokens, tokens) for tokens in (100, 350, 200)]
+    found = training_speed(*passes(*batches, (0.4, np.nan), (0.6, np.nan)), 2)
+    assert found == pytest.approx((0.5, 0.2, 0.001), rel=0.01)
 
 
 # ---- the command

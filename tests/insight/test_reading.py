@@ -16,13 +16,13 @@ from tiny_runs import rows_of
 
 import headrace.insight
 from headrace.errors import HeadraceError
-from headrace.insight import answers, occupancy
+from headrace.insight import reading
 from headrace.insight.metrics import metrics_text
-from headrace.insight.occupancy import at_most, union
-from headrace.insight.reading import Spread, read
+from headrace.insight.reading import Spread, at_most, read
 from headrace.insight.trace import write_trace
-from headrace.ledger.audit import audit
 from headrace.ledger.ledger import Ledger
+from headrace.runs.audit import audit
+from headrace.runs.columns import union
 from headrace.types import StageTimes
 
 
@@ -179,7 +179,7 @@ def test_of_a_long_run_the_last_steps_can_be_asked_for(tmp_path: Path):
     assert last.occupancy.num_steps == 50
     assert last.occupancy.wall_s == pytest.approx(50 * STEP_S)
     with Ledger.open(run) as ledger:
-        booked = ledger._read(
+        booked = ledger.read(
             "SELECT COUNT(*) FROM trajectories WHERE trained_step > 250 OR (state = 'dropped' AND finished_s > ?)",
             (250 * STEP_S,),
         )[0][0]
@@ -190,8 +190,8 @@ def test_of_a_long_run_the_last_steps_can_be_asked_for(tmp_path: Path):
 def test_of_too_many_spans_and_answers_the_newest_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = make_big_ledger(tmp_path / "run", num_steps=60)
     whole = read(run)
-    monkeypatch.setattr(occupancy, "MOST_SPANS", 400)
-    monkeypatch.setattr(answers, "MOST_ANSWERS", 100)
+    monkeypatch.setattr(reading, "MOST_SPANS", 400)
+    monkeypatch.setattr(reading, "MOST_ANSWERS", 100)
     found = read(run)
     assert found.occupancy is not None
     assert whole.occupancy is not None

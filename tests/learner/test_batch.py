@@ -101,8 +101,8 @@ def test_routes_are_laid_end_to_end(make_policy: Callable[..., Policy]):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (None, "1:p1/0 lacks the experts"),
-        (Replay(), "1:p1/0 lacks the experts"),
+        (None, "1:p1/0 lacks the expert routing"),
+        (Replay(), "1:p1/0 lacks the expert routing"),
         (experts(4, 2, 2), r"1:p1/0 has experts of shape \[4, 2, 2\]; .* are \[5, 2, 2\]"),
         (experts(5, 1, 2), r"1:p1/0 has experts of shape \[5, 1, 2\]; .* are \[5, 2, 2\]"),
         (experts(5, 2, 3), r"1:p1/0 has experts of shape \[5, 2, 3\]; .* are \[5, 2, 2\]"),

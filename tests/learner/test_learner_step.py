@@ -14,11 +14,9 @@ from hand_made import group_of, trajectory
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.advantages import advantages
-from headrace.learner.corrections import correction_weight
-from headrace.learner.kl import kl
+from headrace.learner.intake import advantages
 from headrace.learner.learner import Learner
-from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
+from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, correction_weight, kl
 from headrace.policy.policy import Policy
 from headrace.types import FloatArray, Group, Replay, StepStats, Trajectory
 
@@ -177,13 +175,15 @@ def sequence_loss(
     current, behaviour = logprobs_alone(model, t), torch.from_numpy(t.logprobs[t.sampled])
     same = torch.zeros(len(current), dtype=torch.int64)
     terms = LOSSES[s.loss](
-        current,
-        current.detach(),
-        behaviour,
-        torch.full_like(current, advantage),
-        same,
-        clip_low=s.clip_low,
-        clip_high=s.clip_high,
+        LossInput(
+            current=current,
+            proximal=current.detach(),
+            behaviour=behaviour,
+            advantage=torch.full_like(current, advantage),
+            sequence_ids=same,
+            clip_low=s.clip_low,
+            clip_high=s.clip_high,
+        )
     )
     carried = s.loss in CARRIES_WEIGHT
     low, high = s.correction_low, s.correction_high

@@ -114,5 +114,5 @@ def test_the_reference_chooses_its_own_experts(make_policy: Maker):
 def test_answers_without_their_experts_are_not_trained_on(make_policy: Maker):
     policy = make_policy("Qwen3Moe")
     learner = Learner(policy, LearnerSection(), temperature=1.0, max_new_tokens=30, total_steps=1)
-    with pytest.raises(ValueError, match="0:p0/1 lacks the experts"):
+    with pytest.raises(ValueError, match="0:p0/1 lacks the expert routing"):
         learner.accumulate([Item(trajectory=trajectory(index=1), advantage=1.0)])

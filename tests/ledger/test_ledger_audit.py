@@ -6,9 +6,9 @@ from contextlib import closing
 import pytest
 
 from headrace.errors import RunError
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.ledger.row_json import row_to_json
+from headrace.runs.audit import audit, books
 
 PLANTED = [
     ("UPDATE accounts SET tokens = 17 WHERE name = 'trained'", "account trained holds 17 tokens"),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.ledger.audit import audit
 from headrace.ledger.ledger import Ledger
+from headrace.runs.audit import audit
 
 EVENTS = ("start", "sample", "buffer", "train", "drop", "drop_buffered", "train_again", "train_unbuffered", "overdraw")
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=3)
@@ -96,7 +96,8 @@ class Model:
         assert totals.buffered.tokens == sum(group.num_sampled_tokens for group in self.buffered)
         assert totals.buffered.trajectories == sum(len(group.trajectories) for group in self.buffered)
         assert totals.trained.tokens == self.num_trained
-        assert self.ledger.dropped_tokens() == self.dropped
+        dropped = self.ledger.totals().dropped
+        assert {reason: amount.tokens for reason, amount in dropped.items()} == self.dropped
 
 
 @settings(max_examples=40, deadline=None)

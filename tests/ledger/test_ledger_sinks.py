@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
-from headrace.ledger.row_json import row_from_json, row_to_json
-from headrace.ledger.scalars import scalars
+from headrace.ledger.row_json import row_from_json, row_to_json, scalars
 from headrace.ledger.sinks import open_sinks
+from headrace.row import ROW_METRICS, Row
 
 
 def test_scalars_of_a_row(make_row):
@@ -34,6 +34,15 @@ def test_every_field_of_a_row_is_shown(make_row):
     plain = [field.name for field in fields(make_row(1)) if field.name not in ("step", "dropped_tokens", "stage_s")]
     numbers = {name: float(1000 + i) for i, name in enumerate(plain)}
     assert set(numbers.values()) <= set(scalars(make_row(1, **numbers)).values())
+
+
+def test_every_number_of_a_row_is_declared_once():
+    several = {"step", "dropped_tokens", "stage_s"}  # the x-axis, and what holds more than one number
+    assert {field.name for field in fields(Row)} - set(ROW_METRICS) == several
+    labels = [metric.label for metric in ROW_METRICS.values()]
+    exported = [metric.exported or name for name, metric in ROW_METRICS.items()]
+    assert len(set(labels)) == len(set(exported)) == len(ROW_METRICS)
+    assert min(len(metric.help) for metric in ROW_METRICS.values()) > 0
 
 
 def test_a_number_that_an_older_ledger_lacks_reads_as_nan(make_row):

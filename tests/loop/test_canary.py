@@ -10,9 +10,9 @@ from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, weights
 
 from headrace import api
 from headrace.errors import ModelError
-from headrace.ledger.audit import audit
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
+from headrace.runs.audit import audit
 
 
 def spoil_step(place: Place, loop: Loop, step: int, value: float) -> None:

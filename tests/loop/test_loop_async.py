@@ -13,12 +13,13 @@ from tight_store import TightStore
 from tiny_runs import Workshop, play, rank_of, rows_of, select, worker_of, write_prompts
 
 from headrace import api
-from headrace.ledger.audit import audit, books
-from headrace.ledger.ledger import Amount, Ledger
+from headrace.ledger.ledger import Amount
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.policy.policy import Policy
 from headrace.rollout.pages import PAGE
+from headrace.runs.audit import audit, books
+from headrace.types import Drop
 
 LONG_TAILED = (
     "rollout.max_new_tokens=100",
@@ -123,8 +124,9 @@ async def test_late_groups_are_dropped_as_stale(workshop: Workshop):
         loop.on_row = on_row
 
     await play(workshop.config("late", *extra, "reward.timeout_s=1000", reward="tardy"), meddle)
-    with Ledger.open(run) as ledger:
-        stale = [drop for drop in ledger.drops() if drop.reason == "stale"]
+    names = ("trajectory_id", "prompt_id", "reason", "num_tokens", "lag", "reward")
+    found = select(run, f"SELECT {', '.join(names)} FROM drops WHERE reason = 'stale'")
+    stale = [Drop(**dict(zip(names, values, strict=True))) for values in found]
     late = [drop for drop in stale if drop.prompt_id == "p2"]
     assert len(late) == 4
     lengths = dict(select(run, "SELECT id, num_tokens FROM trajectories"))

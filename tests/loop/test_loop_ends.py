@@ -18,12 +18,13 @@ from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, select, weigh
 
 from headrace import api
 from headrace.errors import HeadraceError, RewardError, StalledError
-from headrace.ledger.audit import audit, books
 from headrace.ledger.ledger import Amount
 from headrace.loop.ending import TARGET_STEPS
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
-from headrace.types import Completion, DropReason, Row, Score, StepStats
+from headrace.row import Row
+from headrace.runs.audit import audit, books
+from headrace.types import Completion, DropReason, Score, StepStats
 
 PATIENT_S = 60.0  # nothing here takes seconds; a test that waits for ever should still end
 

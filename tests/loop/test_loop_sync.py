@@ -13,9 +13,9 @@ from tiny_runs import NUM_PROMPTS, Workshop, play, rows_of, same_bits, select, t
 
 from headrace import api
 from headrace.buffer.lag import LagPolicy
-from headrace.ledger.audit import audit
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
+from headrace.runs.audit import audit
 from headrace.types import Item
 
 

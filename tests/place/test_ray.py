@@ -18,13 +18,12 @@ from tiny_runs import Workshop, weights
 
 from headrace import api
 from headrace.errors import ConfigError, MissingExtraError, RunError
-from headrace.ledger.audit import audit, books
+from headrace.ledger.files import run_config, scale
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import run_config
-from headrace.ledger.scale import scale
 from headrace.place import places
 from headrace.place.place import Place, _gpus_of_a_worker
-from headrace.types import Row
+from headrace.row import Row
+from headrace.runs.audit import audit, books
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -53,8 +52,9 @@ def test_strictly_on_policy_the_same_answers_are_trained_on_with_the_same_result
     start = weights_of_model(workshop)
     assert max(float((here[name] - start[name]).abs().max()) for name in here) > 1e-4  # it was trained at all
     with Ledger.open(run.run_dir) as ledger:
-        workers = {span.worker for span in ledger.spans_between(0.0, 1e9) if span.stage == "rollout"}
-        details = {span.detail.split(",")[0] for span in ledger.spans_between(0.0, 1e9) if span.stage == "publish"}
+        workers = {worker for (worker,) in ledger.read("SELECT worker FROM spans WHERE stage = 'rollout'")}
+        spans = ledger.read("SELECT detail FROM spans WHERE stage = 'publish'")
+        details = {detail.split(",")[0] for (detail,) in spans}
     assert workers == {"rollout-0", "rollout-1"}
     assert {"gather", "cast", "encode", "transfer", "apply"} <= details
 

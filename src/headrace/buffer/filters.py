@@ -1,4 +1,4 @@
-"""Which trajectories are worth training on. Whatever is left out is left out with a reason."""
+"""Which trajectories are trained on. Every other one is dropped with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sieve:
         self._own = [(spec.rsplit(":", 1)[-1], _load_filter(spec)) for spec in section.filters]
 
     def sift(self, group: Group) -> tuple[Group | None, Dropped]:
-        """What of the group may be trained on, and what may not and why."""
+        """What of the group to train on, if anything, and the dropped trajectories with reasons."""
         dropped: Dropped = []
         if self._section.drop_overlong:
             dropped = [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]
@@ -34,7 +34,7 @@ class Sieve:
         return None, dropped + [(t, reason) for t in group.trajectories]
 
     def _verdict(self, group: Group) -> str | None:
-        """Why the whole group is dropped, if it is."""
+        """The reason to drop the whole group, if there is one."""
         if not group.trajectories:
             return DropReason.INCOMPLETE
         for name, keep in self._own:

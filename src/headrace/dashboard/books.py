@@ -1,4 +1,4 @@
-"""What the page asks of the books besides curves: fates of tokens, spans, lag, rewards, trajectories.
+"""What the page asks of the books besides curves: accounts, spans, lag, rewards, trajectories.
 
 Nothing here looks at a whole table when it is asked again: it reads accounts, the newest entries, or a page of them.
 """
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
+
 from headrace.dashboard.series import looking_into, when_created
-from headrace.ledger.clock import union_length
-from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.ledger.words import why_dropped
+from headrace.ledger.ledger import Books
+from headrace.runs.columns import Columns, Numbers, read_spans, read_trajectories, union
 from headrace.types import STAGES
 
 MOST_SPANS = 20_000  # of a timeline
@@ -24,35 +25,10 @@ NUM_REWARDS = 1000  # of the first and of the newest answers
 MOST_BARS = 20  # of a histogram
 PAGE_SIZE = 25
 
-_FATE_WORDS = {
-    "trained": "the policy learnt from these: the useful part",
-    "buffered": "complete and scored; they wait for the learner",
-    "in_flight": "being written or scored right now",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """Where some of the generated tokens went.
-
-    Example:
-        Flow(name="dropped: stale", kind="dropped", tokens=1608, trajectories=88, says="the policy had moved ...")
-    """
-
-    name: str
-    kind: str  # trained, dropped, buffered or in_flight
-    tokens: int
-    trajectories: int
-    says: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A stage was busy, in one worker; spans that lie close together are one bar.
-
-    Example:
-        Bar(lane="reward", stage="reward", start_s=12.0, end_s=12.4)
-    """
+    """A stage was busy, in one worker; spans that lie close together are one bar."""
 
     lane: str
     stage: str
@@ -62,11 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run; `busy` is the share of them by lane.
-
-    Example:
-        Timeline(start_s=60.0, end_s=72.0, lanes=("rollout", "train"), busy={"rollout": 0.8, "train": 0.3}, bars=[...])
-    """
+    """What every worker did in the last seconds of a run; `busy` is the share of them by lane."""
 
     start_s: float
     end_s: float
@@ -77,11 +49,7 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class LagShares:
-    """Trained tokens by step and lag; grows with the run, reading each transfer once.
-
-    Example:
-        LagShares(created="2026-05-01T12:00:00+00:00", width=2, last_id=912, tokens={(0, 0): 4096, (0, 1): 512})
-    """
+    """Trained tokens by step and lag; grows with the run, reading each transfer once."""
 
     created: str = ""  # when the ledger was: another run may take the place of one
     width: int = 1  # steps in a bucket
@@ -91,12 +59,7 @@ class LagShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardShape:
-    """How the rewards of the first answers and of the newest are distributed, as shares of each.
-
-    Example:
-        RewardShape(labels=("0", "1"), first=(0.7, 0.3), newest=(0.2, 0.8), num_first=1000, num_newest=1000,
-            parts={"correct": (0.3, 0.8)})
-    """
+    """How the rewards of the first answers and of the newest are distributed, as shares of each."""
 
     labels: tuple[str, ...]
     first: tuple[float, ...]
@@ -108,11 +71,7 @@ class RewardShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which trajectories to list; `older_than` and `newer_than` are places in the list.
-
-    Example:
-        Wanted(state="dropped", reason="stale", older_than=4711)
-    """
+    """Which trajectories to list; `older_than` and `newer_than` are places in the list."""
 
     state: str | None = None
     reason: str | None = None
@@ -123,12 +82,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One trajectory in a list; the names are those of its columns.
-
-    Example:
-        Line(rowid=4711, id="40:train-17/3", num_tokens=3, reward=1.0, finish="eos", state="trained",
-            drop_reason=None, lag=0, trained_step=8)
-    """
+    """One trajectory in a list; the names are those of its columns."""
 
     rowid: int
     id: str
@@ -143,37 +97,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some lines, the newest first, and whether there are more on either side.
-
-    Example:
-        Page(lines=[Line(...)], has_newer=False, has_older=True)
-    """
+    """Some lines, the newest first, and whether there are more on either side."""
 
     lines: Sequence[Line]
     has_newer: bool
     has_older: bool
 
 
-def read_flows(run_dir: Path) -> list[Flow]:
-    """What became of everything generated: trained first, then drops from the largest, then what is under way."""
+def read_accounts(run_dir: Path) -> Books:
     with looking_into(run_dir) as connection:
-        accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts").fetchall()
-    flows = []
-    for account, tokens, trajectories in accounts:
-        if account == SOURCE:
-            continue
-        reason = account.removeprefix(DROPPED) if account.startswith(DROPPED) else None
-        flows.append(
-            Flow(
-                name=f"dropped: {reason}" if reason else account.replace("_", " "),
-                kind="dropped" if reason else account,
-                tokens=tokens,
-                trajectories=trajectories,
-                says=why_dropped(reason) if reason else _FATE_WORDS.get(account, ""),
-            )
-        )
-    order = {"trained": 0, "dropped": 1, "buffered": 2, "in_flight": 3}
-    return sorted(flows, key=lambda flow: (order.get(flow.kind, 4), -flow.tokens))
+        found = connection.execute("SELECT name, tokens, trajectories FROM accounts")
+        return Books.of({name: (tokens, trajectories) for name, tokens, trajectories in found})
 
 
 def read_elapsed_s(run_dir: Path) -> float:
@@ -194,24 +128,20 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
         if end_s is None:
             return Timeline(start_s=0.0, end_s=0.0, lanes=(), busy={}, bars=())
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
-        spans = connection.execute(
-            "SELECT stage, worker, start_s, end_s FROM spans WHERE end_s > ? ORDER BY end_s DESC LIMIT ?",
-            (start_s, MOST_SPANS),
-        ).fetchall()
+        spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
     if len(spans) == MOST_SPANS:
-        start_s = spans[-1][3]
-    by_lane: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for stage, worker, begun_s, ended_s in spans:
-        by_lane.setdefault((stage, worker), []).append((max(begun_s, start_s), ended_s))
-    names = _lane_names(by_lane)
+        start_s = float(spans["end_s"].min())
     length_s = max(end_s - start_s, 1e-9)
-    bars = [
-        Bar(lane=names[key], stage=key[0], start_s=begin, end_s=end)
-        for key in names
-        for begin, end in _joined(by_lane[key], gap_s=length_s / FINEST)
-    ]
-    busy = {names[key]: union_length(by_lane[key]) / length_s for key in names}
-    return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(names.values()), busy=busy, bars=bars)
+    bars, busy = [], {}
+    for (stage, worker), name in _lane_names(set(zip(spans["stage"], spans["worker"], strict=True))).items():
+        own = spans.where((spans["stage"] == stage) & (spans["worker"] == worker))
+        starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
+        busy[name] = float((ends_s - starts_s).sum()) / length_s
+        gap_s = length_s / FINEST
+        starts_s, ends_s = union((starts_s, ends_s + gap_s))
+        drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
+        bars += [Bar(lane=name, stage=stage, start_s=begin, end_s=end) for begin, end in drawn]
+    return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(busy), busy=busy, bars=bars)
 
 
 def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
@@ -240,15 +170,12 @@ def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
 
 def read_rewards(run_dir: Path) -> RewardShape:
     """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
-    query = "SELECT reward, reward_parts FROM trajectories ORDER BY rowid {} LIMIT ?"
     with looking_into(run_dir) as connection:
         (num_answers,) = connection.execute("SELECT COALESCE(MAX(rowid), 0) FROM trajectories").fetchone()
         num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
-        first, newest = (
-            [found for found in connection.execute(query.format(order), (num_each,)) if found[0] is not None]
-            for order in ("ASC", "DESC")
-        )
-    labels, shares = _histogram([reward for reward, _ in first], [reward for reward, _ in newest])
+        both = read_trajectories(connection, oldest=num_each), read_trajectories(connection, newest=num_each)
+    first, newest = (found.where(np.isfinite(found["reward"])) for found in both)
+    labels, shares = _histogram(first["reward"], newest["reward"])
     parts_first, parts_newest = _part_means(first), _part_means(newest)
     return RewardShape(
         labels=labels,
@@ -261,7 +188,6 @@ def read_rewards(run_dir: Path) -> RewardShape:
 
 
 def read_page(run_dir: Path, wanted: Wanted) -> Page:
-    """One page of trajectories."""
     conditions: dict[str, str | int | None] = {
         "rowid < ?": wanted.older_than,
         "rowid > ?": wanted.newer_than,
@@ -295,40 +221,21 @@ def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {key: key[0] if num_workers[key[0]] == 1 else f"{key[0]} · {key[1]}" for key in keys}
 
 
-def _joined(spans: Iterable[tuple[float, float]], *, gap_s: float) -> list[tuple[float, float]]:
-    """Spans in order, those that are closer than a gap as one."""
-    joined: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(spans):
-        if joined and start_s <= joined[-1][1] + gap_s:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end_s))
-        else:
-            joined.append((start_s, end_s))
-    return joined
-
-
-def _histogram(
-    first: Sequence[float], newest: Sequence[float]
-) -> tuple[tuple[str, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
+def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
     """The middle of each bar, and the share of each side in it. Rewards of a few values have a bar each."""
-    values = sorted({*first, *newest})
-    if len(values) <= MOST_BARS:
-        labels = tuple(f"{value:g}" for value in values)
-        places: dict[float, int] = {value: place for place, value in enumerate(values)}
-    else:
-        low, width = values[0], (values[-1] - values[0]) / MOST_BARS
-        labels = tuple(f"{low + (place + 0.5) * width:.3g}" for place in range(MOST_BARS))
-        places = {value: min(int((value - low) / width), MOST_BARS - 1) for value in values}
-    shares = []
-    for side in (first, newest):
-        counts = Counter(places[value] for value in side)
-        shares.append(tuple(counts[place] / max(len(side), 1) for place in range(len(labels))))
-    return labels, (shares[0], shares[1])
+    values = np.unique(np.concatenate([first, newest]))
+    edges, labels = np.append(values, np.inf), tuple(f"{value:g}" for value in values)
+    if len(values) > MOST_BARS:
+        edges = np.linspace(values[0], values[-1], MOST_BARS + 1)
+        labels = tuple(f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2)
+    counts = [np.histogram(side, edges)[0] if len(values) else np.empty(0) for side in (first, newest)]
+    return labels, [tuple((side / max(side.sum(), 1)).tolist()) for side in counts]
 
 
-def _part_means(found: Iterable[tuple[float, str]]) -> dict[str, float]:
+def _part_means(found: Columns) -> dict[str, float]:
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for _, text in found:
+    for text in found["reward_parts"].tolist():
         for name, value in json.loads(text).items():
             if isinstance(value, int | float):
                 sums[name] += value  # type: ignore[assignment]

@@ -1,82 +1,116 @@
-"""The curves of a run as charts, and a sentence on what a point is."""
+"""The curves of a run as charts, each with a title and what it means to a newcomer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from headrace.dashboard import charts
 from headrace.dashboard.charts import BLUE, GREEN, ORANGE, RED, STAGE_COLOURS, Options
 from headrace.dashboard.series import Series
 from headrace.types import STAGES
 
-Chart = Callable[[Series], Options]
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A chart of a run's rows."""
+
+    title: str
+    says: str
+    draw: Callable[[Series], Options]
+
+    def drawn(self, series: Series) -> tuple[Options, str]:
+        """A chart of what there is, and a sentence on its points; before the first row, the sentence alone."""
+        if not series.last_step:
+            return {}, "There is no row yet: the first step is under way."
+        return self.draw(series), f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
 
 
-def drawn(series: Series, chart: Chart) -> tuple[Options, str]:
-    """A chart of what there is; before the first row, the sentence alone."""
-    if not series.buckets:
-        return {}, "There is no row yet: the first step is under way."
-    return chart(series), f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
-
-
-def reward_chart(series: Series) -> Options:
-    """Mean reward, and held-out scores on top."""
-    options = charts.lines({"mean reward": (series.curve("reward_mean"), BLUE)}, x="step", y="reward")
+def _reward(series: Series) -> Options:
+    options = charts.lines({"mean reward": (series.curve("reward_mean"), BLUE)}, y="reward")
     return charts.with_points(options, "held-out score", series.curve("score"), ORANGE)
 
 
-def goodput_chart(series: Series) -> Options:
-    """Trained tokens per second."""
-    points = [(bucket.last_step, bucket.goodput_tokens_per_s) for bucket in series.buckets]
-    return charts.lines({"goodput": (points, GREEN)}, x="step", y="trained tokens per second", low=0)
-
-
-def stage_chart(series: Series) -> Options:
-    """Seconds of every stage that was ever busy."""
+def _stages(series: Series) -> Options:
+    """Those that were ever busy."""
     curves = {stage: (series.curve(f"stage_s.{stage}"), STAGE_COLOURS[stage]) for stage in STAGES}
     busy = {stage: curve for stage, curve in curves.items() if any(y for _, y in curve[0])}
-    return charts.lines(busy, x="step", y="seconds per step", low=0)
+    return charts.lines(busy, y="seconds per step", low=0)
 
 
-def ratio_chart(series: Series) -> Options:
-    """Mean ratio in its band."""
+def _ratio(series: Series) -> Options:
     middle, low, high = (series.curve(name) for name in ("ratio_mean", "ratio_p01", "ratio_p99"))
-    names = ("mean ratio", "98 of 100 tokens")
-    return charts.band(middle, low, high, names=names, x="step", y="ratio", colour=BLUE)
+    return charts.band(middle, low, high, names=("mean ratio", "98 of 100 tokens"), y="ratio", colour=BLUE)
 
 
-def weight_chart(series: Series) -> Options:
-    """Effective samples, and ratios far from one."""
+def _weights(series: Series) -> Options:
     curves = {
         "effective samples": (series.curve("effective_samples", 100), GREEN),
         "ratio outside 0.9 to 1.1": (series.curve("ratio_outside", 100), RED),
     }
-    return charts.lines(curves, x="step", y="% of tokens", low=0)
+    return charts.lines(curves, y="% of tokens", low=0)
 
 
-def publish_chart(series: Series) -> Options:
-    """Milliseconds of publishing."""
-    curve = (series.curve("stage_s.publish", 1e3), STAGE_COLOURS["publish"])
-    return charts.lines({"latency": curve}, x="step", y="ms per step", low=0)
+def _spread(series: Series) -> Options:
+    middle = series.curve("reward_mean")
+    both = list(zip(middle, series.curve("reward_std"), strict=True))
+    low, high = (
+        [(x, None if y is None or std is None else y + sign * std) for (x, y), (_, std) in both] for sign in (-1, 1)
+    )
+    return charts.band(middle, low, high, names=("mean reward", "± 1 standard deviation"), y="reward", colour=BLUE)
 
 
-def bytes_chart(series: Series) -> Options:
-    """Megabytes of publishing."""
-    return charts.lines({"bytes": (series.curve("publish_bytes", 1e-6), BLUE)}, x="step", y="MB per step", low=0)
-
-
-def spread_chart(series: Series) -> Options:
-    """Mean reward with a standard deviation each way."""
-    middle, spread = series.curve("reward_mean"), series.curve("reward_std")
-    sides = [
-        [(x, None if y is None or s is None else y + sign * s) for (x, y), (_, s) in zip(middle, spread, strict=True)]
-        for sign in (-1, 1)
-    ]
-    names = ("mean reward", "± 1 standard deviation")
-    return charts.band(middle, *sides, names=names, x="step", y="reward", colour=BLUE)
-
-
-def length_chart(series: Series) -> Options:
-    """Mean and largest length."""
+def _lengths(series: Series) -> Options:
     curves = {"mean": (series.curve("length_mean"), BLUE), "longest": (series.curve("length_max"), ORANGE)}
-    return charts.lines(curves, x="step", y="tokens", low=0)
+    return charts.lines(curves, y="tokens", low=0)
+
+
+REWARD = Curve(
+    "Reward",
+    "The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds are scores on "
+    "held-out prompts, which are never trained on.",
+    _reward,
+)
+GOODPUT = Curve(
+    "Goodput",
+    "Tokens that were trained on, per second: the speed that counts. Generated tokens that were dropped are not in it.",
+    lambda series: charts.lines({"goodput": (series.goodput_curve(), GREEN)}, y="trained tokens per second", low=0),
+)
+STAGE_TIMES = Curve(
+    "Stage times",
+    "Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need not add up to "
+    "the step.",
+    _stages,
+)
+RATIO = Curve(
+    "Importance ratio",
+    "How much more likely the learner finds a token than the policy that sampled it: 1 means that nothing changed. The "
+    "band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
+    _ratio,
+)
+WEIGHTS = Curve(
+    "Effective samples",
+    "What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few heavy ones "
+    "dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
+    _weights,
+)
+LATENCY = Curve(
+    "Publish latency",
+    "Milliseconds of a step in which new weights were handed to the engine.",
+    lambda series: charts.lines({"latency": (series.curve("stage_s.publish", 1e3), RED)}, y="ms per step", low=0),
+)
+BYTES = Curve(
+    "Bytes sent",
+    "Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
+    lambda series: charts.lines({"bytes": (series.curve("publish_bytes", 1e-6), BLUE)}, y="MB per step", low=0),
+)
+SPREAD = Curve(
+    "Mean and spread",
+    "The band is one standard deviation each way. Without spread inside a group there is nothing to learn from it.",
+    _spread,
+)
+LENGTHS = Curve(
+    "Length of answers",
+    "Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
+    _lengths,
+)

@@ -1,4 +1,4 @@
-"""What every page is made of: the frame around it, and cards that follow the ledger."""
+"""The frame of every page, its cards, and panels that follow the ledger."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from nicegui import run, ui
 
-from headrace.dashboard.charts import Options
-from headrace.dashboard.markup import address
+from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
+from headrace.runs.report import printable
 
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
@@ -27,7 +27,6 @@ _SWITCH_THEME = f"""() => {{
 
 @contextmanager
 def frame(title: str, small: str = "") -> Iterator[None]:
-    """The frame of a page; its content goes inside."""
     chosen = ui.context.client.request.cookies.get(THEME)
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
@@ -44,7 +43,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
         button.on("click", js_handler=_SWITCH_THEME)
     with ui.element("div").classes("page"):
         with ui.element("h1"):
-            ui.label(title)
+            ui.label(printable(title))
             if small:
                 ui.label(small).classes("says")
         yield
@@ -59,7 +58,6 @@ def views(links: Sequence[tuple[str, str, bool]]) -> None:
 
 @contextmanager
 def card(title: str = "", says: str = "") -> Iterator[None]:
-    """A box with a title and a sentence for newcomers."""
     with ui.element("section").classes("card"):
         if title:
             with ui.element("h2"):
@@ -70,33 +68,36 @@ def card(title: str = "", says: str = "") -> Iterator[None]:
 
 
 def message(text: str) -> Any:
-    """What went wrong, or why there is nothing."""
-    return ui.label(text).classes("message").props("role=status")
+    return ui.label(printable(text)).classes("message").props("role=status")
 
 
 class Panel:
     """Something on the page that is read again and again. If it cannot be read, it says why and tries on."""
 
-    def __init__(self, read: Callable[[], Any], show: Callable[[Any], None]) -> None:
-        """`read` runs in a thread; `show` puts what it found on the page."""
-        self._read, self._show = read, show
+    def __init__(self, read: Callable[[], Any], show: Callable[[Any], None], box: Any = None) -> None:
+        """`read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is hidden."""
+        self._read, self._show, self._box = read, show, box
         self._found: Any = None
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
         self._message = message("")
         self._message.set_visibility(False)
 
     async def refresh(self) -> None:
-        """Look again."""
         try:
             found = await run.io_bound(self._read)
         except HeadraceError as error:
-            self._message.set_text(str(error))
-            self._message.set_visibility(True)
+            self._message.set_text(printable(str(error)))
+            self._turn(False)
             return
-        self._message.set_visibility(False)
+        self._turn(True)
         if found != self._found:
             self._found = found
             self._show(found)
+
+    def _turn(self, readable: bool) -> None:
+        self._message.set_visibility(not readable)
+        if self._box is not None:
+            self._box.set_visibility(readable)
 
     async def changed(self) -> bool:
         """Look again, a moment after the last of several changes; whether this was the last."""
@@ -119,42 +120,6 @@ async def follow(panels: Sequence[Panel]) -> None:
     ui.timer(EVERY_S, refresh, immediate=False)
 
 
-def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
-    """A chart; `read` gives its options and a sentence about what it shows just now."""
-    with card(title, says):
-        now = ui.label("").classes("says")
-        chart = ui.echart({}, renderer="svg").style(f"height: {height_px}px; width: 100%")
-
-        def show(found: tuple[Options, str]) -> None:
-            options, text = found
-            now.set_text(text)
-            now.set_visibility(bool(text))
-            chart.set_visibility(bool(options))
-            chart.options.clear()
-            chart.options.update(options)
-            chart.update()
-
-        return Panel(read, show)
-
-
-def html_panel(title: str, says: str, read: Callable[[], str]) -> Panel:
-    """A card with markup that `dashboard.markup` made."""
-    with card(title, says):
-        return bare_panel(read)
-
-
-def bare_panel(read: Callable[[], str]) -> Panel:
-    """Markup that has its own cards."""
-    content = ui.html("", sanitize=False).classes("bare")
-    return Panel(read, content.set_content)
-
-
-def plain_html(markup: str) -> None:
-    """Markup that `dashboard.markup` made, which escapes what comes from a run."""
-    ui.html(markup, sanitize=False)
-
-
 def run_views(name: str, here: str) -> None:
-    """The views of one run."""
     shown = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
     views([(view.capitalize(), address("run", name, view), view == here) for view in shown])

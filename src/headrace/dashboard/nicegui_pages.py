@@ -12,9 +12,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 
 from headrace.dashboard import nicegui_plan, nicegui_run, nicegui_runs, nicegui_trajectories
-from headrace.dashboard.markup import address
 from headrace.dashboard.nicegui_frame import frame, message
-from headrace.dashboard.site import Site
+from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 
@@ -28,7 +27,6 @@ Builder = Callable[..., Awaitable[None]]
 
 
 def serve(site: Site, *, host: str, port: int, local: bool) -> None:
-    """Answer until interrupted."""
     register(site)
     if local:  # a page of another site must not reach this one under a name of its own
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "::1", "[::1]", host])
@@ -52,7 +50,6 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
 
 
 def register(site: Site) -> None:
-    """Every address of the site."""
     pages: dict[str, Builder] = {
         "/": partial(_home, site),
         "/compare": partial(nicegui_runs.compare, site),

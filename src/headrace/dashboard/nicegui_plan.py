@@ -10,22 +10,21 @@ from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard import charts
-from headrace.dashboard.charts import Options
-from headrace.dashboard.markup import address, problem
-from headrace.dashboard.nicegui_frame import Panel, bare_panel, card, frame, message
+from headrace.dashboard.nicegui_elements import chart, choice, panel, report, section
+from headrace.dashboard.nicegui_frame import Panel, card, frame, message
 from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.site import Site
-from headrace.dashboard.verdicts import plan_markup, typed_markup
+from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
 from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import built_in
 from headrace.insight.planner import plan as work_out
-from headrace.insight.triage import triage_typed
+from headrace.insight.reports import plan_report, triage_report
+from headrace.insight.triage import TypedTriage, triage_typed
+from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
-SMALL = "outlined dense options-dense"
 
 
 async def plan(site: Site, run: str = "") -> None:
@@ -34,8 +33,8 @@ async def plan(site: Site, run: str = "") -> None:
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
-            times = series.recent.stage_s if series.recent else EXAMPLE
-            trouble = "" if series.recent else f"{run} has no step yet; these are an example's times."
+            times = series.stages_now() if series.last_step else EXAMPLE
+            trouble = "" if series.last_step else f"{run} has no step yet; these are an example's times."
         except HeadraceError as error:
             trouble = str(error)
     measured = bool(run) and not trouble
@@ -49,12 +48,13 @@ async def plan(site: Site, run: str = "") -> None:
                 if trouble:
                     message(trouble)
                 if names:
-                    ui.select(
+                    taken = choice(
                         names,
-                        label="take the times of a run",
-                        value=run if measured and run in names else None,
-                        on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
-                    ).classes("above").props(SMALL)
+                        run if measured else None,
+                        "take the times of a run",
+                        lambda chosen: ui.navigate.to(address("plan", run=chosen)),
+                    )
+                    taken.classes("above")
                 sliders = _Sliders(times, Placement.COLOCATED if measured else Placement.OVERLAPPED)
             with card("What to change first"):
                 sliders.results()
@@ -73,22 +73,16 @@ class _Sliders:
         top = _round_up(2 * max(self._times.values()) or 1.0)
         for stage in STAGES:
             self._slider(stage, top)
-        self._placement = ui.select(
-            {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()},
-            value=placement,
-            label="what may run at the same time",
-            on_change=self._changed,
-        ).props(SMALL)
+        placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
+        self._placement = choice(placements, placement, "what may run at the same time", self._changed)
         ui.label(
             "The same times in each placement. Streamed is drawn at its longest, as if all answers ended together: "
             "with max_lag = 0 the last of them must be written before it can be trained on."
         ).classes("says")
-        self._chart = ui.echart({}, renderer="svg").style("height: 180px; width: 100%")
+        self._show_chart = chart(180)
 
     def results(self) -> None:
-        """What they come to, where that is to be shown."""
-        self._says = ui.html("", sanitize=False).classes("bare")
-        self.panel = Panel(self._read, self._show)
+        self.panel = panel(self._read, self._show)
 
     def _slider(self, stage: str, top: float) -> None:
         with ui.element("div").classes("slider"):
@@ -109,23 +103,17 @@ class _Sliders:
         self._shown[stage].set_text(f"{value:.3g} s")
         await self._changed()
 
-    async def _changed(self) -> None:
+    async def _changed(self, _: object = None) -> None:
         await self.panel.changed()
 
-    def _read(self) -> tuple[str, Options]:
-        try:
-            found = triage_typed(StageTimes(**self._times), Placement(self._placement.value))
-        except HeadraceError as error:
-            return problem(str(error)), {}
-        best = min(found.step_s, key=lambda where: found.step_s[where])
-        return typed_markup(found), charts.placement_bars({str(w): s for w, s in found.step_s.items()}, best)
+    def _read(self) -> TypedTriage:
+        return triage_typed(StageTimes(**self._times), Placement(self._placement.value))
 
-    def _show(self, found: tuple[str, Options]) -> None:
-        self._says.set_content(found[0])
-        self._chart.set_visibility(bool(found[1]))
-        self._chart.options.clear()
-        self._chart.options.update(found[1])
-        self._chart.update()
+    def _show(self, found: TypedTriage) -> None:
+        for part in triage_report(found).sections[:2]:  # the chart has the placements
+            section(part)
+        best = min(found.step_s, key=lambda where: found.step_s[where])
+        self._show_chart(charts.placement_bars({str(w): s for w, s in found.step_s.items()}, best))
 
 
 class _Form:
@@ -140,8 +128,8 @@ class _Form:
             "with the speeds of datasheets: the shape of an answer, before anything is paid for.",
         ):
             with ui.element("div").classes("form"):
-                self._device = ui.select(list(built_in()), value="H100", label="kind of GPU", on_change=self._changed)
-                self._device.props(f"{SMALL} hint='to run it on'")
+                self._device = choice(list(built_in()), "H100", "kind of GPU", self._changed)
+                self._device.props("hint='to run it on'")
                 self._texts = {
                     name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self._changed)
                     for name, field in FIELDS.items()
@@ -152,26 +140,23 @@ class _Form:
                 self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
                 self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
         with ui.element("div") as self._results:
-            self.panel = bare_panel(self._read)
+            self.panel = panel(self._read, report)
 
-    async def _changed(self) -> None:
+    async def _changed(self, _: object = None) -> None:
         self._results.classes("waiting")
         if await self.panel.changed():
             self._results.classes(remove="waiting")
 
-    def _read(self) -> str:
-        try:
-            asked = question(
-                {name: text.value or "" for name, text in self._texts.items()},
-                device=self._device.value,
-                reference=self._reference.value,
-                adapter=self._adapter.value,
-            )
-            found = work_out(asked)
-        except HeadraceError as error:
-            return problem(str(error))
-        others = others_that_fit(found[0].wall, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
-        return plan_markup(asked, found, others)
+    def _read(self) -> Report:
+        asked = question(
+            {name: text.value or "" for name, text in self._texts.items()},
+            device=self._device.value,
+            reference=self._reference.value,
+            adapter=self._adapter.value,
+        )
+        found = work_out(asked)
+        others = others_that_fit(found[0].bottleneck, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
+        return plan_report(asked, found, others)
 
 
 def _round_up(value: float) -> float:

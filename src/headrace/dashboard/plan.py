@@ -7,30 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.insight.hardware import find_device
-from headrace.insight.model_shape import sized_shape
+from headrace.insight.hardware import find_device, sized_shape
 from headrace.insight.planner import Question
 from headrace.insight.scenario import amount, seconds
-from headrace.insight.tails import LogNormal
+from headrace.insight.workload import LogNormal
 
 MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to work a plan out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """Something to type.
-
-    Example:
-        Field(label="prompts", says="per step", value="64", read=_whole(1, 65_536))
-    """
+    """Something to type; `value` is what it holds at first."""
 
     label: str
     says: str
-    value: str  # at first
+    value: str
     read: Callable[[str], Any]
 
     def problem(self, text: str | None) -> str | None:
-        """What is wrong with a text, if anything."""
         try:
             self.read(text or "")
         except HeadraceError as error:
@@ -76,7 +70,6 @@ FIELDS = {
 
 
 def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:
-    """What was typed, as the planner's question."""
     wrong = [field.label for name, field in FIELDS.items() if field.problem(texts[name])]
     if wrong:
         raise ConfigError(f"Put right what is marked above: {', '.join(wrong)}.")

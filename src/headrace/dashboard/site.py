@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
-from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, update_lag_shares
+from headrace.dashboard.books import LagShares, read_accounts, read_elapsed_s, update_lag_shares
+from headrace.dashboard.overview import NOT_YET, Overview
 from headrace.dashboard.series import Series, looking_into, read_series
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.triage import Triage, triage
-from headrace.ledger.runs import RunFacts, RunState, is_run, read_run, read_runs, run_config
+from headrace.ledger.files import is_run, run_config
+from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
-NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _one_at_a_time = threading.Lock()  # runs are triaged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overview:
-    """A run in a few numbers; `now` means the last steps. What is not known yet is None.
-
-    Example:
-        Overview(facts=RunFacts(...), steps=94, trained_tokens=81920, now_reward=0.62,
-            now_goodput_tokens_per_s=2150.0, goodput_tokens_per_s=2080.0, now_lag_mean=0.4, lag_max=2, now_step_s=1.9,
-            useful_share=0.83, elapsed_s=310.0, dollars=0.17, num_damaged=0)
-    """
-
-    facts: RunFacts  # a few seconds old
-    steps: int
-    trained_tokens: int
-    now_reward: float | None
-    now_goodput_tokens_per_s: float | None
-    goodput_tokens_per_s: float | None
-    now_lag_mean: float | None
-    lag_max: int
-    now_step_s: float | None
-    useful_share: float | None  # of the tokens whose fate is decided
-    elapsed_s: float
-    dollars: float | None  # None without a price
-    num_damaged: int
-
-    @property
-    def dollars_per_million(self) -> float | None:
-        """What a million trained tokens have cost."""
-        if self.dollars is None or not self.trained_tokens:
-            return None
-        return self.dollars / self.trained_tokens * 1e6
 
 
 class LiveTriage:
@@ -104,7 +74,6 @@ class LiveRun:
 
     @property
     def name(self) -> str:
-        """What the run is called on the page."""
         return self.path.name
 
     def facts(self) -> RunFacts:
@@ -115,40 +84,26 @@ class LiveRun:
             return self._facts
 
     def series(self) -> Series:
-        """The curves up to the newest row."""
         with self._lock:
             self._series = read_series(self.path, self._series)
             return self._series
 
     def lag_shares(self) -> LagShares:
-        """Trained tokens by step and lag."""
         with self._lock:
             update_lag_shares(self.path, self._lags)
             return replace(self._lags, tokens=self._lags.tokens.copy())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
-        """The run in a few numbers."""
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
-        series, flows, elapsed_s = self.series(), read_flows(self.path), read_elapsed_s(self.path)
-        now = series.recent
-        tokens = {kind: sum(f.tokens for f in flows if f.kind == kind) for kind in ("trained", "dropped")}
-        decided = sum(tokens.values())
+        elapsed_s = read_elapsed_s(self.path)
         return Overview(
             facts=facts,
-            steps=series.last_step,
-            trained_tokens=tokens["trained"],
-            now_reward=now.values["reward_mean"] if now else None,
-            now_goodput_tokens_per_s=now.goodput_tokens_per_s if now else None,
-            goodput_tokens_per_s=series.goodput_tokens_per_s,
-            now_lag_mean=now.values["lag_mean"] if now else None,
-            lag_max=int(max((bucket.values["lag_max"] or 0 for bucket in series.buckets), default=0)),
-            now_step_s=now.step_s if now else None,
-            useful_share=tokens["trained"] / decided if decided else None,
+            series=self.series(),
+            books=read_accounts(self.path),
             elapsed_s=elapsed_s,
             dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
-            num_damaged=series.num_damaged,
         )
 
     def triage(self) -> Triage | str:
@@ -183,7 +138,6 @@ class Site:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the directory is a run itself."""
         return is_run(self.root)
 
     def run(self, name: str) -> LiveRun:
@@ -203,3 +157,10 @@ class Site:
         if not found:
             raise RunError(f"There is no run in {self.root} yet.")
         return self.run(max(found, key=lambda facts: facts.written).path.name)
+
+
+def address(*parts: str, **query: object) -> str:
+    """An address on this site; what is None is left out of the query."""
+    path = "/" + "/".join(quote(part, safe="") for part in parts)
+    given = {name: value for name, value in query.items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path

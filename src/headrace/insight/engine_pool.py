@@ -1,44 +1,95 @@
-"""Rollout workers in a simulation. Only the starts and ends of answers are events, not the tokens between them.
+"""Rollout workers in a simulation, and the virtual clock that they run on.
 
-All rows of a worker advance together, one token in each decode step, and a step's seconds follow from the number of
-rows. So a worker is a counter of decode steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first
-token comes with its prompt). When rows come or go, only the counter's speed changes.
+Only the starts and ends of answers are events, not the tokens between them. All rows of a worker advance together, one
+token in each decode step, and a step's seconds follow from the number of rows. So a worker is a counter of decode
+steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first token comes with its prompt). When rows
+come or go, only the counter's speed changes.
 
 The pool has a clock of its own that stands still while it is paused: then nothing has to be scheduled again.
+
+The virtual clock is an asyncio event loop whose time jumps: where another would wait for the next timer, this one is
+there at once. So code that waits, like the buffer, runs unchanged, and hours of it pass in seconds. What happens
+depends on the order of timers alone, never on how quick this machine is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import selectors
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
+from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.insight.virtual_clock import VirtualLoop
-from headrace.insight.workload import Cluster
+from headrace.errors import StalledError
+from headrace.insight.workload import Machine
+
+Result = TypeVar("Result")
 
 _SAME_S = 1e-6  # more than the event loop's own idea of the same moment
 _SAME = 1e-7  # decode steps: rows that end closer together than this end together
 
 
-class Family:
-    """Answers to one prompt that start together on one worker."""
+class _Jump(selectors.SelectSelector):
+    """Waits for no file: the time it would have waited has passed when it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise StalledError("the simulation stands still: everybody waits, and nothing is left that could happen")
+        self.now_s += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Starts at second 0. Nothing outside it can wake it, so no threads, processes or sockets."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now_s
+
+    def jump(self, to_s: float) -> bool:
+        """Go on to a later moment, if nothing else is to happen before; whether it did.
+
+        What has one event after another to deal with is spared the way through the event loop between them.
+        """
+        timers = self._scheduled  # type: ignore[attr-defined]
+        if self._ready or (timers and timers[0].when() <= to_s):  # type: ignore[attr-defined]
+            return False
+        self._jump.now_s = max(self._jump.now_s, to_s)
+        return True
+
+
+def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine, without waiting. Call it where no event loop runs, or in a thread of its own."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class GroupPart:
+    """Answers of one group that start together on one worker."""
 
     __slots__ = ("lengths", "owner", "worker")
 
     def __init__(self, owner: object, lengths: Sequence[int]) -> None:
         self.owner = owner  # the group it belongs to
         self.lengths = lengths  # of those that run or wait
-        self.worker: Worker | None = None  # None while it waits
+        self.worker: SimulatedEngine | None = None  # None while it waits
 
 
-Row = tuple[float, int, Family, int]  # the worker's step at which it ends, a number, its family, its length
+Running = tuple[float, int, GroupPart, int]  # the worker's step at which it ends, a number, its part, its length
 
 
-class Worker:
+class SimulatedEngine:
     """One engine. Times are the pool's."""
 
     __slots__ = (
@@ -57,7 +108,7 @@ class Worker:
 
     def __init__(self, number: int, slow: float) -> None:
         self.number, self.slow = number, slow
-        self.ends: list[Row] = []  # a heap of the rows
+        self.ends: list[Running] = []  # a heap of the rows
         self.steps = 0.0  # decode steps so far
         self.step_s = 0.0  # of the present batch
         self.at_s = 0.0  # up to when `steps` is counted
@@ -78,146 +129,117 @@ class Worker:
         self.at_s = max(self.at_s, now_s)
 
     def hold(self, seconds: float) -> None:
-        """Decode nothing for so long, after what holds it already."""
+        """Decode nothing for `seconds`, after what holds it already."""
         self.hold_s = max(self.at_s, self.hold_s) + seconds
 
-    def so_far(self, row: Row) -> float:
+    def so_far(self, row: Running) -> float:
         """Tokens that a running row has."""
         return row[3] - (row[0] - self.steps)
 
 
 class EnginePool:
-    """Starts families in order, on the worker with the fewest rows, as soon as it has room for all their answers.
+    """Starts parts in order, on the worker with the fewest rows, as soon as it has room for all their answers.
 
-    `on_begin(family)` hears that a family has its rows, `on_end(family, length)` of every answer that is complete,
-    `on_lost(family, tokens)` what a failing worker had sampled of an answer; that answer is started again.
+    `on_begin(part)` hears that a part has its rows, `on_end(part, length)` of every answer that is complete,
+    `on_lost(part, tokens)` what a failing worker had sampled of an answer; that answer is started again.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        machine: Machine,
         rng: np.random.Generator,
         *,
         prefill_s: float,
-        on_begin: Callable[[Family], None],
-        on_end: Callable[[Family, int], None],
-        on_lost: Callable[[Family, float], None],
+        on_begin: Callable[[GroupPart], None],
+        on_end: Callable[[GroupPart, int], None],
+        on_lost: Callable[[GroupPart, float], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
-        self._cluster, self._rng, self._prefill_s = cluster, rng, prefill_s
+        self._machine, self._rng, self._prefill_s = machine, rng, prefill_s
         self._on_begin, self._on_end, self._on_lost = on_begin, on_end, on_lost
-        slow = set(rng.permutation(cluster.rollout_workers)[: round(cluster.straggler_share * cluster.rollout_workers)])
-        factor = cluster.straggler_factor
-        self.workers = [Worker(i, factor if i in slow else 1.0) for i in range(cluster.rollout_workers)]
+        slow = set(rng.permutation(machine.rollout_workers)[: round(machine.straggler_share * machine.rollout_workers)])
+        factor = machine.straggler_factor
+        self.workers = [SimulatedEngine(i, factor if i in slow else 1.0) for i in range(machine.rollout_workers)]
         self.num_failures = 0
-        self._waiting: deque[Family] = deque()
+        self._waiting: deque[GroupPart] = deque()
         self._events: list[tuple[float, int, int]] = []  # when, worker, its stamp: others than the newest are void
-        self._by_load = [(0, i) for i in range(cluster.rollout_workers)]  # a heap; void where the rows are others now
+        self._by_load = [(0, i) for i in range(machine.rollout_workers)]  # a heap; void where the rows are others now
         self._numbers = count()
         self._num_rows = 0
         self._active_s, self._active_since_s = 0.0, 0.0  # while any worker had a row
-        self._shift_s, self._paused_s, self._pauses = 0.0, 0.0, 0
+        self._shift_s, self._paused_s, self._paused = 0.0, 0.0, False
         self._timer: asyncio.TimerHandle | None = None
         self._poked = False
 
     def now(self) -> float:
         """Seconds that the pool was not paused."""
-        return self._paused_s if self._pauses else self._loop.time() - self._shift_s
+        return self._paused_s if self._paused else self._loop.time() - self._shift_s
 
     @property
     def active_s(self) -> float:
         """Seconds in which anything was generated."""
         return self._active_s + (self.now() - self._active_since_s if self._num_rows else 0.0)
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds that workers decoded or computed prompts, added up over them."""
+    def advanced(self) -> list[SimulatedEngine]:
+        """All workers, with their decode steps counted up to now."""
         now_s = self.now()
         for worker in self.workers:
             worker.advance(now_s)
-        return sum(worker.busy_s for worker in self.workers)
+        return self.workers
 
-    @property
-    def sampled_tokens(self) -> float:
-        """By all workers, ever; a part of a token counts as such."""
-        now_s = self.now()
-        for worker in self.workers:
-            worker.advance(now_s)
-        return sum(worker.sampled for worker in self.workers)
-
-    def under_way(self) -> list[tuple[Family, float]]:
-        """Every running answer's family, and the tokens it has."""
-        now_s = self.now()
-        for worker in self.workers:
-            worker.advance(now_s)
-        return [(row[2], worker.so_far(row)) for worker in self.workers for row in worker.ends]
-
-    def submit(self, owner: object, lengths: Sequence[int]) -> list[Family]:
+    def submit(self, owner: object, lengths: Sequence[int]) -> list[GroupPart]:
         """Queue the answers to a prompt; where one worker cannot hold them all they are split."""
-        at_once = self._cluster.rows_per_worker
-        families = [Family(owner, lengths[start : start + at_once]) for start in range(0, len(lengths), at_once)]
-        self._waiting.extend(families)
+        at_once = self._machine.rows_per_worker
+        parts = [GroupPart(owner, lengths[start : start + at_once]) for start in range(0, len(lengths), at_once)]
+        self._waiting.extend(parts)
         self._poke()
-        return families
+        return parts
 
-    def abort(self, families: Sequence[Family]) -> float:
+    def abort(self, parts: Sequence[GroupPart]) -> float:
         """End what is left of these; the tokens that their unfinished answers had."""
         tokens = 0.0
-        for family in families:
-            worker = family.worker
+        for part in parts:
+            worker = part.worker
             if worker is None:
-                self._waiting.remove(family)
+                self._waiting.remove(part)
                 continue
             worker.advance(self.now())
-            tokens += sum(worker.so_far(row) for row in worker.ends if row[2] is family)
-            self._set_rows(worker, [row for row in worker.ends if row[2] is not family])
+            tokens += sum(worker.so_far(row) for row in worker.ends if row[2] is part)
+            self._set_rows(worker, [row for row in worker.ends if row[2] is not part])
         self._poke()
         return tokens
 
     def pause(self) -> None:
-        """Stop all workers, e.g. while the learner has the devices; as often as it is paused it must be resumed."""
-        if not self._pauses:
-            self._paused_s = self.now()
-            self._disarm()
-        self._pauses += 1
+        """Stop all workers while the learner has the devices."""
+        self._paused_s, self._paused = self.now(), True
+        self._disarm()
 
     def resume(self) -> None:
-        """The workers go on."""
-        self._pauses -= 1
-        if not self._pauses:
-            self._shift_s = self._loop.time() - self._paused_s
-            self._turn()
+        self._paused = False
+        self._shift_s = self._loop.time() - self._paused_s
+        self._turn()
 
-    def hold_each(self, seconds: float) -> None:
-        """Every worker stops by itself for so long; those that have nothing to do lose nothing by it."""
-        now_s = self.now()
-        for worker in self.workers:
-            worker.advance(now_s)
-            worker.hold(seconds)
-            self._schedule(worker)
-        self._poke()
-
-    def fail(self, worker: Worker) -> None:
+    def fail(self, worker: SimulatedEngine) -> None:
         """The worker dies, its answers with it; they are started again, before others."""
         if worker.down:
             return
         worker.advance(self.now())
-        lost: dict[Family, list[int]] = {}
+        lost: dict[GroupPart, list[int]] = {}
         for row in worker.ends:
             self._on_lost(row[2], worker.so_far(row))
             lost.setdefault(row[2], []).append(row[3])
-        for family, lengths in lost.items():
-            family.lengths, family.worker = lengths, None
-            self._waiting.appendleft(family)
+        for part, lengths in lost.items():
+            part.lengths, part.worker = lengths, None
+            self._waiting.appendleft(part)
         self.num_failures += 1
         worker.down = True
         self._set_rows(worker, [])
-        self._loop.call_later(self._cluster.repair_s, self._repaired, worker)
+        self._loop.call_later(self._machine.repair_s, self._repaired, worker)
         self._poke()
 
-    def _repaired(self, worker: Worker) -> None:
+    def _repaired(self, worker: SimulatedEngine) -> None:
         worker.down = False
         heapq.heappush(self._by_load, (len(worker.ends), worker.number))
         self._poke()
@@ -232,7 +254,7 @@ class EnginePool:
 
     def _turn(self) -> None:
         self._poked = False
-        if self._pauses:
+        if self._paused:
             return
         self._disarm()
         while True:
@@ -242,7 +264,7 @@ class EnginePool:
                 if self.workers[number].stamp == stamp:
                     self._end_rows(self.workers[number], now_s)
             if self._waiting:
-                self._start_families(now_s)
+                self._start_waiting(now_s)
             while self._events and self.workers[self._events[0][1]].stamp != self._events[0][2]:
                 heapq.heappop(self._events)
             if not self._events:
@@ -252,7 +274,7 @@ class EnginePool:
                 self._timer = self._loop.call_at(next_s, self._turn)
                 return
 
-    def _end_rows(self, worker: Worker, now_s: float) -> None:
+    def _end_rows(self, worker: SimulatedEngine, now_s: float) -> None:
         """The rows that are complete; one is, since the worker's event is due."""
         worker.advance(now_s)
         due = worker.ends[0][0]
@@ -262,30 +284,27 @@ class EnginePool:
         while worker.ends and worker.ends[0][0] <= due + _SAME:
             ended.append(heapq.heappop(worker.ends))
         self._rows_changed(worker, -len(ended))
-        for _, _, family, length in ended:
-            self._on_end(family, length)
-        limit = int(self._cluster.repack_below * self._cluster.rows_per_worker)
-        if not self._waiting and len(worker.ends) <= limit < len(worker.ends) + len(ended):
-            self._repack(worker)
+        for _, _, part, length in ended:
+            self._on_end(part, length)
 
-    def _start_families(self, now_s: float) -> None:
+    def _start_waiting(self, now_s: float) -> None:
         while self._waiting:
             worker = self._freest()
-            family = self._waiting[0]
-            if worker is None or len(worker.ends) + len(family.lengths) > self._cluster.rows_per_worker:
+            part = self._waiting[0]
+            if worker is None or len(worker.ends) + len(part.lengths) > self._machine.rows_per_worker:
                 return
             self._waiting.popleft()
             worker.advance(now_s)
             worker.hold(self._prefill_s * worker.slow)
             worker.busy_s += self._prefill_s * worker.slow
-            worker.sampled += len(family.lengths)
-            family.worker = worker
-            for length in family.lengths:
-                heapq.heappush(worker.ends, (worker.steps + length - 1, next(self._numbers), family, length))
-            self._rows_changed(worker, len(family.lengths))
-            self._on_begin(family)
+            worker.sampled += len(part.lengths)
+            part.worker = worker
+            for length in part.lengths:
+                heapq.heappush(worker.ends, (worker.steps + length - 1, next(self._numbers), part, length))
+            self._rows_changed(worker, len(part.lengths))
+            self._on_begin(part)
 
-    def _freest(self) -> Worker | None:
+    def _freest(self) -> SimulatedEngine | None:
         """The worker with the fewest rows, if any is up."""
         while self._by_load:
             num_rows, number = self._by_load[0]
@@ -295,46 +314,25 @@ class EnginePool:
             heapq.heappop(self._by_load)
         return None
 
-    def _repack(self, worker: Worker) -> None:
-        """Give the last rows to a worker that is not slower, and has rows of its own and room for these."""
-        room = self._cluster.rows_per_worker - len(worker.ends)
-        others = [
-            other
-            for other in self.workers
-            if other is not worker and not other.down and other.slow <= worker.slow
-            if len(other.ends) <= room and (len(other.ends) >= len(worker.ends) or other.slow < worker.slow)
-        ]
-        if not worker.ends or not others:
-            return
-        target = min(others, key=lambda other: (other.slow, -len(other.ends), other.number))
-        target.advance(self.now())
-        target.hold(self._cluster.repack_s)
-        moved, gone = worker.ends, worker.steps
-        for end, number, family, length in moved:
-            family.worker = target
-            heapq.heappush(target.ends, (target.steps + end - gone, number, family, length))
-        self._set_rows(worker, [])
-        self._rows_changed(target, len(moved))
-
-    def _set_rows(self, worker: Worker, rows: list[Row]) -> None:
+    def _set_rows(self, worker: SimulatedEngine, rows: list[Running]) -> None:
         change = len(rows) - len(worker.ends)
         worker.ends = rows
         heapq.heapify(rows)
         self._rows_changed(worker, change)
 
-    def _rows_changed(self, worker: Worker, change: int) -> None:
-        """So many rows more: the worker's speed is another now."""
+    def _rows_changed(self, worker: SimulatedEngine, change: int) -> None:
+        """The worker has `change` rows more, and another speed."""
         if self._num_rows == 0 and change > 0:
             self._active_since_s = self.now()
         self._num_rows += change
         if self._num_rows == 0 and change < 0:
             self._active_s += self.now() - self._active_since_s
-        worker.step_s = worker.slow * (self._cluster.decode_s + self._cluster.decode_row_s * len(worker.ends))
+        worker.step_s = worker.slow * (self._machine.decode_s + self._machine.decode_row_s * len(worker.ends))
         if not worker.down:
             heapq.heappush(self._by_load, (len(worker.ends), worker.number))
         self._schedule(worker)
 
-    def _schedule(self, worker: Worker) -> None:
+    def _schedule(self, worker: SimulatedEngine) -> None:
         worker.stamp += 1
         if worker.ends:
             start_s = max(worker.at_s, worker.hold_s)

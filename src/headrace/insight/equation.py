@@ -1,4 +1,4 @@
-"""The goodput equation: how five stage times make one step, and what a step's tokens cost.
+"""The goodput equation: how five stage times make one step, and which of them is the bottleneck.
 
     goodput = B·K·L̄·useful / τstep        τstep = sum or max of τR τV τref τT τS, by what overlaps
 
@@ -9,13 +9,11 @@ reward that is computed while other answers are still being generated belongs in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
 from headrace.errors import ConfigError
-from headrace.insight.checks import check_above, check_at_least, check_share
 from headrace.types import STAGES, StageTimes
 
 STAGE_WORDS = {
@@ -41,95 +39,145 @@ PLACEMENT_WORDS = {
     Placement.COLOCATED: "one machine takes turns: every stage waits for the others",
     Placement.STREAMED: "own machines, max_lag = 0: the learner begins with the groups that are finished",
     Placement.OVERLAPPED: "own machines, max_lag = 1: the next answers are written while the learner trains",
-    Placement.ASYNCHRONOUS: "own machines, as much lag as it takes: only the slowest stage counts",
+    Placement.ASYNCHRONOUS: "own machines, as much lag as it takes: only the slowest side counts",
 }
 
 
-def exposed(
-    times: StageTimes, placement: Placement, *, hidden_share: float = 0.0, exposed_publish: float = 1.0
-) -> StageTimes:
+class Bottleneck(StrEnum):
+    """What holds a run back."""
+
+    GENERATION = "generation"
+    SYNC = "weight sync"
+    LEARNER = "learner"
+    REWARD = "reward latency"
+    TAIL = "long tail"
+    SPARSE = "sparse reward"
+    OBSERVABILITY = "agent observability"  # of other systems: in this one every trajectory can be rebuilt
+
+
+BOTTLENECK_OF_STAGE = {
+    "rollout": Bottleneck.GENERATION,
+    "reward": Bottleneck.REWARD,
+    "reference": Bottleneck.LEARNER,
+    "train": Bottleneck.LEARNER,
+    "publish": Bottleneck.SYNC,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a bottleneck looks like and what to try, the first first.
+
+    Example:
+        Advice(sign="the learner waits while few answers are still being decoded", moves=("loop.max_lag=1: ...",))
+    """
+
+    sign: str
+    moves: tuple[str, ...]
+
+
+ADVICE = {
+    Bottleneck.GENERATION: Advice(
+        sign="decoding takes most of the step: the engine is busy, the learner waits for it",
+        moves=(
+            "more sequences at a time (rollout.max_running), if memory for their cache is left",
+            "rollout.speculate=8, where answers repeat their prompt, each other or earlier epochs",
+            "one version of lag (loop.max_lag=1), so that training hides behind generation",
+            "more or faster devices for generation",
+        ),
+    ),
+    Bottleneck.SYNC: Advice(
+        sign="new weights reach the engines slowly: publishing takes a large part of every step",
+        moves=(
+            "engine and learner in one process, where both fit: they share the weights, and nothing is sent",
+            "send what changed instead of everything, or an adapter",
+            "more prompts per step (loop.groups_per_step), so that there are fewer versions to publish",
+            "nodes that pass the weights on, so that the learner sends them once",
+        ),
+    ),
+    Bottleneck.LEARNER: Advice(
+        sign="the gradient takes most of the step: engines wait for new weights",
+        moves=(
+            "fuller passes (learner.micro_batch_tokens), as far as memory goes",
+            "no recomputed activations (learner.checkpoint_activations=false), if memory is left",
+            "one version of lag (loop.max_lag=1), so that generation hides behind training",
+            "more devices for the learner",
+        ),
+    ),
+    Bottleneck.REWARD: Advice(
+        sign="finished answers wait for their verdicts, and the devices with them",
+        moves=(
+            "more processes that score (reward.workers)",
+            "one version of lag (loop.max_lag=1 or more), so that the devices work meanwhile",
+            "an async reward function, when it waits for a network rather than computes",
+            "a shorter reward.timeout_s, if a few verdicts take much longer than the others",
+        ),
+    ),
+    Bottleneck.TAIL: Advice(
+        sign="most answers are done, and a few long ones keep everybody waiting",
+        moves=(
+            "lag (loop.max_lag=2 or more): others are generated beside the long ones, and training does not wait",
+            "a limit on the time of one answer (rollout.max_wall_s) with rollout.on_wall='park': it goes on later",
+            "a lower rollout.max_new_tokens, with reward.overlong_tokens so that the policy learns to be brief",
+        ),
+    ),
+    Bottleneck.SPARSE: Advice(
+        sign="most groups are dropped because all their answers got the same reward",
+        moves=(
+            "easier prompts first, or prompts filtered by how often they are solved (buffer.filters)",
+            "more answers per prompt (rollout.samples), so that one of them succeeds",
+            "a reward with parts, that tells half-right answers from wrong ones",
+        ),
+    ),
+    Bottleneck.OBSERVABILITY: Advice(
+        sign="trajectories cannot be rebuilt: tokens, log-probs or versions are missing",
+        moves=("generate through this system's engine: it records all of them where they are sampled",),
+    ),
+}
+
+
+def exposed(times: StageTimes, placement: Placement) -> StageTimes:
     """The seconds that each stage adds to the step; what hides behind other stages adds none.
 
     colocated       τR + τV + τref + τT + τS
-    streamed        the same sum, less hidden_share · min(τR + τV + τref, τT)
-    overlapped      max(τR + τV + τref, τT) + exposed_publish · τS
-    asynchronous    max(τR, τV, τref, τT, τS)
+    streamed        the same sum, if all groups end together; less, the more evenly they end: `simulate` says how much
+    overlapped      max(τR + τV + τref, τT) + τS
+    asynchronous    max(τR, τV, τref + τT + τS)
 
     With no lag allowed a strict max is impossible: no answer may be sampled before the last update, and no update made
     before the last answer, so rollout and training of one step follow each other. But a gradient is a sum over groups,
-    and the learner may add up those of finished groups while others are being generated. `hidden_share` is how much of
-    the shorter side that hides. It is 0 when all groups end together and 1 - 1/n when n groups end at even intervals
-    (see `hidden_share_of`); 1 would be the strict max. With one version of lag the next step's answers need not wait
-    for the update, and with more even publishing need not be waited for: then the slowest stage sets the pace.
+    and the learner may add up those of finished groups while others are being generated. With one version of lag the
+    next step's answers need not wait for the update. `overlapped` is generation batch by batch with the reference on
+    its side, as in most systems. With more lag the slowest side sets the pace; there the sides are those of this
+    system, whose learner computes the reference's log-probs and waits until its weights are published.
     """
     for stage in STAGES:
-        check_at_least(0.0, **{SYMBOLS[stage]: getattr(times, stage)})
-    check_share(exposed_publish=exposed_publish)
-    if not 0.0 <= hidden_share < 1.0:
-        raise ConfigError(
-            f"hidden_share is {hidden_share:g}; it is at least 0 and below 1, because without lag the last group's "
-            "training cannot begin before its generation ends"
-        )
-    produce_s = times.rollout + times.reward + times.reference
-    produce, train, publish = 1.0, 1.0, 1.0  # the share of each side that shows
-    if placement is Placement.ASYNCHRONOUS:
-        return StageTimes(**{times.wall: getattr(times, times.wall)})
-    if placement is not Placement.COLOCATED:
-        shorter = 0.0 if placement is Placement.OVERLAPPED else 1.0 - hidden_share
-        produce, train = (shorter, 1.0) if produce_s < times.train else (1.0, shorter)
+        seconds = getattr(times, stage)
+        if not 0.0 <= seconds < math.inf:
+            raise ConfigError(f"{SYMBOLS[stage]} is {seconds:g}; it must be a number of at least 0")
+    sides: tuple[tuple[str, ...], ...] = (STAGES,)
+    always: tuple[str, ...] = ()
     if placement is Placement.OVERLAPPED:
-        publish = exposed_publish
-    return StageTimes(
-        rollout=produce * times.rollout,
-        reward=produce * times.reward,
-        reference=produce * times.reference,
-        train=train * times.train,
-        publish=publish * times.publish,
-    )
+        sides, always = (("rollout", "reward", "reference"), ("train",)), ("publish",)
+    elif placement is Placement.ASYNCHRONOUS:
+        sides = (("rollout",), ("reward",), ("reference", "train", "publish"))
+    slowest = max(sides, key=lambda side: sum(getattr(times, stage) for stage in side))
+    return StageTimes(**{stage: getattr(times, stage) for stage in (*slowest, *always)})
 
 
-def step_s(
-    times: StageTimes, placement: Placement, *, hidden_share: float = 0.0, exposed_publish: float = 1.0
-) -> float:
+def step_s(times: StageTimes, placement: Placement) -> float:
     """Seconds of one step; `exposed` says how they come about."""
-    shown = exposed(times, placement, hidden_share=hidden_share, exposed_publish=exposed_publish)
+    shown = exposed(times, placement)
     return sum(float(getattr(shown, stage)) for stage in STAGES)
 
 
-def binding_stage(
-    times: StageTimes, placement: Placement, *, hidden_share: float = 0.0, exposed_publish: float = 1.0
-) -> str:
-    """The wall: the stage that adds most to the step. Shortening one that adds nothing changes nothing."""
-    return exposed(times, placement, hidden_share=hidden_share, exposed_publish=exposed_publish).wall
-
-
-def hidden_share_of(finish_s: Sequence[float], train_s: float) -> float:
-    """What streaming hides at max_lag = 0, as `hidden_share`, when groups end at these times since the step's start.
-
-    `finish_s` is in the order in which groups are trained on: with max_lag = 0 the order of their serials, so a group
-    that ends late holds up those behind it. Each takes an equal part of `train_s`.
-    """
-    check_above(0.0, train_s=train_s)
-    ready_s = np.maximum.accumulate(np.asarray(finish_s, dtype=float))
-    if not ready_s.size or not ready_s[-1] > 0.0:
-        return 0.0
-    done_s = 0.0
-    for ready in ready_s:
-        done_s = max(done_s, float(ready)) + train_s / ready_s.size
-    rollout_s = float(ready_s[-1])
-    return max(0.0, (rollout_s + train_s - done_s) / min(rollout_s, train_s))
-
-
-def goodput(*, num_prompts: int, num_samples: int, mean_tokens: float, step_s: float, useful: float = 1.0) -> float:
-    """Trained tokens per second: `num_prompts` x `num_samples` answers of `mean_tokens` per step, `useful` of them."""
-    check_above(0.0, num_prompts=num_prompts, num_samples=num_samples, mean_tokens=mean_tokens, step_s=step_s)
-    check_share(useful=useful)
-    return num_prompts * num_samples * mean_tokens * useful / step_s
+def binding_stage(times: StageTimes, placement: Placement) -> str:
+    """The stage that adds most to the step. Shortening one that adds nothing changes nothing."""
+    return exposed(times, placement).wall
 
 
 def dollars_per_million_tokens(goodput_tokens_per_s: float, dollars_per_hour: float) -> float:
     """What a million trained tokens cost on machines of `dollars_per_hour` in all; infinite if there are none."""
-    check_at_least(0.0, goodput=goodput_tokens_per_s, dollars_per_hour=dollars_per_hour)
     if goodput_tokens_per_s == 0.0:
-        return float("inf")
+        return math.inf
     return dollars_per_hour / 3600.0 / goodput_tokens_per_s * 1e6

@@ -1,4 +1,4 @@
-"""What devices can do and what they cost.
+"""What devices can do and what they cost, and the few numbers of a model that its speed and memory depend on.
 
 Speeds and sizes are the datasheets' (matrix products of dense bfloat16, one direction of each link); what a program
 reaches of them is a matter of efficiency, in `roofline.py`. Prices are typical on-demand list prices of 2026, a device
@@ -18,50 +18,43 @@ and hour. Providers differ by a factor of three and change them often, so write 
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+from headrace.errors import ConfigError, ModelError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
     """One accelerator, or one core of a CPU.
 
     Example:
-        Device(name="H100", memory_bytes=80e9, memory_bytes_per_s=3.35e12, flops_per_s=989e12, link_bytes_per_s=450e9,
-               network_bytes_per_s=50e9, dollars_per_hour=3.0)
+        Accelerator(name="H100", memory_bytes=80e9, memory_bytes_per_s=3.35e12, flops_per_s=989e12,
+            link_bytes_per_s=450e9, network_bytes_per_s=50e9, dollars_per_hour=3.0)
     """
 
     name: str
-    memory_bytes: float
-    memory_bytes_per_s: float
-    flops_per_s: float
-    link_bytes_per_s: float  # to a device of the same node
-    network_bytes_per_s: float  # to another node, this device's part of the node's network
-    dollars_per_hour: float
-    num_per_node: int = 8
-    number_bytes: int = 2  # of a weight: 2 is bfloat16, 4 float32
+    memory_bytes: PositiveFloat
+    memory_bytes_per_s: PositiveFloat
+    flops_per_s: PositiveFloat
+    link_bytes_per_s: PositiveFloat  # to a device of the same node
+    network_bytes_per_s: PositiveFloat  # to another node, this device's part of the node's network
+    dollars_per_hour: NonNegativeFloat
+    num_per_node: PositiveInt = 8
+    number_bytes: PositiveInt = 2  # of a weight: 2 is bfloat16, 4 float32
 
 
-def _known(name: str, *numbers: float, num_per_node: int = 8, number_bytes: int = 2) -> Device:
-    memory, memory_per_s, flops_per_s, link_per_s, network_per_s, dollars_per_hour = numbers
-    return Device(
-        name=name,
-        memory_bytes=memory,
-        memory_bytes_per_s=memory_per_s,
-        flops_per_s=flops_per_s,
-        link_bytes_per_s=link_per_s,
-        network_bytes_per_s=network_per_s,
-        dollars_per_hour=dollars_per_hour,
-        num_per_node=num_per_node,
-        number_bytes=number_bytes,
-    )
+def _known(name: str, *numbers: float, **more: int) -> Accelerator:
+    given = dict(zip(list(Accelerator.model_fields)[1:], numbers, strict=False))
+    return Accelerator(name=name, **given, **more)  # type: ignore[arg-type]
 
 
 # The A100 and H100 nodes have one network card of 200 and 400 Gbit/s per GPU. The 4090 has PCIe 4.0 and an assumed
@@ -76,19 +69,15 @@ BUILT_IN = (
     _known("CPU", 4e9, 10e9, 96e9, 10e9, 0.2e9, 0.05, num_per_node=16, number_bytes=4),
 )
 
-NUMBERS = tuple(field.name for field in fields(Device) if field.name != "name")
-REQUIRED = tuple(field.name for field in fields(Device) if field.name != "name" and field.default is MISSING)
-WHOLE = ("num_per_node", "number_bytes")
-
-Hardware = Mapping[str, Device]
+Hardware = Mapping[str, Accelerator]
 
 
-def built_in() -> dict[str, Device]:
+def built_in() -> dict[str, Accelerator]:
     """The table, by name."""
     return {device.name: device for device in BUILT_IN}
 
 
-def find_device(name: str, hardware: Hardware | None = None) -> Device:
+def find_device(name: str, hardware: Hardware | None = None) -> Accelerator:
     """The device of that name, however it is spelt: H100, h100, rtx4090, RTX-4090."""
     known = built_in() if hardware is None else hardware
     match = _known_as(name, known)
@@ -99,26 +88,36 @@ def find_device(name: str, hardware: Hardware | None = None) -> Device:
     return known[match]
 
 
-def read_hardware(path: Path | str | None) -> dict[str, Device]:
+def read_hardware(path: Path | str | None) -> dict[str, Accelerator]:
     """The table with the changes and additions of a TOML file; without a file, the table."""
     table = built_in()
-    if path is None:
-        return table
-    for name, entry in _tables(Path(path)).items():
+    for name, entry in _tables(Path(path)).items() if path is not None else ():
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}: {name} stands outside of a device; write [H100] or another name above it")
-        numbers = {key: _number(path, name, key, value) for key, value in entry.items()}
-        match = _known_as(name, table)
-        if match is not None:
-            table[match] = replace(table[match], **numbers)
-            continue
-        missing = [key for key in REQUIRED if key not in numbers]
-        if missing:
-            raise ConfigError(
-                f"{path}: [{name}] is not in the table, so it needs every number; {', '.join(missing)} missing"
-            )
-        table[name] = Device(name=name, **numbers)
+        match = _known_as(name, table) or name
+        before = table[match].model_dump() if match in table else {"name": name}
+        try:
+            table[match] = Accelerator.model_validate(before | entry)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: [{name}] {_problem(error)}") from error
     return table
+
+
+def _problem(error: ValidationError) -> str:
+    """What is wrong with a device, in the user's words: unknown names first, then missing numbers, then values."""
+    found = {str(one["loc"][0]): one for one in error.errors()}
+    numbers = list(Accelerator.model_fields)[1:]
+    for key, one in found.items():
+        if one["type"] == "extra_forbidden":
+            near = get_close_matches(key, numbers, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(numbers)}"
+            return f"has no number {key}; {hint}"
+    missing = [key for key, one in found.items() if one["type"] == "missing"]
+    if missing:
+        return f"is not in the table, so it needs every number; {', '.join(missing)} missing"
+    key, one = next(iter(found.items()))
+    whole = "whole " if Accelerator.model_fields[key].annotation is int else ""
+    return f"{key} is {one['input']!r}; it must be a {whole}number above 0"
 
 
 def _tables(path: Path) -> dict[str, Any]:
@@ -133,24 +132,211 @@ def _tables(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
-def _number(path: Path | str, name: str, key: str, value: Any) -> Any:
-    if key not in NUMBERS:
-        near = get_close_matches(key, NUMBERS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(NUMBERS)}"
-        raise ConfigError(f"{path}: [{name}] has no number {key}; {hint}")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    large_enough = is_number and (value > 0 or (key == "dollars_per_hour" and value == 0))
-    if not large_enough or (key in WHOLE and value != int(value)):
-        kind = "a whole number above 0" if key in WHOLE else "a number above 0"
-        raise ConfigError(f"{path}: [{name}] {key} is {value!r}; it must be {kind}")
-    return int(value) if key in WHOLE else float(value)
-
-
 def _known_as(name: str, known: Hardware) -> str | None:
     """The spelling in the table."""
-    spelt = {_plain(other): other for other in known}
-    return spelt.get(_plain(name))
+    spelt = {_letters(other): other for other in known}
+    return spelt.get(_letters(name))
 
 
-def _plain(name: str) -> str:
+def _letters(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum())
+
+
+# ---- models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A dense model, or a mixture of experts.
+
+    Example:
+        ModelShape(name="7B", num_params=7.62e9, num_active_params=7.62e9, num_layers=28, hidden_size=3584,
+                   attention_size=3584, kv_size=1024)
+    """
+
+    name: str
+    num_params: float
+    num_active_params: float  # those that one token uses
+    num_layers: int
+    hidden_size: int
+    attention_size: int  # query heads x head size
+    kv_size: int  # numbers cached per token and layer: 2 x key/value heads x head size
+    num_experts: int = 0  # per layer, those that tokens are sent to
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_experts and not 0 < self.experts_per_token < self.num_experts:
+            raise ModelError(
+                f"{self.name}: a token is sent to {self.experts_per_token} of {self.num_experts} experts; "
+                "it must be at least 1, and fewer than there are"
+            )
+        if not 0 < self.num_active_params <= self.num_params:
+            raise ModelError(
+                f"{self.name}: {self.num_active_params:g} of {self.num_params:g} weights are active; "
+                "it must be more than none and at most all"
+            )
+
+    def weight_bytes(self, number_bytes: int = 2) -> float:
+        return number_bytes * self.num_params
+
+    def kv_bytes_per_token(self, number_bytes: int = 2) -> float:
+        return number_bytes * self.num_layers * self.kv_size
+
+    def params_read(self, num_tokens: float) -> float:
+        """Weights that a forward pass of `num_tokens` tokens reads at least once.
+
+        A dense model's are all read. Of E experts, a token that picks k leaves out each with probability 1 - k/E, so
+        n tokens read E·(1 - (1 - k/E)^n) of them, if they pick evenly.
+        """
+        if not self.num_experts:
+            return self.num_params
+        E, k = self.num_experts, self.experts_per_token
+        per_expert = (self.num_params - self.num_active_params) / (E - k)
+        return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
+
+
+def _shape(
+    name: str, params: float, layers: int, hidden: int, attention: int, kv: int, active: float = 0, experts: int = 0
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        num_params=params,
+        num_active_params=active or params,
+        num_layers=layers,
+        hidden_size=hidden,
+        attention_size=attention,
+        kv_size=kv,
+        num_experts=experts,
+        experts_per_token=8 if experts else 0,
+    )
+
+
+# Published shapes: Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B.
+DENSE = (
+    _shape("0.5B", 0.494e9, 24, 896, 896, 256),
+    _shape("0.6B", 0.596e9, 28, 1024, 2048, 2048),
+    _shape("1.5B", 1.54e9, 28, 1536, 1536, 512),
+    _shape("1.7B", 1.72e9, 28, 2048, 2048, 2048),
+    _shape("3B", 3.09e9, 36, 2048, 2048, 512),
+    _shape("4B", 4.02e9, 36, 2560, 4096, 2048),
+    _shape("7B", 7.62e9, 28, 3584, 3584, 1024),
+    _shape("8B", 8.03e9, 32, 4096, 4096, 2048),
+    _shape("14B", 14.8e9, 40, 5120, 5120, 2048),
+    _shape("32B", 32.8e9, 64, 5120, 8192, 2048),
+    _shape("70B", 70.6e9, 80, 8192, 8192, 2048),
+    _shape("405B", 405.9e9, 126, 16384, 16384, 2048),
+)
+
+# Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache holds a compressed vector of 512 + 64 numbers.
+MIXTURES = (
+    _shape("30B-A3B", 30.5e9, 48, 2048, 4096, 1024, 3.35e9, 128),
+    _shape("235B-A22B", 235e9, 94, 4096, 8192, 1024, 22e9, 128),
+    _shape("671B-A37B", 671e9, 61, 7168, 20480, 576, 37e9, 256),
+    _shape("1T-A32B", 1e12, 61, 7168, 10240, 576, 32e9, 384),
+)
+
+MOST_PARAMS = 1e15
+UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])(?:-?a(\d+(?:\.\d+)?)([mbt]))?", re.IGNORECASE)
+
+
+def model_shape(text: str) -> ModelShape:
+    """The shape that is meant by a size, or that a config.json or its directory has."""
+    if SIZE.fullmatch(text.strip()):
+        return sized_shape(text)
+    if not Path(text).exists():
+        raise ModelError(f"{text!r} is neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json")
+    return read_config(Path(text))
+
+
+def sized_shape(text: str) -> ModelShape:
+    """The shape that is meant by 7B, 70B, 500M or 235B-A22B."""
+    size = SIZE.fullmatch(text.strip())
+    if size is None:
+        raise ModelError(f"{text!r} is not a size, such as 7B or 235B-A22B")
+    number, unit, active, active_unit = size.groups()
+    num_params = float(number) * UNITS[unit.lower()]
+    if num_params == 0.0:
+        raise ModelError(f"{text!r} is a model without weights")
+    if num_params > MOST_PARAMS:
+        raise ModelError(f"{text!r} is more weights than any model has")
+    num_active = float(active) * UNITS[active_unit.lower()] if active else num_params
+    shape = _stretched(MIXTURES if active else DENSE, num_params)
+    return replace(shape, name=text.strip(), num_params=num_params, num_active_params=num_active)
+
+
+def _stretched(known: tuple[ModelShape, ...], num_params: float) -> ModelShape:
+    """The nearest known shape; if its size is another, as much deeper and wider (weights go with depth x width²)."""
+    near = min(known, key=lambda shape: abs(math.log(shape.num_params / num_params)))
+    factor = (num_params / near.num_params) ** (1 / 3)
+    if abs(math.log(num_params / near.num_params)) < 0.1:  # the name is rounded: Qwen2.5-7B has 7.62B
+        return near
+    return replace(
+        near,
+        num_layers=max(1, round(near.num_layers * factor)),
+        hidden_size=max(1, round(near.hidden_size * factor)),
+        attention_size=max(1, round(near.attention_size * factor)),
+    )
+
+
+def read_config(path: Path) -> ModelShape:
+    """The shape in a model's config.json, its weights counted."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"there is no config.json in {path}") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} is not a model's configuration")
+    try:
+        return from_config(content.get("text_config", content), name=file.resolve().parent.name)
+    except KeyError as error:
+        raise ModelError(f"{file} does not say {error.args[0]}; name a size instead, such as 7B") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file} has a number that cannot be ({error}); name a size instead, such as 7B") from error
+
+
+def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """The shape that the fields of `transformers`' configuration describe; norms and biases are not counted."""
+    hidden, num_layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    num_experts = int(_first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0)
+    per_token = int(_first(config, "num_experts_per_tok") or 0) if num_experts else 0
+    attention, attention_size, kv_size = _attention(config, hidden)
+    num_dense = int(_first(config, "first_k_dense_replace") or 0) if num_experts else num_layers
+    expert = 3 * hidden * int(_first(config, "moe_intermediate_size") or config["intermediate_size"])
+    shared = expert * int(_first(config, "n_shared_experts") or 0) + hidden * num_experts  # and the router
+    outside = num_layers * attention + num_dense * 3 * hidden * int(_first(config, "intermediate_size") or 0)
+    outside += (num_layers - num_dense) * shared
+    outside += (1 if config.get("tie_word_embeddings") else 2) * hidden * int(config["vocab_size"])
+    return ModelShape(
+        name=name,
+        num_params=outside + (num_layers - num_dense) * num_experts * expert,
+        num_active_params=outside + (num_layers - num_dense) * per_token * expert,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        attention_size=attention_size,
+        kv_size=kv_size,
+        num_experts=num_experts,
+        experts_per_token=per_token,
+    )
+
+
+def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    """Weights of one layer's attention, its queries' size, and the numbers that it caches per token."""
+    heads = int(config["num_attention_heads"])
+    if config.get("kv_lora_rank"):  # a compressed cache
+        rope, plain, value = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        cached, rank = int(config["kv_lora_rank"]), int(_first(config, "q_lora_rank") or 0)
+        query = heads * (plain + rope)
+        weights = hidden * rank + rank * query if rank else hidden * query
+        weights += hidden * (cached + rope) + cached * heads * (plain + value) + heads * value * hidden
+        return weights, heads * (plain + rope + value) // 2, cached + rope
+    head = int(_first(config, "head_dim") or hidden // heads)
+    kv_heads = int(_first(config, "num_key_value_heads") or heads)
+    return 2 * hidden * heads * head + 2 * hidden * kv_heads * head, heads * head, 2 * kv_heads * head
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), None)

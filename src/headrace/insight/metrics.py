@@ -11,45 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from headrace import __version__
 from headrace.errors import RunError
-from headrace.insight.step_rows import StepRows
 from headrace.ledger.ledger import Amount, Books
-from headrace.ledger.runs import RunFacts, RunState, read_run, reading
+from headrace.row import ROW_METRICS
+from headrace.runs.columns import RowColumns, reading
+from headrace.runs.facts import RunFacts, RunState, read_run
 from headrace.types import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RECENT_STEPS = 10  # rates are over these, so that they follow the run without jumping
-
-# Numbers of the newest row: name, field of `Row`, what it is.
-_OF_LAST_ROW = (
-    ("step_seconds", "wall_s", "Seconds of the last step."),
-    ("lag_mean", "lag_mean", "Mean age in versions of the tokens trained on in the last step."),
-    ("lag_max", "lag_max", "Age in versions of the oldest token trained on in the last step."),
-    ("reward_mean", "reward_mean", "Mean reward of the answers scored in the last step."),
-    ("reward_std", "reward_std", "Standard deviation of the rewards of the last step."),
-    ("answer_tokens_mean", "length_mean", "Mean length of the answers scored in the last step."),
-    ("answer_tokens_max", "length_max", "Length of the longest answer scored in the last step."),
-    ("answers_cut_share", "truncated_share", "Share of the answers of the last step that were cut before their end."),
-    ("loss", "loss", "Loss of the last step."),
-    ("grad_norm", "grad_norm", "Gradient norm of the last step."),
-    ("learning_rate", "lr", "Learning rate of the last step."),
-    ("entropy", "entropy", "Mean negative log-prob of the tokens of the last step."),
-    ("kl_reference", "kl_reference", "Divergence from the reference policy in the last step."),
-    ("mismatch_mean", "mismatch_mean", "Mean distance of learner and sampling log-probs in the last step."),
-    ("ratio_outside_share", "ratio_outside", "Share of tokens with an importance ratio outside 0.9 to 1.1."),
-    ("clipped_share", "clipped_share", "Share of tokens of the last step whose ratio was clipped."),
-    ("effective_samples_share", "effective_samples", "Effective sample size of the importance weights, as a share."),
-)
-# Sums over all rows.
-_OF_ALL_ROWS = (
-    ("wall_seconds_total", "wall_s", "Seconds of all steps."),
-    ("trained_groups_total", "num_groups", "Groups trained on."),
-    ("preemptions_total", "preemptions", "Times a sequence gave up its cache because there was no more."),
-    ("parks_total", "parks", "Times a sequence was laid aside for others."),
-    ("skipped_steps_total", "skipped", "Steps whose gradient was not finite."),
-    ("publish_bytes_total", "publish_bytes", "Bytes moved to bring new weights to the engine."),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +40,6 @@ class Metric:
     samples: Mapping[tuple[tuple[str, str], ...], float] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """As the format wants them."""
         yield f"# HELP {self.name} {_escaped(self.help)}"
         yield f"# TYPE {self.name} {self.kind}"
         for labels, value in self.samples.items():
@@ -86,7 +58,7 @@ def read_metrics(run_dir: Path) -> list[Metric]:
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
     with reading(run_dir) as connection:
-        rows = StepRows.read(connection)
+        rows = RowColumns.read(connection)
         accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts").fetchall()
         lost = connection.execute(
             "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0) FROM restarts"
@@ -97,10 +69,13 @@ def read_metrics(run_dir: Path) -> list[Metric]:
         _one("redone_steps_total", lost[1], "Steps that restarts took again."),
         _one("lost_tokens_total", lost[2], "Tokens that were gone with a process that died."),
     )
-    return [*_of_run(facts, rows), *_of_books(books), *_of_rows(rows), *restarts]
+    found: dict[str, Metric] = {}
+    for metric in (*_of_run(facts), *_of_books(books), *_of_rows(rows), *restarts):
+        found.setdefault(metric.name, metric)  # the accounts know their totals better than the rows
+    return list(found.values())
 
 
-def _of_run(facts: RunFacts, rows: StepRows) -> Iterator[Metric]:
+def _of_run(facts: RunFacts) -> Iterator[Metric]:
     labels = (("run", facts.path.resolve().name), ("state", str(facts.state)), ("version", __version__))
     yield Metric(
         name="headrace_info",
@@ -111,8 +86,6 @@ def _of_run(facts: RunFacts, rows: StepRows) -> Iterator[Metric]:
     yield _one("running", facts.state is RunState.RUNNING, "Whether a process trains the run.")
     yield _one("step", facts.steps, "Steps that are complete.")
     yield _one("steps_wanted", facts.wanted_steps, "Steps that the run is to take.")
-    if len(rows):
-        yield _one("policy_version", rows.column("version")[-1], "Version of the policy after the last step.")
     if facts.score_after is not None:
         yield _one("held_out_score", facts.score_after, "Mean reward on held-out prompts, when last measured.")
 
@@ -136,7 +109,7 @@ def _of_books(books: Books) -> Iterator[Metric]:
         yield _one(f"in_flight_{unit}", held(books.in_flight), f"{unit.capitalize()} being generated or scored.")
 
 
-def _of_rows(rows: StepRows) -> Iterator[Metric]:
+def _of_rows(rows: RowColumns) -> Iterator[Metric]:
     stage_s = rows.stage_total_s()
     yield Metric(
         name="headrace_stage_seconds_total",
@@ -144,17 +117,23 @@ def _of_rows(rows: StepRows) -> Iterator[Metric]:
         help="Seconds that each stage was busy.",
         samples={(("stage", stage),): getattr(stage_s, stage) for stage in STAGES},
     )
-    for name, column, help in _OF_ALL_ROWS:
-        values = rows.column(column)
-        yield _one(name, sum(value for value in values.tolist() if math.isfinite(value)), help)
+    for name, metric in ROW_METRICS.items():
+        values = rows.column(name)
+        if metric.exported.endswith("_total"):
+            yield _one(metric.exported, float(values[np.isfinite(values)].sum()), _sentence(metric.help))
+        elif len(values):
+            yield _one(metric.exported or name, values[-1], _sentence(f"{metric.help}, of the last step"))
     if not len(rows):
         return
+    yield _one("step_seconds", rows.column("wall_s")[-1], "Seconds of the last step.")
     wall_s = rows.column("wall_s")[-RECENT_STEPS:].sum()
     if wall_s > 0:
         goodput = rows.column("trained_tokens")[-RECENT_STEPS:].sum() / wall_s
         yield _one("goodput_tokens_per_second", goodput, f"Trained tokens per second, last {RECENT_STEPS} steps.")
-    for name, column, help in _OF_LAST_ROW:
-        yield _one(name, rows.column(column)[-1], help)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _one(name: str, value: float, help: str) -> Metric:

@@ -1,44 +1,46 @@
 """From a workload and a number of devices to a layout, before anything is paid for.
 
-Four readings set the five stage times: the size of the model (training, publishing), the length of the answers and its
-tail (generation), what a verdict takes (reward), and how much lag is allowed (what overlaps). Every layout that fits
-into memory is worked out with the equation, and the one with the most goodput comes first.
+Layouts that do not fit into memory are left out. Of those that fit, the most promising by a bound on their speed are
+played by the simulator, with the real buffer and lag policy: `plan` and `simulate` cannot disagree. The one with the
+most goodput comes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from headrace.buffer.lag import LagPolicy
 from headrace.errors import ConfigError
-from headrace.insight.equation import (
-    Placement,
-    binding_stage,
-    dollars_per_million_tokens,
-    goodput,
-    hidden_share_of,
-    step_s,
+from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
+from headrace.insight.hardware import Accelerator, ModelShape
+from headrace.insight.roofline import (
+    USABLE_SHARE,
+    MemoryBill,
+    SyncTimes,
+    Transfer,
+    WireFormat,
+    actor_bill,
+    forward_s,
+    learner_bill,
+    reference_bill,
+    sync_times,
+    train_s,
 )
-from headrace.insight.hardware import Device
-from headrace.insight.memory_bill import USABLE_SHARE, MemoryBill, actor_bill, learner_bill, reference_bill
-from headrace.insight.model_shape import ModelShape
-from headrace.insight.rollout_time import RolloutWork, answer_finish_s
-from headrace.insight.roofline import decode_step_s, forward_s, train_s
-from headrace.insight.staleness import admitted_lag
-from headrace.insight.sync import Encoding, SyncTimes, Transfer, sync_times
-from headrace.insight.tails import LogNormal
-from headrace.insight.walls import WALL_OF_STAGE, Wall
+from headrace.insight.scenario import full_transfer, speeds, verdict_s, with_speeds
+from headrace.insight.simulator import Simulated, simulate
+from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.types import StageTimes
 
-BUCKET_BYTES = 512e6
-SPLITS = 24  # ways to share devices out that are tried
+SPLITS = 24  # ways to share devices out that are looked at
+PLAYED = 8  # layouts that are simulated
+PLAYED_ANSWERS = 512  # of a larger step that may lag a part is simulated
+MOST_STEPS = 24  # simulated
 MICRO_BATCH_TOKENS = 8192
-SENDERS = 8  # of the learner's devices, at most
 LAG_TO_WATCH = 4.0  # others saw training suffer from four to eight versions on
 FULL, LITTLE = 0.85, 0.1  # of a device's memory
 SYNC_TO_MIND = 0.1  # of a step: from there on it pays to send less
+LEARNER_BUSY = 0.9  # of a step: from there on the learner's side is what the others wait for
+GRADIENT_BYTES = 4  # of a weight: each rank of this system's learner holds all gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Question:
     """
 
     model: ModelShape
-    device: Device
+    device: Accelerator
     num_devices: int
     num_prompts: int
     num_samples: int
@@ -67,19 +69,21 @@ class Question:
         for name in ("num_devices", "num_prompts", "num_samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least 1 is needed")
+        if not self.lengths.mean > 0:
+            raise ConfigError("answers of 0 tokens on average: there is nothing to train on")
 
     @property
     def num_answers(self) -> int:
-        """Of a step."""
+        """Answers of a step."""
         return self.num_prompts * self.num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Split:
     """Who gets how many devices. Colocated: both get all.
 
     Example:
-        Layout(placement=Placement.OVERLAPPED, rollout_devices=48, learner_devices=16, tensor_parallel=4)
+        Split(placement=Placement.OVERLAPPED, rollout_devices=48, learner_devices=16, tensor_parallel=4)
     """
 
     placement: Placement
@@ -89,28 +93,28 @@ class Layout:
 
     @property
     def num_engines(self) -> int:
-        """Copies of the model that generate."""
         return self.rollout_devices // self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LayoutPlan:
     """A layout and what it comes to.
 
     Example:
-        Plan(layout=Layout(...), times=StageTimes(...), step_s=41.0, wall=Wall.GENERATION, goodput=190_000.0,
-            dollars_per_million=0.3, lag=1.4, rollout_bill=MemoryBill(...), learner_bill=MemoryBill(...),
-            num_running=96, recomputes=True, transfer=Transfer(...), sync=SyncTimes(...), risks=("...",))
+        LayoutPlan(layout=Split(...), max_lag=4, times=StageTimes(...), step_s=41.0, goodput=190_000.0,
+            bottleneck=Bottleneck.GENERATION, dollars_per_million=0.3, lag=1.4, rollout_bill=MemoryBill(...),
+            learner_bill=MemoryBill(...), num_running=96, recomputes=True, transfer=Transfer(...),
+            sync=SyncTimes(...), risks=("...",))
     """
 
-    layout: Layout
+    layout: Split
     max_lag: int
-    times: StageTimes
+    times: StageTimes  # seconds that each stage is busy in a step
     step_s: float
-    wall: Wall
+    bottleneck: Bottleneck
     goodput: float  # trained tokens per second
     dollars_per_million: float  # trained tokens
-    lag: float  # expected
+    lag: float  # mean, in versions
     rollout_bill: MemoryBill  # of one device
     learner_bill: MemoryBill
     num_running: int  # sequences at a time, per engine
@@ -120,41 +124,61 @@ class Plan:
     risks: tuple[str, ...]
 
 
-def plan(question: Question) -> list[Plan]:
-    """Every layout that fits, the one with the most goodput first."""
-    found = [made for layout in _layouts(question) if (made := _plan(question, layout)) is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitting:
+    """A layout that fits into memory, as the simulator wants it."""
+
+    split: Split
+    machine: Machine
+    learner: MemoryBill
+    recomputes: bool
+    transfer: Transfer | None
+    sync: SyncTimes | None
+    least_s: float  # a step takes at least this long
+
+
+def plan(question: Question) -> list[LayoutPlan]:
+    """The layouts that promise most, the one with the most goodput first."""
+    fitting = [found for split in _splits(question) if (found := _fitting(question, split)) is not None]
     if not any(_engine_sizes(question)):
         raise ConfigError(
             f"{question.model.name} cannot generate on {question.num_devices} x {question.device.name}: its weights "
             f"and the cache of one answer of {_longest_tokens(question):,.0f} tokens, the longest of "
             f"{question.num_answers:,}, do not fit; take more or larger devices, or shorter answers"
         )
-    if not found:
+    if not fitting:
         state_gb = 16 * question.model.num_params / 1e9
         raise ConfigError(
             f"{question.model.name} cannot be trained on {question.num_devices} x {question.device.name}: its training "
             f"state alone is {state_gb:,.0f} GB, and there are {question.num_devices} x "
             f"{question.device.memory_bytes / 1e9:.0f} GB; take more devices, or train an adapter"
         )
-    return sorted(found, key=lambda made: -made.goodput)
+    fitting.sort(key=lambda found: found.least_s)
+    return sorted((_played(question, found) for found in fitting[:PLAYED]), key=lambda made: -made.goodput)
 
 
-def search(question: Question, target_goodput: float) -> tuple[Question, list[Plan]]:
-    """With the fewest devices that reach so many trained tokens per second, of those there are."""
-    reached = 0.0
-    for num_devices in _device_counts(question.num_devices):
-        smaller = replace(question, num_devices=num_devices)
+def search(question: Question, target_goodput: float) -> tuple[Question, list[LayoutPlan]]:
+    """The smallest device count, up to the given number, that reaches `target_goodput`."""
+    counts = list(_device_counts(question.num_devices))
+    found: tuple[Question, list[LayoutPlan]] | None = None
+    low, high, reached = 0, len(counts), 0.0
+    while low < high:  # more devices are never slower
+        middle = (low + high) // 2
+        smaller = replace(question, num_devices=counts[middle])
         try:
-            found = plan(smaller)
+            plans = plan(smaller)
         except ConfigError:  # too few to train on at all
-            continue
-        if found[0].goodput >= target_goodput:
-            return smaller, found
-        reached = max(reached, found[0].goodput)
-    raise ConfigError(
-        f"{target_goodput:,.0f} trained tokens a second are out of reach: {question.num_devices} x "
-        f"{question.device.name} come to {reached:,.0f}"
-    )
+            plans = []
+        if plans and plans[0].goodput >= target_goodput:
+            found, high = (smaller, plans), middle
+        else:
+            reached, low = max(reached, plans[0].goodput if plans else 0.0), middle + 1
+    if found is None:
+        raise ConfigError(
+            f"{target_goodput:,.0f} trained tokens a second are out of reach: {question.num_devices} x "
+            f"{question.device.name} come to {reached:,.0f}"
+        )
+    return found
 
 
 def _device_counts(most: int) -> Iterator[int]:
@@ -166,37 +190,30 @@ def _device_counts(most: int) -> Iterator[int]:
     yield most
 
 
-def _layouts(question: Question) -> Iterator[Layout]:
+def _splits(question: Question) -> Iterator[Split]:
     """All devices together, and ways to part them."""
     total = question.num_devices
+    apart = {0: Placement.STREAMED, 1: Placement.OVERLAPPED}.get(question.max_lag, Placement.ASYNCHRONOUS)
     for tensor_parallel in _engine_sizes(question):
-        yield Layout(
+        num_engines = total // tensor_parallel
+        yield Split(
             placement=Placement.COLOCATED,
-            rollout_devices=total - total % tensor_parallel,
+            rollout_devices=num_engines * tensor_parallel,
             learner_devices=total,
             tensor_parallel=tensor_parallel,
         )
-        num_engines = total // tensor_parallel
-        steps = max(1, num_engines // SPLITS)
-        for engines in range(1, num_engines + 1, steps):
-            learner = total - engines * tensor_parallel
-            if learner >= 1:
-                yield Layout(
-                    placement=_apart(question.max_lag),
+        for engines in range(1, num_engines + 1, max(1, num_engines // SPLITS)):
+            if (learner := total - engines * tensor_parallel) >= 1:
+                yield Split(
+                    placement=apart,
                     rollout_devices=engines * tensor_parallel,
                     learner_devices=learner,
                     tensor_parallel=tensor_parallel,
                 )
 
 
-def _apart(max_lag: int) -> Placement:
-    if max_lag == 0:
-        return Placement.STREAMED
-    return Placement.OVERLAPPED if max_lag == 1 else Placement.ASYNCHRONOUS
-
-
 def _engine_sizes(question: Question) -> Iterator[int]:
-    """Devices of an engine: powers of two within a node, so many that weights and some sequences fit."""
+    """Devices of an engine: powers of two within a node that hold the weights and the longest answer."""
     size = 1
     while size <= min(question.device.num_per_node, question.num_devices):
         bill = actor_bill(
@@ -215,73 +232,44 @@ def _longest_tokens(question: Question) -> float:
     return question.lengths.expected_max(question.num_answers)
 
 
-def _plan(question: Question, layout: Layout) -> Plan | None:
-    """None where it does not fit."""
-    trained = _learner_bill(question, layout)
+def _fitting(question: Question, split: Split) -> _Fitting | None:
+    trained = _learner_bill(question, split)
+    colocated = split.placement is Placement.COLOCATED
     if trained is None:
         return None
     learner, recomputes = trained
-    colocated = layout.placement is Placement.COLOCATED
-    num_running = _num_running(question, layout, learner if colocated else MemoryBill())
+    num_running = _num_running(question, split, learner if colocated else MemoryBill())
     if num_running < 1:
         return None
-    max_lag = 0 if colocated else question.max_lag
-    transfer = None if colocated else _transfer(question, layout)
+    transfer = None if colocated else _transfer(question, split)
     sync = sync_times(question.model, question.device, transfer) if transfer else None
-    times, hidden = _stage_times(question, layout, num_running, recomputes, sync)
-    seconds = step_s(times, layout.placement, hidden_share=hidden)
-    tokens_per_s = goodput(
-        num_prompts=question.num_prompts,
-        num_samples=question.num_samples,
-        mean_tokens=question.lengths.cut_mean,
-        step_s=seconds,
-        useful=question.useful,
-    )
-    context = question.prompt_tokens + question.lengths.cut_mean
-    actor = actor_bill(
-        question.model,
-        question.device,
-        num_running=num_running,
-        context_tokens=context,
-        tensor_parallel=layout.tensor_parallel,
-    )
-    made = Plan(
-        layout=layout,
-        max_lag=max_lag,
-        times=times,
-        step_s=seconds,
-        wall=WALL_OF_STAGE[binding_stage(times, layout.placement, hidden_share=hidden)],
-        goodput=tokens_per_s,
-        dollars_per_million=dollars_per_million_tokens(
-            tokens_per_s, question.device.dollars_per_hour * question.num_devices
-        ),
-        lag=_lag(question, layout, num_running, max_lag, times, seconds),
-        rollout_bill=_in_turns(actor, learner) if colocated else actor,
-        learner_bill=_in_turns(actor, learner) if colocated else learner,
-        num_running=num_running,
+    machine = _machine(question, split, num_running, recomputes, sync)
+    return _Fitting(
+        split=split,
+        machine=machine,
+        learner=learner,
         recomputes=recomputes,
         transfer=transfer,
         sync=sync,
-        risks=(),
+        least_s=_least_s(question, machine, may_lag=not colocated and question.max_lag > 0),
     )
-    return replace(made, risks=tuple(_risks(question, made)))
 
 
-def _learner_bill(question: Question, layout: Layout) -> tuple[MemoryBill, bool] | None:
+def _learner_bill(question: Question, split: Split) -> tuple[MemoryBill, bool] | None:
     """One device's bill, and whether activations have to be recomputed for it to fit."""
     for recomputes in (False, True):
         bill = learner_bill(
             question.model,
             question.device,
             micro_batch_tokens=MICRO_BATCH_TOKENS,
-            num_shards=layout.learner_devices,
+            num_shards=split.learner_devices,
             checkpoint_activations=recomputes,
         )
         if question.adapter:  # frozen weights, and next to nothing to train
-            frozen = question.model.weight_bytes(question.device.number_bytes) / layout.learner_devices
+            frozen = question.model.weight_bytes(question.device.number_bytes) / split.learner_devices
             bill = replace(bill, weight_bytes=frozen, training_bytes=0.0)
         if question.reference:
-            bill = bill + reference_bill(question.model, question.device, num_shards=layout.learner_devices)
+            bill = bill + reference_bill(question.model, question.device, num_shards=split.learner_devices)
         if bill.fits(question.device):
             return bill, recomputes
     return None
@@ -293,133 +281,156 @@ def _in_turns(actor: MemoryBill, learner: MemoryBill) -> MemoryBill:
     return replace(actor + learner, **{smaller: 0.0})
 
 
-def _num_running(question: Question, layout: Layout, resident: MemoryBill) -> int:
+def _num_running(question: Question, split: Split, resident: MemoryBill) -> int:
     """Sequences that an engine has room for, beside what stays in memory, and never more than there are."""
     device, model = question.device, question.model
-    weights = model.weight_bytes(device.number_bytes) / layout.tensor_parallel
+    weights = model.weight_bytes(device.number_bytes) / split.tensor_parallel
     held = resident.training_bytes + resident.weight_bytes  # activations come and go with the cache
-    free = (USABLE_SHARE * device.memory_bytes - weights - held) * layout.tensor_parallel
+    free = (USABLE_SHARE * device.memory_bytes - weights - held) * split.tensor_parallel
     context = question.prompt_tokens + question.lengths.cut_mean
     room = int(free / (context * model.kv_bytes_per_token(device.number_bytes)))
-    ahead = 1 if layout.placement in (Placement.COLOCATED, Placement.STREAMED) else question.max_lag + 1
-    return min(room, -(-question.num_answers * ahead // layout.num_engines))
+    ahead = 1 if split.placement in (Placement.COLOCATED, Placement.STREAMED) else question.max_lag + 1
+    return min(room, -(-question.num_answers * ahead // split.num_engines))
 
 
-def _transfer(question: Question, layout: Layout) -> Transfer:
-    """Buckets and relays always; what changed only, where everything would take a large part of generating."""
-    full = Transfer(
-        num_copies=layout.num_engines,
-        num_learners=layout.learner_devices,
-        num_senders=min(SENDERS, layout.learner_devices),
-        tensor_parallel=layout.tensor_parallel,
-        encoding=Encoding.ADAPTER if question.adapter else Encoding.FULL,
-        bucket_bytes=BUCKET_BYTES,
-        relay=layout.num_engines > 1,
-        same_node=question.num_devices <= question.device.num_per_node,
+def _transfer(question: Question, split: Split) -> Transfer:
+    """Everything, or only what changed, where everything would take a large part of the learner's step."""
+    full = full_transfer(
+        question.device,
+        num_gpus=question.num_devices,
+        num_engines=split.num_engines,
+        num_learners=split.learner_devices,
+        tensor_parallel=split.tensor_parallel,
     )
     if question.adapter:
-        return full
+        return replace(full, encoding=WireFormat.ADAPTER)
+    sequence_tokens = question.prompt_tokens + question.lengths.cut_mean
+    training_s = train_s(
+        question.model,
+        question.device,
+        num_tokens=question.num_answers * sequence_tokens,
+        sequence_tokens=sequence_tokens,
+        num_devices=split.learner_devices,
+    )
     taken_s = sync_times(question.model, question.device, full).total_s
-    training_s = _train_s(question, layout.learner_devices, False)
-    return replace(full, encoding=Encoding.DELTA) if taken_s > SYNC_TO_MIND * training_s else full
+    return replace(full, encoding=WireFormat.DELTA) if taken_s > SYNC_TO_MIND * training_s else full
 
 
-def _stage_times(
-    question: Question, layout: Layout, num_running: int, recomputes: bool, sync: SyncTimes | None
-) -> tuple[StageTimes, float]:
-    """The five, and what streaming hides of the shorter side."""
-    training_s = _train_s(question, layout.learner_devices, recomputes)
-    hidden = 0.0
-    if layout.placement in (Placement.COLOCATED, Placement.STREAMED):
-        ends_s = _finish_s(_work(question, layout, num_running))
-        rollout_s = max(ends_s)
-        groups = [max(ends_s[i : i + question.num_samples]) for i in range(0, len(ends_s), question.num_samples)]
-        if layout.placement is Placement.STREAMED:
-            hidden = min(0.99, hidden_share_of(groups, training_s))
-    else:
-        rollout_s = _steady_s(question, layout, num_running)
-    times = StageTimes(
-        rollout=rollout_s,
-        reward=question.reward_s,
-        reference=_forward_s(question, layout.learner_devices) if question.reference else 0.0,
-        train=training_s,
-        publish=sync.exposed_s if sync else 0.0,
-    )
-    return times, hidden
-
-
-def _work(question: Question, layout: Layout, num_running: int) -> RolloutWork:
-    return RolloutWork(
-        model=question.model,
-        device=question.device,
-        lengths=question.lengths,
-        num_answers=question.num_answers,
-        num_samples=question.num_samples,
+def _machine(question: Question, split: Split, num_running: int, recomputes: bool, sync: SyncTimes | None) -> Machine:
+    model, device, learners = question.model, question.device, split.learner_devices
+    mean_tokens = question.lengths.cut_mean
+    known = speeds(
+        model,
+        device,
+        rows=num_running,
         prompt_tokens=question.prompt_tokens,
-        num_engines=layout.num_engines,
-        tensor_parallel=layout.tensor_parallel,
-        max_running=num_running,
+        mean_tokens=mean_tokens,
+        gpus_per_worker=split.tensor_parallel,
+    )
+    blank = Machine(rollout_workers=split.num_engines, rows_per_worker=num_running, decode_s=1.0)
+    one = with_speeds(blank, known)
+    reference_s = forward_s(model, device, num_tokens=1, sequence_tokens=question.prompt_tokens + mean_tokens)
+    return replace(
+        one,
+        train_token_s=one.train_token_s / learners * (4 / 3 if recomputes else 1.0),  # the forward pass once more
+        reference_token_s=reference_s / learners if question.reference else 0.0,
+        publish_s=sync.total_s if sync else 0.0,
+        colocated=split.placement is Placement.COLOCATED,
     )
 
 
-@lru_cache(maxsize=512)
-def _finish_s(work: RolloutWork) -> list[float]:
-    return [float(end_s) for end_s in answer_finish_s(work)]
+def _least_s(question: Question, machine: Machine, *, may_lag: bool) -> float:
+    """A step takes at least what generation or the learner alone takes; without lag, both."""
+    prompt_tokens = question.num_prompts * question.prompt_tokens
+    decode_s = (machine.decode_s + machine.decode_row_s * machine.rows_per_worker) / machine.rows_per_worker
+    tokens = question.num_answers * question.lengths.cut_mean
+    rollout_s = (tokens * decode_s + prompt_tokens * machine.prefill_token_s) / machine.rollout_workers
+    learner_s = (tokens + question.num_samples * prompt_tokens) * (machine.train_token_s + machine.reference_token_s)
+    learner_s += machine.publish_s
+    if may_lag:
+        return max(rollout_s, learner_s)
+    return max(rollout_s, _longest_tokens(question) * machine.decode_s) + learner_s
 
 
-def _steady_s(question: Question, layout: Layout, num_running: int) -> float:
-    """With lag nobody waits for the longest answer: free places are filled, and only the rate counts."""
-    mean = question.lengths.cut_mean
-    decode_s = decode_step_s(
+def _played(question: Question, found: _Fitting) -> LayoutPlan:
+    split, machine = found.split, found.machine
+    colocated = split.placement is Placement.COLOCATED
+    max_lag = 0 if colocated else question.max_lag
+    run, parts = _simulated(question, machine, max_lag)
+    goodput = run.goodput * parts * question.useful
+    actor = actor_bill(
         question.model,
         question.device,
-        batch=num_running,
-        context_tokens=question.prompt_tokens + mean / 2,
-        tensor_parallel=layout.tensor_parallel,
+        num_running=machine.rows_per_worker,
+        context_tokens=question.prompt_tokens + question.lengths.cut_mean,
+        tensor_parallel=split.tensor_parallel,
     )
-    rate = layout.num_engines * num_running / decode_s
-    prefill_s = forward_s(
-        question.model,
-        question.device,
-        num_tokens=question.num_prompts * question.prompt_tokens,
-        sequence_tokens=question.prompt_tokens,
-        num_devices=layout.rollout_devices,
+    made = LayoutPlan(
+        layout=split,
+        max_lag=max_lag,
+        times=run.stage_s,
+        step_s=run.step_s,
+        bottleneck=_bottleneck(question, machine, run),
+        goodput=goodput,
+        dollars_per_million=dollars_per_million_tokens(
+            goodput, question.device.dollars_per_hour * question.num_devices
+        ),
+        lag=run.lag_mean,
+        rollout_bill=_in_turns(actor, found.learner) if colocated else actor,
+        learner_bill=_in_turns(actor, found.learner) if colocated else found.learner,
+        num_running=machine.rows_per_worker,
+        recomputes=found.recomputes,
+        transfer=found.transfer,
+        sync=found.sync,
+        risks=(),
     )
-    return question.num_answers * mean / rate + prefill_s
+    return replace(made, risks=tuple(_risks(question, made)))
 
 
-def _train_s(question: Question, num_devices: int, recomputes: bool) -> float:
-    tokens = question.num_answers * (question.prompt_tokens + question.lengths.cut_mean)
-    sequence = question.prompt_tokens + question.lengths.cut_mean
-    seconds = train_s(
-        question.model, question.device, num_tokens=tokens, sequence_tokens=sequence, num_devices=num_devices
+def _simulated(question: Question, machine: Machine, max_lag: int) -> tuple[Simulated, float]:
+    """A few steps; and if they are too large to be played at once, into how many parts each was cut.
+
+    A part has its share of the groups and of every engine's rows, at its share of the speed, so a step takes as long.
+    Without lag nothing is cut: everybody waits for the longest answer of all.
+    """
+    groups, rows, parts = question.num_prompts, machine.rows_per_worker, 1.0
+    if max_lag and question.num_answers > PLAYED_ANSWERS and rows > question.num_samples:
+        cut = min(question.num_answers / PLAYED_ANSWERS, rows / question.num_samples)
+        groups = max(1, round(question.num_prompts / cut))
+        parts = question.num_prompts / groups
+        rows = max(question.num_samples, round(machine.rows_per_worker / parts))
+        machine = replace(
+            machine,
+            rows_per_worker=rows,
+            decode_row_s=machine.decode_row_s * machine.rows_per_worker / rows,
+            prefill_token_s=machine.prefill_token_s * parts,
+            train_token_s=machine.train_token_s * parts,
+            reference_token_s=machine.reference_token_s * parts,
+        )
+    work = Workload(
+        groups_per_step=groups,
+        samples=question.num_samples,
+        tokens=question.lengths,
+        reward_s=verdict_s(0.0, question.reward_s),
+        prompt_tokens=question.prompt_tokens,
     )
-    return seconds * (4 / 3 if recomputes else 1.0)  # the forward pass once more
+    steps = min(2 * max_lag + 4, MOST_STEPS) if max_lag else 3
+    return simulate(work, machine, max_lag=max_lag, steps=steps), parts
 
 
-def _forward_s(question: Question, num_devices: int) -> float:
-    sequence = question.prompt_tokens + question.lengths.cut_mean
-    return forward_s(
-        question.model,
-        question.device,
-        num_tokens=question.num_answers * sequence,
-        sequence_tokens=sequence,
-        num_devices=num_devices,
-    )
+def _bottleneck(question: Question, machine: Machine, run: Simulated) -> Bottleneck:
+    """Without lag the longest stage; with lag the side that never waits."""
+    times = run.stage_s
+    if run.max_lag == 0:
+        return BOTTLENECK_OF_STAGE[times.wall]
+    training_s = times.train + times.reference
+    if training_s + times.publish >= LEARNER_BUSY * run.step_s:
+        return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
+    answer_s = question.lengths.cut_mean * (machine.decode_s + machine.decode_row_s * machine.rows_per_worker)
+    return Bottleneck.REWARD if question.reward_s > answer_s else Bottleneck.GENERATION
 
 
-def _lag(question: Question, layout: Layout, num_running: int, max_lag: int, times: StageTimes, step_s: float) -> float:
-    policy = LagPolicy(max_lag=max_lag, groups_per_step=question.num_prompts)
-    return admitted_lag(
-        policy,
-        concurrency=max(1.0, layout.num_engines * num_running / question.num_samples),
-        group_tail=question.lengths.tail(question.num_samples),
-        rho=times.train / times.rollout if times.rollout else 1.0,
-        verdict_steps=question.reward_s / step_s,
-    )
-
-
-def _risks(question: Question, made: Plan) -> Iterator[str]:
+def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
     memory, trained = question.device.memory_bytes, made.learner_bill.total_bytes
     if trained > FULL * memory:
         yield f"a learner's device is nearly full: {trained / 1e9:.0f} of {memory / 1e9:.0f} GB"
@@ -432,7 +443,15 @@ def _risks(question: Question, made: Plan) -> Iterator[str]:
         yield f"the longest of {question.num_samples} answers is {tail:.1f} times the mean, and everybody waits for it"
     if question.reward_s > 0.2 * made.step_s:
         yield f"verdicts of {question.reward_s:g} s are a large part of a step of {made.step_s:.1f} s"
-    if made.transfer is not None and made.transfer.encoding is Encoding.DELTA:
+    if made.transfer is not None and made.transfer.encoding is WireFormat.DELTA:
         yield "publishing counts on few weights changing in bfloat16, as they do at small learning rates"
     if made.recomputes:
         yield "activations are recomputed to fit into memory: a third more work for the learner"
+    if made.layout.tensor_parallel > 1:
+        yield f"Headrace's own engine runs on one device: an engine of {made.layout.tensor_parallel} is not built yet"
+    gradient_bytes = GRADIENT_BYTES * question.model.num_params
+    if made.layout.learner_devices > 1 and not question.adapter and gradient_bytes + trained > USABLE_SHARE * memory:
+        yield (
+            f"each rank of Headrace's learner holds all gradients: {gradient_bytes / 1e9:.0f} GB more than this bill "
+            "says, and they do not fit"
+        )

@@ -6,6 +6,7 @@ about the steps after them. Nothing is written, and the run may go on meanwhile.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,26 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.insight.answers import Answers
-from headrace.insight.occupancy import Occupancy, StepTimes, read_occupancy
-from headrace.insight.step_rows import Numbers, StepRows
-from headrace.ledger.runs import RunState, read_run, reading, run_config
-from headrace.types import STAGES, StageTimes
+from headrace.ledger.clock import STALL
+from headrace.ledger.files import run_config
+from headrace.runs.columns import (
+    Columns,
+    Intervals,
+    Numbers,
+    RowColumns,
+    StepTimes,
+    read_spans,
+    read_trajectories,
+    reading,
+    union,
+)
+from headrace.runs.facts import RunState, read_run
+from headrace.types import STAGES, BoolArray, FinishReason, StageTimes
+
+DEVICE, REWARD = "device", "reward"  # pools: engine and learner take turns on the one, the other scores
+MOST_SPANS = 100_000  # of a longer run only the last steps are looked at this closely
+MOST_ANSWERS = 200_000  # of a longer run the newest
+TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +64,48 @@ class Spread:
         p50, p95, p99 = (float(value) for value in np.quantile(known, (0.5, 0.95, 0.99)))
         cv = float(known.std()) / mean if mean else 0.0
         return cls(count=len(known), mean=mean, cv=cv, p50=p50, p95=p95, p99=p99, max=float(known.max()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUse:
+    """Workers that do one kind of work, and how much of the time they had none.
+
+    Example:
+        PoolUse(name="reward", worker="local", num_workers=4, idle_share=0.91)
+    """
+
+    name: str
+    worker: str
+    num_workers: int
+    idle_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """How the stages of some steps lay side by side. Seconds are totals over these steps.
+
+    Example:
+        Occupancy(num_steps=58, wall_s=81.2, busy_s=79.0, stage_s=StageTimes(rollout=52.0, reward=14.5, train=26.0),
+            pools=(PoolUse(...), PoolUse(...)), stall_s=0.3)
+    """
+
+    num_steps: int
+    wall_s: float
+    busy_s: float  # at least one stage was busy
+    stage_s: StageTimes
+    pools: tuple[PoolUse, ...]
+    stall_s: float  # training waited for a checkpoint
+
+    @property
+    def overlap_s(self) -> float:
+        """Seconds saved because stages ran side by side: their sum less their union."""
+        return sum(float(getattr(self.stage_s, stage)) for stage in STAGES) - self.busy_s
+
+    @property
+    def overlap_share(self) -> float:
+        """Of the sum of the stage times; 0 is one after the other, 0.5 is two stages side by side all the time."""
+        total_s = self.busy_s + self.overlap_s
+        return self.overlap_s / total_s if total_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +166,7 @@ class Reading:
 def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -> Reading:
     """What is known of a run; what is not known yet is None.
 
-    Measured are the steps after `after_step` (all of them, if there are no more), or of these the last so many.
+    Measured are the steps after `after_step` (all of them, if there are no more), or of these the last `last_steps`.
     """
     facts = read_run(run_dir)
     if facts.state is RunState.UNREADABLE:
@@ -119,12 +177,13 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         after = after_step if last_step > after_step else 0
         if last_steps is not None:
             after = max(after, last_step - last_steps)
-        rows = StepRows.read(connection, after_step=after)
-        times = StepTimes.read(connection, rows.column("step"), rows.column("wall_s"))
-        answers = Answers.read(connection, since_s=float(times.starts_s[0]) if times and after else 0.0)
+        rows = RowColumns.read(connection, after_step=after)
+        times = StepTimes.read(connection, rows)
+        since_s = float(times.starts_s[0]) if times and after else 0.0
+        answers = complete(read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS))
         occupancy = read_occupancy(connection, times, reward_workers=config.reward.workers) if times else None
         restarts = connection.execute("SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts").fetchone()
-    tokens, signal = rows.column("trained_tokens"), answers.signal()
+    tokens, signal = rows.column("trained_tokens"), signal_of(answers)
     return Reading(
         run_dir=run_dir,
         config=config,
@@ -140,9 +199,9 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         occupancy=occupancy,
         trained_tokens=rows.total("trained_tokens"),
         dropped_tokens=rows.dropped_tokens(),
-        answer_tokens=Spread.of(answers.num_tokens),
-        tail_s=Spread.of(answers.tails_s(times)) if times else None,
-        verdict_s=Spread.of(answers.scored_s - answers.finished_s),
+        answer_tokens=Spread.of(answers["num_tokens"]),
+        tail_s=Spread.of(tails_s(answers["finished_s"], times)) if times else None,
+        verdict_s=Spread.of(answers["scored_s"] - answers["finished_s"]),
         no_signal_share=1.0 - float(signal.mean()) if len(signal) else None,
         lag_mean=float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None,
         lag_max=int(rows.column("lag_max").max()) if tokens.sum() else None,
@@ -152,8 +211,89 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
     )
 
 
-def _stages(rows: StepRows, combine: Callable[[Numbers], Any]) -> StageTimes | None:
-    """The stage times of all steps, made one by `combine`."""
+def _stages(rows: RowColumns, combine: Callable[[Numbers], Any]) -> StageTimes | None:
     if not len(rows):
         return None
     return StageTimes(**{stage: float(combine(rows.stage(stage))) for stage in STAGES})
+
+
+def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_workers: int) -> Occupancy | None:
+    """What the stages did in these steps, or in the last of them if there are very many spans.
+
+    Everything is measured on the time that rows count, `StepTimes.measured`.
+    """
+    (last_rowid,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM spans").fetchone()
+    times = times.last(max(1, int((times.after_rowids >= last_rowid - MOST_SPANS).sum())))
+    spans = read_spans(connection, after_rowid=int(times.after_rowids[0]))
+    if not len(spans):
+        return None
+    starts_s, ends_s = times.measured(spans["start_s"]), times.measured(spans["end_s"])
+
+    def busy_s(of: BoolArray) -> float:
+        starts, ends = union((starts_s[of], ends_s[of]))
+        return float((ends - starts).sum())
+
+    def pools(name: str, of_pool: BoolArray) -> list[PoolUse]:
+        workers = np.unique(spans["worker"][of_pool])
+        num_workers = reward_workers if name == REWARD and len(workers) == 1 else 1
+        found = []
+        for worker in workers:
+            own = of_pool & (spans["worker"] == worker)
+            work_s = at_most((starts_s[own], ends_s[own]), num_workers)
+            idle_share = 1.0 - work_s / (times.wall_s * num_workers) if times.wall_s else 0.0
+            idle_share = min(1.0, max(0.0, idle_share))
+            found.append(PoolUse(name=name, worker=str(worker), num_workers=num_workers, idle_share=idle_share))
+        return found
+
+    works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
+    return Occupancy(
+        num_steps=len(times.steps),
+        wall_s=times.wall_s,
+        busy_s=busy_s(works),
+        stage_s=StageTimes(**{stage: busy_s(spans["stage"] == stage) for stage in STAGES}),
+        pools=(*pools(DEVICE, works & ~scores), *pools(REWARD, scores)),
+        stall_s=busy_s((spans["stage"] == "checkpoint") & (spans["detail"] == STALL)),
+    )
+
+
+def complete(trajectories: Columns) -> Columns:
+    """Those that came to their own end: the length of others says nothing about how long answers are."""
+    return trajectories.where(~np.isin(trajectories["finish"], ("", FinishReason.ABORT)))
+
+
+def signal_of(answers: Columns) -> BoolArray:
+    """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
+    known = np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])
+    of = np.stack([answers["serial"][known], answers["attempt"][known]], axis=1)
+    _, group = np.unique(of, axis=0, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    rewards, begins = answers["reward"][known][order], np.flatnonzero(np.diff(group[order], prepend=-1))
+    if not len(rewards):
+        return np.zeros(0, np.bool_)
+    several = np.diff(begins, append=len(rewards)) > 1
+    found: BoolArray = (np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins))[several]
+    return found
+
+
+def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
+    """Of each step the seconds between the end of all but its last answers and the end of its very last.
+
+    The last are one in twenty, and at least one. A step's answers are those that finished in it.
+    """
+    known = np.isfinite(finished_s) & (finished_s > times.starts_s[0])
+    finished_s = np.sort(finished_s[known])
+    ends = np.searchsorted(finished_s, times.ends_s, side="right")
+    counts = ends - np.searchsorted(finished_s, times.starts_s, side="right")
+    several = counts >= 2
+    num_tail = np.maximum(1, np.floor(TAIL_SHARE * counts)).astype(np.int64)
+    last, before = ends[several] - 1, ends[several] - 1 - num_tail[several]
+    tails: Numbers = finished_s[last] - finished_s[before]
+    return tails
+
+
+def at_most(intervals: Intervals, limit: int) -> float:
+    """Sum of the intervals' lengths, where at any moment no more than `limit` of them count."""
+    moments = np.concatenate(intervals)
+    order = np.argsort(moments, kind="stable")
+    running = np.cumsum(np.where(order < len(intervals[0]), 1, -1))[:-1]
+    return float((np.diff(moments[order]) * np.minimum(running, limit)).sum())

@@ -1,21 +1,58 @@
-"""How long a device takes, from the bytes it must move and the products it must compute.
+"""How long a device takes, how much memory a stage needs, and how long new weights travel.
 
 A decode step reads every weight once and every running sequence's cache once, for one token each: it is bound by
 bandwidth, and a batch shares the reading of the weights. Prefill, reference and training handle many tokens per weight
 they read, and are bound by computing: 2 operations per token and weight forward, 6 forward and backward, and attention
 on top of it, which grows with the context.
+
+Memory: N weights take 2N bytes to decode with, 16N to train, and a cache grows by the token. Training state per weight
+is 2 bytes for itself, 2 for its gradient and 12 for the optimizer (a float32 copy and the two averages of AdamW).
+Training all in float32 needs no copy and comes to 16 as well.
+
+A new version reaches the engines in four operations, each bytes x copies / bandwidth:
+
+    gather      shards of the learner's devices become whole tensors where they are sent from     links of a node
+    cast        to the numbers on the wire, or to what has changed                                 memory
+    broadcast   a copy for every engine                                                            network
+    reshard     into the engine's own layout                                                       links and memory
+
+What helps: send less (fewer bytes a number; only what changed; only an adapter); send in buckets, so that the four run
+at the same time and the slowest sets the pace; relay, so that the learner sends once and engines pass buckets on; send
+from many devices.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
 
-from headrace.insight.checks import check_above, check_at_least
-from headrace.insight.hardware import Device
-from headrace.insight.model_shape import ModelShape
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked
+
+from headrace.insight.hardware import Accelerator, ModelShape
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+TRAINING_BYTES_PER_PARAM = 16
+LAYER_NUMBERS = 17
+"""Numbers that a layer keeps of each token for its backward pass, in multiples of its width: norms, projections,
+attention and the feed-forward part, without the attention matrix itself, which kernels compute again. A rule of thumb:
+of the memory that training took on one H200 (docs/results/gpu.md) it accounts for 90 to 95%, with
+`learner.checkpoint_activations` for 70 to 90%."""
+
+USABLE_SHARE = 0.9
+"""Of a device's memory: the rest is for buffers, fragments and the driver."""
+
+CHANGED_SHARE = 0.02
+"""Of bfloat16 weights in a step of RL: at learning rates near 3e-6, others found at least 98% the same to the bit."""
+
+CHANGED_BYTES = 2.1
+"""Of a changed weight: where it is and by how much it moved. 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """What is reached of a device's datasheet.
 
@@ -26,13 +63,9 @@ class Efficiency:
         Efficiency(bandwidth=0.7, mfu=0.5)
     """
 
-    bandwidth: float = 0.84  # of the memory's, while decoding
-    layer_overhead_s: float = 38e-6  # of a decode step, whatever its batch: launches, small kernels, waiting
-    mfu: float = 0.4  # of the matrix products'
-
-    def __post_init__(self) -> None:
-        check_above(0.0, bandwidth=self.bandwidth, mfu=self.mfu)
-        check_at_least(0.0, layer_overhead_s=self.layer_overhead_s)
+    bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
+    layer_overhead_s: NonNegativeFloat = 38e-6  # of a decode step, whatever its batch: launches, small kernels, waiting
+    mfu: PositiveFloat = 0.4  # of the matrix products'
 
 
 MEASURED = Efficiency()
@@ -40,7 +73,7 @@ MEASURED = Efficiency()
 
 def decode_step_s(
     model: ModelShape,
-    device: Device,
+    device: Accelerator,
     *,
     batch: float,
     context_tokens: float,
@@ -67,7 +100,7 @@ def train_flops(model: ModelShape, *, num_tokens: float, sequence_tokens: float)
 
 def forward_s(
     model: ModelShape,
-    device: Device,
+    device: Accelerator,
     *,
     num_tokens: float,
     sequence_tokens: float,
@@ -75,14 +108,13 @@ def forward_s(
     efficiency: Efficiency = MEASURED,
 ) -> float:
     """Prefill, or the reference's log-probs."""
-    check_at_least(1, num_devices=num_devices)
     flops = forward_flops(model, num_tokens=num_tokens, sequence_tokens=sequence_tokens)
     return flops / (num_devices * device.flops_per_s * efficiency.mfu)
 
 
 def train_s(
     model: ModelShape,
-    device: Device,
+    device: Accelerator,
     *,
     num_tokens: float,
     sequence_tokens: float,
@@ -90,6 +122,172 @@ def train_s(
     efficiency: Efficiency = MEASURED,
 ) -> float:
     """One optimizer step on `num_tokens`, prompts included."""
-    check_at_least(1, num_devices=num_devices)
     flops = train_flops(model, num_tokens=num_tokens, sequence_tokens=sequence_tokens)
     return flops / (num_devices * device.flops_per_s * efficiency.mfu)
+
+
+# ---- memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBill:
+    """Bytes on one device, by what they are for. Bills of stages that share a device add up.
+
+    Example:
+        MemoryBill(weight_bytes=17.5e9, kv_bytes=40e9)
+    """
+
+    weight_bytes: float = 0.0  # to decode or score with
+    training_bytes: float = 0.0  # weights, gradients, optimizer
+    kv_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        return self.weight_bytes + self.training_bytes + self.kv_bytes + self.activation_bytes
+
+    def __add__(self, other: MemoryBill) -> MemoryBill:
+        return MemoryBill(
+            weight_bytes=self.weight_bytes + other.weight_bytes,
+            training_bytes=self.training_bytes + other.training_bytes,
+            kv_bytes=self.kv_bytes + other.kv_bytes,
+            activation_bytes=self.activation_bytes + other.activation_bytes,
+        )
+
+    def fits(self, device: Accelerator, usable_share: float = USABLE_SHARE) -> bool:
+        """Whether one device can hold it."""
+        return self.total_bytes <= usable_share * device.memory_bytes
+
+
+def actor_bill(
+    model: ModelShape, device: Accelerator, *, num_running: float, context_tokens: float, tensor_parallel: int = 1
+) -> MemoryBill:
+    """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences of that length."""
+    kv_bytes = num_running * context_tokens * model.kv_bytes_per_token(device.number_bytes)
+    return MemoryBill(
+        weight_bytes=model.weight_bytes(device.number_bytes) / tensor_parallel, kv_bytes=kv_bytes / tensor_parallel
+    )
+
+
+def learner_bill(
+    model: ModelShape,
+    device: Accelerator,
+    *,
+    micro_batch_tokens: float,
+    num_shards: int = 1,
+    checkpoint_activations: bool = False,
+) -> MemoryBill:
+    """One of the `num_shards` devices that the training state is spread over; each has micro-batches of its own.
+
+    With `checkpoint_activations` only every layer's input is kept, and one layer at a time is computed again.
+    """
+    width_bytes = device.number_bytes * (model.hidden_size + model.attention_size) / 2
+    layers_bytes = width_bytes * model.num_layers * LAYER_NUMBERS
+    if checkpoint_activations:
+        layers_bytes = device.number_bytes * model.hidden_size * model.num_layers + width_bytes * LAYER_NUMBERS
+    return MemoryBill(
+        training_bytes=TRAINING_BYTES_PER_PARAM * model.num_params / num_shards,
+        activation_bytes=micro_batch_tokens * layers_bytes,
+    )
+
+
+def reference_bill(model: ModelShape, device: Accelerator, *, num_shards: int = 1) -> MemoryBill:
+    """One of the devices that a frozen copy of the policy is spread over."""
+    return MemoryBill(weight_bytes=model.weight_bytes(device.number_bytes) / num_shards)
+
+
+# ---- publishing
+
+
+class WireFormat(StrEnum):
+    """What is sent of the weights."""
+
+    FULL = "full"
+    DELTA = "delta"  # those that changed, each with its place
+    ADAPTER = "adapter"  # low-rank matrices beside them
+
+
+@checked(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """How weights travel.
+
+    Example:
+        Transfer(num_copies=8, num_learners=8, bucket_bytes=512e6, relay=True)
+    """
+
+    num_copies: PositiveInt = 1  # engines that need them
+    num_learners: PositiveInt = 1  # devices that hold a part each
+    num_senders: PositiveInt = 1  # of these, those that send, each its part of every copy
+    tensor_parallel: PositiveInt = 1  # devices of an engine
+    encoding: WireFormat = WireFormat.FULL
+    wire_bytes: PositiveInt | None = None  # of a weight: 1 is float8; None for the device's own
+    changed_share: Share = CHANGED_SHARE  # with delta
+    adapter_rank: PositiveInt = 16  # with adapter, on the attention's four matrices
+    bucket_bytes: PositiveFloat | None = None  # None: everything at once
+    relay: bool = False  # engines pass on what they receive
+    same_node: bool = False  # learner and engines are linked, and need no network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTimes:
+    """Seconds of the four operations, and what they come to.
+
+    Example:
+        SyncTimes(gather_s=0.3, cast_s=0.0, broadcast_s=2.8, reshard_s=0.2, num_buckets=280)
+    """
+
+    gather_s: float
+    cast_s: float
+    broadcast_s: float
+    reshard_s: float
+    num_buckets: int = 1
+
+    @property
+    def total_s(self) -> float:
+        """From the first byte to the last: a pipeline takes its slowest part, and one bucket's time in the others."""
+        parts = (self.gather_s, self.cast_s, self.broadcast_s, self.reshard_s)
+        return max(parts) + (sum(parts) - max(parts)) / self.num_buckets
+
+
+def payload_bytes(model: ModelShape, device: Accelerator, transfer: Transfer) -> float:
+    """One copy, on the wire."""
+    number_bytes = transfer.wire_bytes or device.number_bytes
+    match transfer.encoding:
+        case WireFormat.FULL:
+            return number_bytes * model.num_params
+        case WireFormat.DELTA:
+            return CHANGED_BYTES * transfer.changed_share * model.num_params
+        case WireFormat.ADAPTER:
+            query_and_output = 2 * (model.hidden_size + model.attention_size)
+            key_and_value = 2 * model.hidden_size + model.kv_size
+            return number_bytes * transfer.adapter_rank * model.num_layers * (query_and_output + key_and_value)
+
+
+def sync_times(model: ModelShape, device: Accelerator, transfer: Transfer) -> SyncTimes:
+    """The four operations of one new version, at the datasheet's speeds."""
+    payload = payload_bytes(model, device, transfer)
+    part = payload / min(transfer.num_senders, transfer.num_learners)  # that each sender sends of each copy
+    bucket = min(part, transfer.bucket_bytes or part)
+    # Who sends a part has 1/num_learners of the weights itself, and the rest comes from its neighbours.
+    gather_s = (part - payload / transfer.num_learners) / device.link_bytes_per_s
+    wire = device.link_bytes_per_s if transfer.same_node else device.network_bytes_per_s
+    # A relay that has received a bucket passes it on while the next arrives, so further copies cost a bucket each.
+    sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
+    tp = transfer.tensor_parallel
+    return SyncTimes(
+        gather_s=gather_s,
+        cast_s=_cast_bytes(model, device, transfer, payload) / transfer.num_learners / device.memory_bytes_per_s,
+        broadcast_s=sent / wire,
+        reshard_s=payload * (tp - 1) / tp / device.link_bytes_per_s + 2 * payload / tp / device.memory_bytes_per_s,
+        num_buckets=math.ceil(part / bucket),
+    )
+
+
+def _cast_bytes(model: ModelShape, device: Accelerator, transfer: Transfer, payload: float) -> float:
+    """Read and written by all learners together, before anything is sent."""
+    weights = model.weight_bytes(device.number_bytes)
+    if transfer.encoding is WireFormat.DELTA:
+        return 2 * weights + payload  # the new ones beside the old
+    if transfer.encoding is WireFormat.FULL and transfer.wire_bytes not in (None, device.number_bytes):
+        return weights + payload
+    return 0.0

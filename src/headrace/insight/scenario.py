@@ -6,6 +6,7 @@ a model's shape and a device's datasheet.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,13 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import calibrate, workload_of
-from headrace.insight.hardware import Device
-from headrace.insight.model_shape import ModelShape
-from headrace.insight.roofline import decode_step_s, train_s
-from headrace.insight.sync import Transfer, sync_times
-from headrace.insight.workload import Cluster, Drawn, Workload
+from headrace.insight.hardware import Accelerator, ModelShape
+from headrace.insight.roofline import Transfer, decode_step_s, forward_s, sync_times, train_s
+from headrace.insight.workload import LogNormal, Machine, Workload
 
 DEFAULT_PROMPT_TOKENS = 512.0
 BUCKET_BYTES = 512e6
+SENDERS = 8  # of the learner's devices, at most
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
@@ -42,7 +42,12 @@ class Typed:
     decode_s: float = 0.0  # one decode step of a rollout worker with a single row
     rollout_tokens_s: float = 0.0  # a rollout worker with all its rows
     train_tokens_s: float = 0.0  # one GPU of the learner
+    prefill_token_s: float = 0.0  # a token of a prompt, on a rollout worker
     publish_s: float = 0.0
+    straggler_share: float = 0.0  # of the rollout workers
+    straggler_factor: float = 1.0  # that those are slower by
+    worker_mtbf_s: float = 0.0  # mean time between failures of one rollout worker
+    repair_s: float = 0.0  # until it is back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +70,15 @@ class Layout:
 
     @property
     def rollout_workers(self) -> int:
-        """Engines."""
         share = 1.0 if self.turns else self.rollout_share
         return max(1, round(self.gpus * share) // self.gpus_per_worker)
 
     @property
     def learner_gpus(self) -> int:
-        """GPUs that train."""
         return self.gpus if self.turns else self.gpus - self.rollout_workers * self.gpus_per_worker
 
 
-def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Cluster]:
+def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Machine]:
     """What a recipe would do on a layout; what is typed outranks what a run's ledger says."""
     if layout.learner_gpus < 1:
         raise ConfigError(
@@ -87,10 +90,19 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
     if typed.publish_s:
         one = replace(one, publish_s=typed.publish_s)
     if run is not None:
-        one = _with_typed_speeds(one, typed)
+        one = with_speeds(one, typed)
+    if not (0 <= typed.straggler_share <= 1 <= typed.straggler_factor):
+        raise ConfigError(
+            f"{typed.straggler_share:g} of the rollout workers slower by a factor of {typed.straggler_factor:g}: it is "
+            "a share from 0 to 1, and a factor of at least 1"
+        )
     learner = layout.learner_gpus
     return work, replace(
         one,
+        straggler_share=typed.straggler_share,
+        straggler_factor=typed.straggler_factor,
+        worker_mtbf_s=typed.worker_mtbf_s or math.inf,
+        repair_s=typed.repair_s,
         rollout_workers=layout.rollout_workers,
         train_token_s=one.train_token_s / learner,
         reference_token_s=one.reference_token_s / learner,
@@ -99,42 +111,80 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
     )
 
 
-def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Device) -> Typed:
+def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Accelerator) -> Typed:
     """What was typed, and the rest by the datasheet; answers are half as long as they may be, if nobody says."""
     mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
-    rows, prompt_tokens = config.rollout.max_running, typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
-    full_s, alone_s = (
-        decode_step_s(
-            model,
-            device,
-            batch=batch,
-            context_tokens=prompt_tokens + mean_tokens / 2,
-            tensor_parallel=layout.gpus_per_worker,
-        )
-        for batch in (rows, 1)
-    )
-    transfer = Transfer(
-        num_copies=layout.rollout_workers,
+    prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
+    transfer = full_transfer(
+        device,
+        num_gpus=layout.gpus,
+        num_engines=layout.rollout_workers,
         num_learners=layout.learner_gpus,
         tensor_parallel=layout.gpus_per_worker,
-        bucket_bytes=BUCKET_BYTES,
-        relay=True,
-        same_node=layout.gpus <= device.num_per_node,
     )
-    publish_s = 0.0 if layout.turns else sync_times(model, device, transfer).exposed_s
-    trained_s = train_s(model, device, num_tokens=1, sequence_tokens=prompt_tokens + mean_tokens)
+    known = speeds(
+        model,
+        device,
+        rows=config.rollout.max_running,
+        prompt_tokens=prompt_tokens,
+        mean_tokens=mean_tokens,
+        gpus_per_worker=layout.gpus_per_worker,
+    )
     return replace(
         typed,
         mean_tokens=mean_tokens,
         prompt_tokens=prompt_tokens,
-        decode_s=typed.decode_s or (alone_s if not typed.rollout_tokens_s else 0.0),
-        rollout_tokens_s=typed.rollout_tokens_s or rows / full_s,
-        train_tokens_s=typed.train_tokens_s or 1 / trained_s,
-        publish_s=typed.publish_s or publish_s,
+        decode_s=typed.decode_s or (known.decode_s if not typed.rollout_tokens_s else 0.0),
+        rollout_tokens_s=typed.rollout_tokens_s or known.rollout_tokens_s,
+        train_tokens_s=typed.train_tokens_s or known.train_tokens_s,
+        prefill_token_s=known.prefill_token_s,
+        publish_s=typed.publish_s or (0.0 if layout.turns else sync_times(model, device, transfer).total_s),
     )
 
 
-def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
+def speeds(
+    model: ModelShape,
+    device: Accelerator,
+    *,
+    rows: int,
+    prompt_tokens: float,
+    mean_tokens: float,
+    gpus_per_worker: int,
+) -> Typed:
+    """What a device does with a model, by the datasheet: the same numbers for `simulate` and for `plan`."""
+    context_tokens, sequence_tokens = prompt_tokens + mean_tokens / 2, prompt_tokens + mean_tokens
+
+    def decode_s(batch: int) -> float:
+        return decode_step_s(model, device, batch=batch, context_tokens=context_tokens, tensor_parallel=gpus_per_worker)
+
+    return Typed(
+        mean_tokens=mean_tokens,
+        prompt_tokens=prompt_tokens,
+        decode_s=decode_s(1),
+        rollout_tokens_s=rows / decode_s(rows),
+        train_tokens_s=1 / train_s(model, device, num_tokens=1, sequence_tokens=sequence_tokens),
+        prefill_token_s=forward_s(
+            model, device, num_tokens=1, sequence_tokens=prompt_tokens, num_devices=gpus_per_worker
+        ),
+    )
+
+
+def full_transfer(
+    device: Accelerator, *, num_gpus: int, num_engines: int, num_learners: int, tensor_parallel: int
+) -> Transfer:
+    """All weights, in buckets, sent by several learners' devices and passed on from engine to engine."""
+    return Transfer(
+        num_copies=num_engines,
+        num_learners=num_learners,
+        num_senders=min(SENDERS, num_learners),
+        tensor_parallel=tensor_parallel,
+        bucket_bytes=BUCKET_BYTES,
+        relay=num_engines > 1,
+        same_node=num_gpus <= device.num_per_node,
+    )
+
+
+def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Machine]:
     needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
     needed |= {"--train-tokens-s": typed.train_tokens_s}
     missing = [name for name, value in needed.items() if not value]
@@ -143,45 +193,51 @@ def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Cluster]:
             f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN to take "
             "them from a run's ledger, or --params 7B to work them out"
         )
-    blank = Workload(groups_per_step=1, samples=1, tokens=Drawn(mean=typed.mean_tokens))
-    cluster = Cluster(
+    blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
+    machine = Machine(
         rollout_workers=1,
         rows_per_worker=config.rollout.max_running,
         decode_s=1.0,
         pass_tokens=config.learner.micro_batch_tokens,
         reward_workers=config.reward.workers,
     )
-    return workload_of(config, blank), _with_typed_speeds(cluster, typed)
+    return workload_of(config, blank), with_speeds(machine, typed)
+
+
+def verdict_s(mean_s: float, p95_s: float) -> LogNormal:
+    """Seconds of a verdict; with a p95 alone, the mean is half of it."""
+    if p95_s:
+        return LogNormal.of_p95(mean_s or p95_s / 2, p95_s)
+    return LogNormal(mean_s)
 
 
 def _with_typed_answers(work: Workload, typed: Typed) -> Workload:
     if typed.mean_tokens:
-        work = replace(work, tokens=Drawn(mean=typed.mean_tokens, cv=typed.cv))
+        work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
     if typed.prompt_tokens:
         work = replace(work, prompt_tokens=typed.prompt_tokens)
-    if typed.reward_p95_s and typed.reward_s:
-        work = replace(work, reward_s=Drawn.of_p95(typed.reward_s, typed.reward_p95_s))
-    elif typed.reward_p95_s:  # with as much spread as a mean of half of it has
-        work = replace(work, reward_s=Drawn.of_p95(typed.reward_p95_s / 2, typed.reward_p95_s))
-    elif typed.reward_s:
-        work = replace(work, reward_s=Drawn(mean=typed.reward_s))
+    if typed.reward_p95_s or typed.reward_s:
+        work = replace(work, reward_s=verdict_s(typed.reward_s, typed.reward_p95_s))
     return work
 
 
-def _with_typed_speeds(cluster: Cluster, typed: Typed) -> Cluster:
+def with_speeds(machine: Machine, typed: Typed) -> Machine:
+    """The machine with the speeds of `typed`: those of one rollout worker, and of one GPU that trains."""
     if typed.rollout_tokens_s:
-        full_s = cluster.rows_per_worker / typed.rollout_tokens_s  # a step with every row
+        full_s = machine.rows_per_worker / typed.rollout_tokens_s  # a step with every row
         alone_s = typed.decode_s or full_s
         if alone_s > full_s:
             raise ConfigError(
-                f"{typed.rollout_tokens_s:g} tokens a second with {cluster.rows_per_worker} rows make a decode step of "
+                f"{typed.rollout_tokens_s:g} tokens a second with {machine.rows_per_worker} rows make a decode step of "
                 f"{full_s:.4g} s; with a single row it cannot take longer ({alone_s:g} s)"
             )
-        row_s = (full_s - alone_s) / max(1, cluster.rows_per_worker - 1)
-        cluster = replace(cluster, decode_s=alone_s - row_s, decode_row_s=row_s)
+        row_s = (full_s - alone_s) / max(1, machine.rows_per_worker - 1)
+        machine = replace(machine, decode_s=alone_s - row_s, decode_row_s=row_s)
+    if typed.prefill_token_s:
+        machine = replace(machine, prefill_token_s=typed.prefill_token_s)
     if typed.train_tokens_s:
-        cluster = replace(cluster, train_token_s=1 / typed.train_tokens_s, train_pass_s=0.0)
-    return cluster
+        machine = replace(machine, train_token_s=1 / typed.train_tokens_s, train_pass_s=0.0)
+    return machine
 
 
 def amount(text: str, option: str = "") -> float:

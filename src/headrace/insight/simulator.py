@@ -1,7 +1,7 @@
 """A run on a virtual clock: the real buffer, sieve and lag policy between a producer and a learner made of seconds.
 
 The two coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation, scoring, training and
-publishing take comes from a `Workload` and a `Cluster`. What is admitted, waited for, dropped or trained on is decided
+publishing take comes from a `Workload` and a `Machine`. What is admitted, waited for, dropped or trained on is decided
 by the code that decides it in training.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,25 +21,107 @@ from headrace.buffer.filters import Sieve
 from headrace.buffer.lag import LagPolicy
 from headrace.config import BufferSection
 from headrace.errors import ConfigError
-from headrace.insight.engine_pool import EnginePool, Family
-from headrace.insight.simulated import Simulated, SimulatedStep
-from headrace.insight.virtual_clock import run_virtually
-from headrace.insight.workload import Cluster, Workload
+from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually
+from headrace.insight.workload import Machine, Workload
 from headrace.types import STAGES, DropReason, FinishReason, Group, Prompt, Span, StageTimes, Timing, Trajectory
 
-_MOMENT_S = 1e-6
 _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer asks for none
 
 
-def simulate(workload: Workload, cluster: Cluster, *, max_lag: int, steps: int = 32, seed: int = 0) -> Simulated:
-    """A run of so many steps. The same arguments give the same result."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One optimizer step.
+
+    Example:
+        SimulatedStep(wall_s=34.0, stage_s=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0),
+            trained_tokens=120000, lags={0: 20000, 1: 100000}, buffered_groups=12)
+    """
+
+    wall_s: float
+    stage_s: StageTimes
+    trained_tokens: int
+    lags: Mapping[int, int]  # trained tokens by lag
+    buffered_groups: int  # at its end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What came of a simulated run. Means leave out the steps in which the pipeline fills; the books have everything.
+
+    Example:
+        Simulated(max_lag=1, steps=(SimulatedStep(...), ...), num_filling=2, wall_s=690.0, rollout_busy=0.97,
+            learner_busy=0.24, reward_busy=0.1, generated_tokens=2600000, trained_tokens=2400000,
+            dropped_tokens={"no_signal": 120000}, buffered_tokens=60000, in_flight_tokens=20000, num_failures=0)
+    """
+
+    max_lag: int
+    steps: tuple[SimulatedStep, ...]
+    num_filling: int  # steps at the start that are in no mean
+    wall_s: float
+    rollout_busy: float  # share of its workers' seconds; of what is colocated, rollout and learner share one device
+    learner_busy: float
+    reward_busy: float  # NaN where there is a worker for every answer
+    generated_tokens: int
+    trained_tokens: int
+    dropped_tokens: Mapping[str, int]
+    buffered_tokens: int
+    in_flight_tokens: int
+    num_failures: int
+
+    @property
+    def counted(self) -> tuple[SimulatedStep, ...]:
+        """The steps that means are over."""
+        return self.steps[self.num_filling :]
+
+    @property
+    def step_s(self) -> float:
+        return float(np.mean([step.wall_s for step in self.counted]))
+
+    def step_quantile_s(self, share: float) -> float:
+        """Seconds that such a share of the steps stays below."""
+        return float(np.quantile([step.wall_s for step in self.counted], share))
+
+    @property
+    def stage_s(self) -> StageTimes:
+        """Mean seconds that each stage is busy in a step."""
+        means = {stage: float(np.mean([getattr(s.stage_s, stage) for s in self.counted])) for stage in STAGES}
+        return StageTimes(**means)
+
+    @property
+    def goodput(self) -> float:
+        return sum(step.trained_tokens for step in self.counted) / sum(step.wall_s for step in self.counted)
+
+    @property
+    def lag_shares(self) -> dict[int, float]:
+        """Share of the trained tokens with each lag."""
+        tokens: Counter[int] = Counter()
+        for step in self.counted:
+            tokens.update(step.lags)
+        return {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
+
+    @property
+    def lag_mean(self) -> float:
+        return sum(lag * share for lag, share in self.lag_shares.items())
+
+    @property
+    def lag_max(self) -> int:
+        return max((lag for step in self.steps for lag in step.lags), default=0)
+
+    @property
+    def useful_share(self) -> float:
+        """Trained tokens, of those that were trained on or dropped."""
+        return self.trained_tokens / max(1, self.trained_tokens + sum(self.dropped_tokens.values()))
+
+
+def simulate(workload: Workload, machine: Machine, *, max_lag: int, steps: int = 32, seed: int = 0) -> Simulated:
+    """A run of `steps` steps. The same arguments give the same result."""
     if steps < 1 or max_lag < 0:
         raise ConfigError(f"{steps} steps with max_lag = {max_lag} cannot be simulated")
-    return run_virtually(_run(workload, cluster, max_lag, steps, seed))
+    return run_virtually(_run(workload, machine, max_lag, steps, seed))
 
 
-async def _run(workload: Workload, cluster: Cluster, max_lag: int, steps: int, seed: int) -> Simulated:
-    return await _Simulation(workload, cluster, max_lag, seed).run(steps)
+async def _run(workload: Workload, machine: Machine, max_lag: int, steps: int, seed: int) -> Simulated:
+    return await _Simulation(workload, machine, max_lag, seed).run(steps)
 
 
 class _Busy:
@@ -93,7 +175,7 @@ class _UnderWay:
     lengths: list[int]
     reward_s: list[float]
     has_signal: bool
-    families: list[Family]
+    parts: list[GroupPart]
     version: int = -1  # of the first token; -1 before
     num_left: int = 0  # answers that are not complete
     done_tokens: int = 0  # of those that are
@@ -104,17 +186,17 @@ class _UnderWay:
 class _Simulation:
     """One run; what is not written out here is in the buffer."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, max_lag: int, seed: int) -> None:
-        self.workload, self.cluster, self.max_lag = workload, cluster, max_lag
+    def __init__(self, workload: Workload, machine: Machine, max_lag: int, seed: int) -> None:
+        self.workload, self.machine, self.max_lag = workload, machine, max_lag
         self.loop = asyncio.get_running_loop()
-        self.version = self.engine_version = 0
+        self.version = 0
         self._rng = np.random.default_rng(seed)
         section = BufferSection(drop_overlong=workload.drop_overlong, drop_no_signal=workload.samples > 1)
         policy = LagPolicy(
             max_lag=max_lag,
             groups_per_step=workload.groups_per_step,
             min_share=workload.min_share,
-            eager=cluster.batchwise,  # a batch begins as a whole
+            eager=machine.batchwise,  # a batch begins as a whole
         )
         self.buffer = Buffer(
             policy,
@@ -124,25 +206,21 @@ class _Simulation:
             on_drop=self._on_drop,
         )
         self.pool = EnginePool(
-            cluster,
+            machine,
             np.random.default_rng([seed, 1]),
-            prefill_s=cluster.prefill_s + cluster.prefill_token_s * workload.prompt_tokens,
+            prefill_s=machine.prefill_s + machine.prefill_token_s * workload.prompt_tokens,
             on_begin=self._on_begin,
             on_end=self._on_end,
             on_lost=self._on_lost,
         )
-        self.rewards = _RewardPool(cluster.reward_workers)
+        self.rewards = _RewardPool(machine.reward_workers)
         self.stage_busy = {stage: _Busy() for stage in STAGES}
-        self.learner_s = 0.0
         self.dropped: defaultdict[str, float] = defaultdict(float)
         self.trained_tokens = 0
         self.steps: list[SimulatedStep] = []
         self._running: dict[int, _UnderWay] = {}
         self._none_running = asyncio.Event()
         self._none_running.set()
-        self._turns = asyncio.Lock()  # of those who take the rollout workers' time
-        self._reference = asyncio.Lock()
-        self._publishing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = self.loop.create_future()
         self._prompt = Prompt(id="p", text="", token_ids=np.empty(0, np.int32))
@@ -154,7 +232,7 @@ class _Simulation:
         """Both sides until the learner is done, then the books."""
         learning = self._spawn(self._learn(steps))
         self._spawn(self._produce())
-        if self.cluster.worker_mtbf_s < math.inf:
+        if self.machine.worker_mtbf_s < math.inf:
             self._spawn(self._fail())
         await asyncio.wait([learning, self._failure], return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
@@ -179,7 +257,7 @@ class _Simulation:
         serial = 0
         while True:
             room = await self.buffer.admit()
-            if self.cluster.batchwise:
+            if self.machine.batchwise:
                 await self._none_running.wait()
                 room = min(room, self.workload.groups_per_step)
             for _ in range(room):
@@ -197,33 +275,28 @@ class _Simulation:
         group = _UnderWay(serial, lengths, seconds, has_signal, [], num_left=samples)
         self._running[serial] = group
         self._none_running.clear()
-        group.families = self.pool.submit(group, lengths)
+        group.parts = self.pool.submit(group, lengths)
 
-    def _on_begin(self, family: Family) -> None:
-        group: _UnderWay = family.owner  # type: ignore[assignment]
+    def _on_begin(self, part: GroupPart) -> None:
+        group: _UnderWay = part.owner  # type: ignore[assignment]
         if group.version < 0:
-            group.version = self.engine_version
-            self.buffer.begin(group.serial, self.engine_version)
+            group.version = self.version
+            self.buffer.begin(group.serial, self.version)
 
-    def _on_end(self, family: Family, length: int) -> None:
+    def _on_end(self, part: GroupPart, length: int) -> None:
         """An answer is complete: it is scored at once, whatever its group does."""
-        group: _UnderWay = family.owner  # type: ignore[assignment]
+        group: _UnderWay = part.owner  # type: ignore[assignment]
         group.num_left -= 1
         group.done_tokens += length
         group.scored_s = max(group.scored_s, self.rewards.score(self.loop.time(), group.reward_s[group.num_left]))
         if not group.num_left:
             self.loop.call_at(group.scored_s, lambda: self._spawn(self._put(group)))
 
-    def _on_lost(self, family: Family, tokens: float) -> None:
+    def _on_lost(self, part: GroupPart, tokens: float) -> None:
         self.dropped[DropReason.REDONE] += tokens
 
     async def _put(self, group: _UnderWay) -> None:
         """A group is scored."""
-        if group.over:
-            return
-        where, seconds = self.cluster.reference_on, self._reference_s(sum(group.lengths))
-        if where != "learner" and seconds:
-            await self._work("reference", seconds, on_rollout=where == "rollout", lock=self._reference)
         if group.over:
             return
         self._forget(group)
@@ -240,7 +313,7 @@ class _Simulation:
         group = self._running.get(serial)
         if group is None:  # it is just being put into the buffer, which finds out by itself
             return
-        tokens = self.pool.abort(group.families) + group.done_tokens
+        tokens = self.pool.abort(group.parts) + group.done_tokens
         self._forget(group)
         self.dropped[DropReason.STALE] += tokens
         await self.buffer.lose(serial, DropReason.STALE)
@@ -278,28 +351,28 @@ class _Simulation:
     async def _learn(self, steps: int) -> None:
         for _ in range(steps):
             taken = await self._accumulate()
-            await self._work("train", self.cluster.optimizer_s, of_learner=True)
-            await self._publish()
-            if self.cluster.host_s:
-                await asyncio.sleep(self.cluster.host_s)
+            await self._work("train", self.machine.optimizer_s)
+            await self._work("publish", self.machine.publish_s)
+            self.version += 1
+            if self.machine.host_s:
+                await asyncio.sleep(self.machine.host_s)
             self._book(taken)
             for serial in await self.buffer.settle(self.version):
                 await self._abort(serial)
 
     async def _accumulate(self) -> list[Group]:
         """The gradient of one step, pass by pass as groups arrive."""
-        cluster, pending, taken = self.cluster, 0.0, []
+        machine, pending, taken = self.machine, 0.0, []
         while (group := await self.buffer.next()) is not None:
             taken.append(group)
-            if cluster.reference_on == "learner":
-                await self._work("reference", self._reference_s(group.num_sampled_tokens), of_learner=True)
+            await self._work("reference", self._reference_s(group.num_sampled_tokens))
             for length in [t.num_sampled_tokens for t in group.trajectories]:
                 tokens = length + self.workload.prompt_tokens
-                if pending and cluster.pass_tokens and pending + tokens > cluster.pass_tokens:
+                if pending and machine.pass_tokens and pending + tokens > machine.pass_tokens:
                     await self._train(pending)
                     pending = 0.0
                 pending += tokens
-            if not cluster.pass_tokens:
+            if not machine.pass_tokens:
                 await self._train(pending)
                 pending = 0.0
         await self._train(pending)
@@ -307,65 +380,28 @@ class _Simulation:
 
     async def _train(self, tokens: float) -> None:
         if tokens:
-            await self._work("train", self.cluster.train_pass_s + tokens * self.cluster.train_token_s, of_learner=True)
+            await self._work("train", self.machine.train_pass_s + tokens * self.machine.train_token_s)
 
     def _reference_s(self, sampled_tokens: int) -> float:
-        return self.cluster.reference_token_s * (sampled_tokens + self.workload.samples * self.workload.prompt_tokens)
+        return self.machine.reference_token_s * (sampled_tokens + self.workload.samples * self.workload.prompt_tokens)
 
-    async def _publish(self) -> None:
-        """The new version goes to the workers. At max_lag = 0 nothing could be done beside it."""
-        cluster = self.cluster
-        self.version += 1
-        if self._publishing is not None:
-            await self._publishing
-        if cluster.publish == "exposed" or cluster.colocated or not self.max_lag:
-            pull_s = cluster.pull_s if cluster.publish == "relay" else 0.0
-            await self._work("publish", cluster.publish_s + pull_s, on_rollout=True)
-            self.engine_version = self.version
-        else:
-            await self.buffer.hold(True)  # what starts before the workers have the version would be too old in the end
-            self._publishing = self._spawn(self._publish_beside(self.version))
-
-    async def _publish_beside(self, version: int) -> None:
-        await self._work("publish", self.cluster.publish_s)
-        self.engine_version = version
-        if self.cluster.publish == "relay":
-            self.pool.hold_each(self.cluster.pull_s)
-        await self.buffer.hold(False)
-        await asyncio.sleep(_MOMENT_S)  # the producer has its turn before another version holds it again
-
-    async def _work(
-        self,
-        stage: str,
-        seconds: float,
-        *,
-        of_learner: bool = False,
-        on_rollout: bool = False,
-        lock: asyncio.Lock | None = None,
-    ) -> None:
-        """So many seconds of a stage; rollout stops for them where they are taken on its devices."""
+    async def _work(self, stage: str, seconds: float) -> None:
+        """The learner's `seconds` for a stage; colocated, rollout stops for them."""
         if not seconds:
             return
-        on_rollout = on_rollout or (of_learner and self.cluster.colocated)
-        lock = self._turns if on_rollout else lock
-        if lock is not None:
-            await lock.acquire()
-        if on_rollout:
+        if self.machine.colocated:
             self.pool.pause()
         start_s = self.loop.time()
         self.stage_busy[stage].add(start_s, start_s + seconds)
         await asyncio.sleep(seconds)
-        self.learner_s += seconds * of_learner
-        if on_rollout:
+        if self.machine.colocated:
             self.pool.resume()
-        if lock is not None:
-            lock.release()
 
     async def _fail(self) -> None:
         """Workers die, independently of each other."""
         workers = self.pool.workers
         while True:
-            await asyncio.sleep(self._rng.exponential(self.cluster.worker_mtbf_s / len(workers)))
+            await asyncio.sleep(self._rng.exponential(self.machine.worker_mtbf_s / len(workers)))
             self.pool.fail(workers[int(self._rng.integers(len(workers)))])
 
     # ---- books
@@ -390,18 +426,19 @@ class _Simulation:
         self._row_start_s, self._row_stages = now_s, replace(self._row_stages, **busy)
 
     def _result(self) -> Simulated:
-        wall_s, cluster = self.loop.time(), self.cluster
-        in_flight = sum(tokens for _, tokens in self.pool.under_way())
+        wall_s, machine = self.loop.time(), self.machine
+        engines = self.pool.advanced()
+        in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
         in_flight += sum(group.done_tokens for group in self._running.values())
         return Simulated(
             max_lag=self.max_lag,
             steps=tuple(self.steps),
             num_filling=min(self.max_lag + 1, len(self.steps) // 2),
             wall_s=wall_s,
-            rollout_busy=self.pool.busy_s / (wall_s * cluster.rollout_workers),
-            learner_busy=self.learner_s / wall_s,
+            rollout_busy=sum(engine.busy_s for engine in engines) / (wall_s * machine.rollout_workers),
+            learner_busy=sum(self.stage_busy[stage].until(wall_s) for stage in ("reference", "train")) / wall_s,
             reward_busy=self.rewards.busy_share(wall_s),
-            generated_tokens=round(self.pool.sampled_tokens),
+            generated_tokens=round(sum(engine.sampled for engine in engines)),
             trained_tokens=self.trained_tokens,
             dropped_tokens={str(reason): round(tokens) for reason, tokens in sorted(self.dropped.items())},
             buffered_tokens=sum(group.num_sampled_tokens for group in self.buffer.buffered),

@@ -1,8 +1,8 @@
 """A run as a timeline that ui.perfetto.dev and chrome://tracing open: the trace event format, as a JSON object.
 
-Events are read in the order of their times and written one by one, so a run of any length needs little memory. Each
-stage of each worker has a track, and another one where its spans overlap: on one track spans must lie inside each other
-or apart. Times are microseconds on the run's clock.
+Events are merged in the order of their times and written one by one. Each stage of each worker has a track, and another
+one where its spans overlap: on one track spans must lie inside each other or apart. Times are microseconds on the run's
+clock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import RunError
-from headrace.insight.occupancy import DEVICE, REWARD, StepTimes
-from headrace.insight.step_rows import StepRows
+from headrace.insight.reading import DEVICE, REWARD
 from headrace.ledger.journal import Restart
-from headrace.ledger.runs import reading
+from headrace.runs.columns import Columns, RowColumns, StepTimes, read_spans, reading
 from headrace.types import STAGES
 
 TRACE_FILE = "trace.json"
@@ -67,11 +68,13 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
 def trace_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """All events by time; a track's names come before its first event."""
     tracks = _Tracks()
-    rows = StepRows.read(connection)
-    times = StepTimes.read(connection, rows.column("step"), rows.column("wall_s"))
+    rows = RowColumns.read(connection)
+    times = StepTimes.read(connection, rows)
+    spans = read_spans(connection)
+    published = spans.where(spans["stage"] == "publish")
     streams = [
-        _stage_events(connection, tracks),
-        _version_events(connection),
+        _stage_events(spans, tracks),
+        _version_events(published.where(np.argsort(published["end_s"], kind="stable"))),
         _restart_events(connection),
         _account_events(connection),
         *([_step_events(rows, times), _step_counters(rows, times)] if times else []),
@@ -113,15 +116,14 @@ class _Tracks:
         yield event | {"pid": pid, "tid": self._tids[process, thread]}
 
 
-def _stage_events(connection: sqlite3.Connection, tracks: _Tracks) -> Iterator[Event]:
+def _stage_events(spans: Columns, tracks: _Tracks) -> Iterator[Event]:
     """Every span, on the track of its stage and worker."""
-    found = connection.execute(
-        "SELECT stage, worker, version, start_s, end_s, detail FROM spans ORDER BY start_s, end_s DESC, id"
-    )
-    for stage, worker, version, start_s, end_s, detail in found:
+    spans = spans.where(np.lexsort((-spans["end_s"], spans["start_s"])))
+    names = ("stage", "worker", "version", "start_s", "end_s", "detail")
+    for stage, worker, version, start_s, end_s, detail in zip(*(spans[name].tolist() for name in names), strict=True):
         start_us, end_us = _us(start_s), max(_us(start_s), _us(end_s))
         process = f"{REWARD if stage == REWARD else DEVICE} ({worker})"
-        args = {"version": version} | ({"detail": detail} if detail else {})
+        args: Event = {"version": None if math.isnan(version) else int(version)}
         yield {
             "name": stage,
             "cat": "stage" if stage in STAGES else "other",
@@ -130,15 +132,14 @@ def _stage_events(connection: sqlite3.Connection, tracks: _Tracks) -> Iterator[E
             "dur": end_us - start_us,
             "pid": process,
             "tid": tracks.lane(process, stage, start_us, end_us),
-            "args": args,
+            "args": args | ({"detail": detail} if detail else {}),
         }
 
 
-def _version_events(connection: sqlite3.Connection) -> Iterator[Event]:
+def _version_events(published: Columns) -> Iterator[Event]:
     """A mark where each version was published."""
-    found = connection.execute("SELECT version, end_s FROM spans WHERE stage = 'publish' ORDER BY end_s, id")
-    for version, end_s in found:
-        yield _mark(f"version {version}", end_s, "p", {"version": version})
+    for version, end_s in zip(published["version"].tolist(), published["end_s"].tolist(), strict=True):
+        yield _mark(f"version {version:.0f}", end_s, "p", {"version": int(version)})
 
 
 def _restart_events(connection: sqlite3.Connection) -> Iterator[Event]:
@@ -148,7 +149,7 @@ def _restart_events(connection: sqlite3.Connection) -> Iterator[Event]:
         yield _mark(f"restart {restart.pop('number')}", restart.pop("at_s"), "g", restart)
 
 
-def _step_events(rows: StepRows, times: StepTimes) -> Iterator[Event]:
+def _step_events(rows: RowColumns, times: StepTimes) -> Iterator[Event]:
     """Every step, from the row before it to its own."""
     columns = {name: rows.column(name) for name in _STEP_NUMBERS}
     first = int(rows.column("step")[0])
@@ -166,7 +167,7 @@ def _step_events(rows: StepRows, times: StepTimes) -> Iterator[Event]:
         }
 
 
-def _step_counters(rows: StepRows, times: StepTimes) -> Iterator[Event]:
+def _step_counters(rows: RowColumns, times: StepTimes) -> Iterator[Event]:
     """Lag, reward and goodput, as they stand at the end of every step."""
     first = int(rows.column("step")[0])
     lag_mean, lag_max, reward = (rows.column(name) for name in ("lag_mean", "lag_max", "reward_mean"))

@@ -1,8 +1,8 @@
 """What holds a run back, what to change first, and what that would bring.
 
 A run's ledger gives the machine's speeds (calibration.py). The simulator then answers two kinds of questions with the
-real buffer and lag policy: how long a step would be if one stage took no time, which names the wall, and how long it
-would be with another setting, which ranks the moves. What is typed by hand goes through the equation alone.
+real buffer and lag policy: how long a step would be if one stage took no time, which names the bottleneck, and how long
+it would be with another setting, which ranks the moves. What is typed by hand goes through the equation alone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ import numpy as np
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import Calibration, calibrate
-from headrace.insight.equation import PLACEMENT_WORDS, Placement, binding_stage, step_s
+from headrace.insight.equation import (
+    BOTTLENECK_OF_STAGE,
+    PLACEMENT_WORDS,
+    Bottleneck,
+    Placement,
+    binding_stage,
+    step_s,
+)
 from headrace.insight.reading import Reading, read
-from headrace.insight.simulated import Simulated
-from headrace.insight.simulator import simulate
-from headrace.insight.walls import WALL_OF_STAGE, Wall
-from headrace.insight.workload import Cluster, Drawn, Recorded, Workload
+from headrace.insight.simulator import Simulated, simulate
+from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6
 LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one over a smaller one
-TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the wall
+TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the bottleneck
 STEPS = 24  # simulated
 NO_TIME_S = 1e-9
 
@@ -50,13 +55,15 @@ class Triage:
     """The verdict on a run.
 
     Example:
-        Triage(reading=Reading(...), wall=Wall.REWARD, without={Wall.REWARD: 0.9, Wall.GENERATION: 1.9, ...},
+        Triage(reading=Reading(...), bottleneck=Bottleneck.REWARD, without={Bottleneck.REWARD: 0.9, ...},
             simulated_s=2.2, moves=(Move(...),))
     """
 
     reading: Reading
-    wall: Wall
-    without: dict[Wall, float]  # seconds of a step if this cost nothing; of a sparse reward, as many useful tokens
+    bottleneck: Bottleneck
+    without: dict[
+        Bottleneck, float
+    ]  # seconds of a step if this cost nothing; of a sparse reward, as many useful tokens
     simulated_s: float  # of a step as it is
     moves: tuple[Move, ...]  # the best first
 
@@ -66,14 +73,15 @@ class TypedTriage:
     """The verdict on five numbers.
 
     Example:
-        TypedTriage(times=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0), wall=Wall.GENERATION,
-            placement=Placement.OVERLAPPED, step_s={Placement.OVERLAPPED: 34.0, ...}, moves=(Move(...),))
+        TypedTriage(times=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0),
+            placement=Placement.OVERLAPPED, step_s={Placement.OVERLAPPED: 34.0, ...},
+            bottleneck=Bottleneck.GENERATION, moves=(Move(...),))
     """
 
     times: StageTimes
     placement: Placement
     step_s: dict[Placement, float]
-    wall: Wall
+    bottleneck: Bottleneck
     moves: tuple[Move, ...]
 
 
@@ -81,12 +89,12 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
     """Read a run that has a complete step."""
     calibration = calibrate(run_dir)
     reading = read(run_dir, last_steps=last_steps)
-    work, cluster = calibration.workload, calibration.cluster
-    now = _simulated(work, cluster, calibration.max_lag)
+    work, machine = calibration.workload, calibration.machine
+    now = _simulated(work, machine, calibration.max_lag)
     without = _without_each(calibration)
     return Triage(
         reading=reading,
-        wall=_wall(without, now.step_s),
+        bottleneck=_bottleneck(without, now.step_s),
         without=without,
         simulated_s=now.step_s,
         moves=_ranked(_moves(calibration, reading.config, now)),
@@ -111,44 +119,44 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
         times=times,
         placement=placement,
         step_s={other: step_s(times, other) for other in Placement},
-        wall=WALL_OF_STAGE[stage],
+        bottleneck=BOTTLENECK_OF_STAGE[stage],
         moves=_ranked(found),
     )
 
 
-def _without_each(calibration: Calibration) -> dict[Wall, float]:
+def _without_each(calibration: Calibration) -> dict[Bottleneck, float]:
     """How long a step would be if one thing cost nothing."""
-    work, cluster = calibration.workload, calibration.cluster
-    idle = replace(cluster, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
-    cases: dict[Wall, tuple[Workload, Cluster]] = {
-        Wall.GENERATION: (work, idle),
-        Wall.REWARD: (replace(work, reward_s=Drawn(mean=0.0)), cluster),
-        Wall.LEARNER: (
+    work, machine = calibration.workload, calibration.machine
+    idle = replace(machine, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
+    cases: dict[Bottleneck, tuple[Workload, Machine]] = {
+        Bottleneck.GENERATION: (work, idle),
+        Bottleneck.REWARD: (replace(work, reward_s=LogNormal(mean=0.0)), machine),
+        Bottleneck.LEARNER: (
             work,
-            replace(cluster, train_token_s=0.0, train_pass_s=0.0, optimizer_s=0.0, reference_token_s=0.0),
+            replace(machine, train_token_s=0.0, train_pass_s=0.0, optimizer_s=0.0, reference_token_s=0.0),
         ),
-        Wall.SYNC: (work, replace(cluster, publish_s=0.0, pull_s=0.0)),
-        Wall.TAIL: (replace(work, tokens=_all_alike(work.tokens)), cluster),
-        Wall.SPARSE: (replace(work, no_signal_share=0.0), cluster),
+        Bottleneck.SYNC: (work, replace(machine, publish_s=0.0)),
+        Bottleneck.TAIL: (replace(work, tokens=_all_alike(work.tokens)), machine),
+        Bottleneck.SPARSE: (replace(work, no_signal_share=0.0), machine),
     }
-    return {wall: _simulated(*case, calibration.max_lag).step_s for wall, case in cases.items()}
+    return {name: _simulated(*case, calibration.max_lag).step_s for name, case in cases.items()}
 
 
-def _all_alike(tokens: Drawn | Recorded) -> Drawn:
+def _all_alike(tokens: LogNormal | Recorded) -> LogNormal:
     """The same number of tokens, spread evenly."""
     if isinstance(tokens, Recorded):
-        return Drawn(mean=tokens.mean)
+        return LogNormal(mean=tokens.mean)
     rng = np.random.default_rng(0)
-    return Drawn(mean=float(tokens.draw(rng, 4096).mean()))
+    return LogNormal(mean=float(tokens.draw(rng, 4096).mean()))
 
 
-def _wall(without: dict[Wall, float], now_s: float) -> Wall:
+def _bottleneck(without: dict[Bottleneck, float], now_s: float) -> Bottleneck:
     """What costs most; of generation, whether it is the work or a few long answers."""
-    saved = {wall: now_s - without_s for wall, without_s in without.items()}
-    wall = max((wall for wall in saved if wall is not Wall.TAIL), key=lambda wall: saved[wall])
-    if wall is Wall.GENERATION and saved[Wall.TAIL] > TAIL_SHARE * saved[Wall.GENERATION]:
-        return Wall.TAIL
-    return wall
+    saved = {name: now_s - without_s for name, without_s in without.items()}
+    found = max((name for name in saved if name is not Bottleneck.TAIL), key=lambda name: saved[name])
+    if found is Bottleneck.GENERATION and saved[Bottleneck.TAIL] > TAIL_SHARE * saved[Bottleneck.GENERATION]:
+        return Bottleneck.TAIL
+    return found
 
 
 def _moves(calibration: Calibration, config: Config, now: Simulated) -> Iterator[Move]:
@@ -157,14 +165,14 @@ def _moves(calibration: Calibration, config: Config, now: Simulated) -> Iterator
         changed = _with(config, settings)
         then = _simulated(*calibration.of(changed), changed.loop.max_lag)
         yield _move(text, settings, then, now)
-    work, cluster, lag = calibration.workload, calibration.cluster, calibration.max_lag
-    faster_engine = replace(cluster, decode_s=cluster.decode_s / 2, decode_row_s=cluster.decode_row_s / 2)
+    work, machine, lag = calibration.workload, calibration.machine, calibration.max_lag
+    faster_engine = replace(machine, decode_s=machine.decode_s / 2, decode_row_s=machine.decode_row_s / 2)
     yield _move("generation twice as fast (a faster device)", (), _simulated(work, faster_engine, lag), now)
     faster_learner = replace(
-        cluster,
-        train_token_s=cluster.train_token_s / 2,
-        train_pass_s=cluster.train_pass_s / 2,
-        optimizer_s=cluster.optimizer_s / 2,
+        machine,
+        train_token_s=machine.train_token_s / 2,
+        train_pass_s=machine.train_pass_s / 2,
+        optimizer_s=machine.optimizer_s / 2,
     )
     yield _move("training twice as fast (a faster device)", (), _simulated(work, faster_learner, lag), now)
 
@@ -199,8 +207,8 @@ def _move(text: str, settings: tuple[str, ...], then: Simulated, now: Simulated)
     return Move(text=text, settings=settings, step_s=then.step_s, gain=then.goodput / now.goodput)
 
 
-def _simulated(work: Workload, cluster: Cluster, max_lag: int) -> Simulated:
-    return simulate(work, cluster, max_lag=max_lag, steps=STEPS)
+def _simulated(work: Workload, machine: Machine, max_lag: int) -> Simulated:
+    return simulate(work, machine, max_lag=max_lag, steps=STEPS)
 
 
 def _ranked(moves: Iterable[Move]) -> tuple[Move, ...]:

@@ -1,43 +1,57 @@
 """What a simulation is told: what a step consists of, and how long things take on which machines.
 
-Nothing here was measured; the numbers come from a run's ledger (calibration.py), from a model of the hardware, or from
-whoever asks.
+Nothing here was measured; the numbers come from a run's ledger (calibration.py), from a model of the hardware
+(roofline.py), or from whoever asks.
+
+Lengths of a policy's answers are close to log-normal, and long tails cost time: who waits for a whole group waits for
+the longest of K answers, who waits for a whole batch for the longest of B·K. The maximum of n log-normal lengths is
+computed from its definition, E[max] = ∫ (1 - F(x)^n) dx, with x laid out by its logarithm. (The closed form that is
+often quoted, mean·exp(s·√(2 ln n) - s²/2), is 1.2 to 1.65 times too long at the sizes in use.)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ConfigError
-from headrace.insight.tails import LogNormal
 
 Numbers = npt.NDArray[np.float64]
 
-_Z95 = 1.6448536269514722  # of the normal distribution, 95 in 100 lie below so many standard deviations
+LOWEST_Z, Z_ABOVE_SIGMA, NUM_CELLS = -9.0, 13.0, 4000
+"""Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers."""
+
+_Z95 = 1.6448536269514722  # 95 in 100 numbers of a normal distribution lie below this many standard deviations
 _LARGEST_RATIO = math.exp(_Z95**2 / 2)  # of a log-normal's p95 to its mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """Numbers around a mean, log-normal: `cv` is their standard deviation over the mean, 0 for always the mean.
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Numbers with this mean and coefficient of variation (standard deviation / mean; 0: always the mean).
 
-    What is drawn above `cap` is cut to it, so a cap lowers the mean of what is drawn.
+    What is above `cap` is cut to it: `mean` and `cv` are those before the cut, `cut_mean` is what is left of the mean.
 
     Example:
-        Drawn(mean=4096.0, cv=1.0, cap=32768.0)
+        LogNormal(mean=800, cv=1.0, cap=4096)
     """
 
     mean: float
     cv: float = 0.0
-    cap: float = math.inf
+    cap: float = math.inf  # max_new_tokens
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.mean < math.inf and 0.0 <= self.cv < math.inf and self.cap > 0.0):
+            raise ConfigError(
+                f"mean {self.mean:g}, cv {self.cv:g}, cap {self.cap:g}: mean and cv are numbers of at least 0, and a "
+                "cap is above 0"
+            )
 
     @classmethod
-    def of_p95(cls, mean: float, p95: float) -> Drawn:
+    def of_p95(cls, mean: float, p95: float) -> LogNormal:
         """With 95 in 100 numbers below `p95`."""
         if not 0 < mean <= p95 <= mean * _LARGEST_RATIO:
             raise ConfigError(
@@ -47,11 +61,57 @@ class Drawn:
         sigma = _Z95 - math.sqrt(max(0.0, _Z95**2 - 2 * math.log(p95 / mean)))
         return cls(mean=mean, cv=math.sqrt(math.expm1(sigma**2)))
 
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the logarithm, s = √ln(1 + cv²)."""
+        return math.sqrt(math.log1p(self.cv**2))
+
+    @property
+    def mu(self) -> float:
+        """Mean of the logarithm."""
+        return math.log(self.mean) - self.sigma**2 / 2
+
+    @property
+    def cut_mean(self) -> float:
+        """Mean after the cut."""
+        return self.expected_max(1)
+
     def draw(self, rng: np.random.Generator, count: int) -> Numbers:
-        """So many of them."""
         if self.cv == 0 or self.mean == 0:
             return np.full(count, min(self.mean, self.cap))
-        return LogNormal(self.mean, self.cv, self.cap).sample(rng, count)
+        return np.minimum(rng.lognormal(self.mu, self.sigma, count), self.cap)
+
+    def expected_max(self, n: int) -> float:
+        """Mean of the largest of `n`: ∫ (1 - Φ(z)^n) dx over x = exp(mu + sigma·z), from 0 to the cap."""
+        return _expected_max(self, n)
+
+    def tail(self, n: int) -> float:
+        """The longest of `n` over the average."""
+        return self.expected_max(n) / self.cut_mean
+
+
+@lru_cache(maxsize=1024)  # a planner asks for the same few again and again
+def _expected_max(lengths: LogNormal, n: int) -> float:
+    if lengths.cv == 0.0 or lengths.mean == 0.0:
+        return min(lengths.mean, lengths.cap)
+    start = math.exp(lengths.mu + lengths.sigma * LOWEST_Z)  # below it 1 - Φ^n is 1
+    if lengths.cap <= start:
+        return lengths.cap
+    highest_z = min(lengths.sigma + Z_ABOVE_SIGMA, (math.log(lengths.cap) - lengths.mu) / lengths.sigma)
+    z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
+    longer = -np.expm1(n * _log_cdf(z)) * lengths.sigma * np.exp(lengths.mu + lengths.sigma * z)
+    return start + _simpson(longer, float(z[1] - z[0]))
+
+
+def _log_cdf(z: Numbers) -> Numbers:
+    """ln Φ(z), with all its digits at both ends."""
+    beyond = np.array([math.erfc(abs(x) / math.sqrt(2)) / 2 for x in z])
+    logarithm: Numbers = np.where(z > 0, np.log1p(-beyond), np.log(beyond))
+    return logarithm
+
+
+def _simpson(values: Numbers, width: float) -> float:
+    return float(values[0] + 4 * values[1:-1:2].sum() + 2 * values[2:-1:2].sum() + values[-1]) * width / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +126,10 @@ class Recorded:
 
     @property
     def mean(self) -> float:
-        """Over all numbers."""
         return float(np.concatenate(self.groups).mean())
 
     def draw(self, rng: np.random.Generator, count: int) -> Numbers:
-        """So many numbers of one group; some of them twice if it has fewer."""
+        """`count` numbers of one group; some of them twice if it has fewer."""
         group = self.groups[int(rng.integers(len(self.groups)))]
         return group if len(group) == count else rng.choice(group, count, replace=count > len(group))
 
@@ -80,17 +139,17 @@ class Workload:
     """What a step consists of.
 
     Example:
-        Workload(groups_per_step=512, samples=16, tokens=Drawn(mean=4096.0, cv=1.0, cap=32768.0),
-            reward_s=Drawn.of_p95(1.0, 4.0), prompt_tokens=512.0, no_signal_share=0.3)
+        Workload(groups_per_step=512, samples=16, tokens=LogNormal(mean=4096.0, cv=1.0, cap=32768.0),
+            reward_s=LogNormal.of_p95(1.0, 4.0), prompt_tokens=512.0, no_signal_share=0.3)
     """
 
     groups_per_step: int
     samples: int
-    tokens: Drawn | Recorded  # that an answer has
-    reward_s: Drawn | Recorded = Drawn(mean=0.0)  # that a verdict takes, once a reward worker has the answer
+    tokens: LogNormal | Recorded  # that an answer has
+    reward_s: LogNormal | Recorded = LogNormal(mean=0.0)  # that a verdict takes, once a reward worker has the answer
     prompt_tokens: float = 0.0
     no_signal_share: float = 0.0  # of the groups: all their rewards are equal, so they are dropped
-    max_new_tokens: int = 0  # answers of so many tokens were cut; 0: none is
+    max_new_tokens: int = 0  # answers of this length were cut; 0: none is
     drop_overlong: bool = False  # as buffer.drop_overlong
     min_share: float = 1.0  # as buffer.min_share
 
@@ -104,7 +163,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Machine:
     """Who does the work, and how fast.
 
     A rollout worker is one engine, on one or more GPUs; the learner is one pool that works as one. With `colocated`
@@ -112,8 +171,8 @@ class Cluster:
     by batch: the next one begins when the last answer of this one is scored. Else free rows are filled at once.
 
     Example:
-        Cluster(rollout_workers=96, rows_per_worker=256, decode_s=0.02, decode_row_s=5e-5, prefill_token_s=1e-5,
-            train_token_s=2e-7, optimizer_s=0.5, publish_s=2.0, publish="relay", pull_s=0.4, reward_workers=64)
+        Machine(rollout_workers=96, rows_per_worker=256, decode_s=0.02, decode_row_s=5e-5, prefill_token_s=1e-5,
+            train_token_s=2e-7, optimizer_s=0.5, publish_s=2.0, reward_workers=64)
     """
 
     rollout_workers: int
@@ -126,11 +185,8 @@ class Cluster:
     train_pass_s: float = 0.0  # on top, for each micro-batch
     pass_tokens: int = 0  # of a micro-batch of the whole learner; 0: each group is one
     optimizer_s: float = 0.0
-    reference_token_s: float = 0.0
-    reference_on: Literal["learner", "rollout", "own"] = "learner"  # whose time the reference policy takes
-    publish_s: float = 0.0
-    publish: Literal["exposed", "overlapped", "relay"] = "exposed"  # the others: beside generation and training
-    pull_s: float = 0.0  # relay: each worker stops for so long to load what lies near it
+    reference_token_s: float = 0.0  # of the learner's time
+    publish_s: float = 0.0  # of the learner's time; colocated, of the engine's too
     reward_workers: int = 0  # 0: as many as there are answers
     host_s: float = 0.0  # of the loop itself, each step, while the learner waits
     colocated: bool = False
@@ -138,11 +194,7 @@ class Cluster:
     straggler_share: float = 0.0  # of the workers
     straggler_factor: float = 1.0  # that those are slower by
     worker_mtbf_s: float = math.inf  # mean time between failures of one worker; its answers are started again
-    repair_s: float = 0.0
-    repack_below: float = (
-        0.0  # a worker with so small a share of its rows left, and none waiting, gives them to another
-    )
-    repack_s: float = 0.0  # for which the other one stops
+    repair_s: float = 0.0  # until it is back
 
     def __post_init__(self) -> None:
         if self.rollout_workers < 1 or self.rows_per_worker < 1:

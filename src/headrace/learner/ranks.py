@@ -12,17 +12,7 @@ from headrace.errors import LearnerLostError, WorkerLostError
 from headrace.learner.intake import Intake
 from headrace.learner.sharding import split
 from headrace.roles import Answer, Cluster, Trainer, Worker
-from headrace.types import (
-    FloatArray,
-    Group,
-    IntArray,
-    Item,
-    Mismatch,
-    PolicyFacts,
-    Prompt,
-    StepStats,
-    Trajectory,
-)
+from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
 

@@ -1,4 +1,7 @@
-"""A Row as JSON and back. Numbers that JSON lacks (a loss may be NaN) are the strings "NaN" and "Infinity"."""
+"""A Row as JSON and back, and as flat named numbers for plotting sinks.
+
+Numbers that JSON lacks (a loss may be NaN) are the strings "NaN" and "Infinity".
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from headrace.types import Row, StageTimes
+from headrace.row import ROW_METRICS, Row
+from headrace.types import STAGES, StageTimes
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -24,6 +28,15 @@ def row_from_json(text: str) -> Row:
     data |= {name: _number(value) for name, value in json.loads(text).items()}
     stage_s = StageTimes(**{stage: _number(seconds) for stage, seconds in data.pop("stage_s").items()})
     return Row(stage_s=stage_s, **data)
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """Names such as `reward/mean`, `stage_s/rollout`, `dropped_tokens/no_signal`; the score only where there is one."""
+    values = {"goodput/trained_tokens_per_s": row.trained_tokens / row.wall_s if row.wall_s > 0 else 0.0}
+    values |= {metric.label: getattr(row, name) for name, metric in ROW_METRICS.items()}
+    values |= {f"stage_s/{stage}": getattr(row.stage_s, stage) for stage in STAGES}
+    values |= {f"dropped_tokens/{reason}": num_tokens for reason, num_tokens in row.dropped_tokens.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def plain(value: Any) -> Any:

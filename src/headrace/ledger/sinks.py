@@ -1,4 +1,4 @@
-"""Where rows go besides the ledger: the sinks that the settings ask for."""
+"""Where rows are exported besides the ledger: the sinks in `ledger.sinks`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import LedgerSection
-from headrace.ledger.sink_jsonl import JsonlSink
+from headrace.ledger.row_json import row_to_json
 from headrace.roles import Sink
-from headrace.types import Row
+from headrace.row import Row
 from headrace.user_code import load_optional
+
+
+class JsonlSink:
+    """Writes rows to `rows.jsonl`, one JSON object per line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
+
+    def write(self, row: Row) -> None:
+        self._file.write(row_to_json(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def open_sinks(
     section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any], past: Sequence[Row] = ()
 ) -> list[Sink]:
-    """Open every sink in `ledger.sinks`, or none: if one fails, those already open are closed.
+    """Open every sink in `section.sinks`, or none: if one fails, those already open are closed.
 
-    `past` are the rows of a run that goes on: a text file is written anew, the others have them already.
+    `past` are the rows of a resumed run: rows.jsonl is written anew, the other sinks have them
+    already.
     """
     opened: list[Sink] = []
     try:

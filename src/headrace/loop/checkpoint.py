@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import RunError
-from headrace.ledger.runs import CHECKPOINTS
+from headrace.ledger.files import CHECKPOINTS
 
 MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1

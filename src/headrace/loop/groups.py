@@ -11,17 +11,7 @@ from headrace.episode.episode import episode
 from headrace.loop.ending import Ending, State
 from headrace.loop.rows import RowMaker
 from headrace.loop.stages import Stages
-from headrace.types import (
-    Attempt,
-    Completion,
-    DropReason,
-    Group,
-    Outcome,
-    Prompt,
-    Sampling,
-    Score,
-    Trajectory,
-)
+from headrace.types import Attempt, Completion, DropReason, Group, Outcome, Prompt, Sampling, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

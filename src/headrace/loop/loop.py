@@ -24,7 +24,8 @@ from headrace.loop.rows import RowMaker
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.reward.cache import MAX_VERDICTS
-from headrace.types import DropReason, Group, Item, Row, StepStats
+from headrace.row import Row
+from headrace.types import DropReason, Group, Item, StepStats
 
 SKIPPED_STEPS = 4  # in a row: there will be no other
 

@@ -9,7 +9,8 @@ import numpy as np
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.rollout.pool import RolloutPool
-from headrace.types import Group, Row, StepStats, Trajectory
+from headrace.row import Row
+from headrace.types import Group, StepStats, Trajectory
 
 
 class RowMaker:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.errors import ModelError
-from headrace.learner.corrections import NEAR
+from headrace.learner.mismatch import NEAR
 from headrace.roles import Device
 from headrace.rollout.pool import RolloutPool
 from headrace.types import Mismatch, Prompt, Sampling, Trajectory

@@ -9,7 +9,7 @@ from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
-from headrace.ledger.runs import START
+from headrace.ledger.files import START
 from headrace.place.memory import CACHE, GIB, memory_for, room
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Lora, Policy, load_policy

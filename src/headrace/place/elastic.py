@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import LearnerLostError, WorkerLostError
-from headrace.ledger.scale import wanted_workers
+from headrace.ledger.files import wanted_workers
 from headrace.loop.publishing import WeightPublisher
 from headrace.roles import Sampler, Worker
 from headrace.rollout.pool import RolloutPool

@@ -24,7 +24,7 @@ from headrace.place.build import load, make_learner
 from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
 from headrace.policy.attention import PackedPlan
-from headrace.publish.encoding import Encoder, Encoding
+from headrace.publish.encoding import Encoder, EncodingKind
 from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
 from headrace.types import (
@@ -128,7 +128,7 @@ class LearnerRank:
         self._held_bytes = max(0, _allocated_bytes(self.policy.device) - before)
         if spec.rank == 0 and spec.sending is not None:
             section = spec.config.publish
-            encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
+            encoder = Encoder(EncodingKind(section.encoding), bucket_bytes=section.bucket_mb * MB)
             self._publisher = Publisher(encoder, spec.sending(), self.policy.dtype)
 
     # ---- steps

@@ -22,8 +22,8 @@ from headrace.config import Config
 from headrace.errors import ConfigError, LearnerLostError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
+from headrace.ledger.files import REFERENCE
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.runs import REFERENCE
 from headrace.loop.books import Bookkeeper
 from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
@@ -41,7 +41,8 @@ from headrace.reward.scorer import Scorer
 from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
-from headrace.types import Row, Score
+from headrace.row import Row
+from headrace.types import Score
 
 WARM_STEPS_AT_ONCE = 8
 

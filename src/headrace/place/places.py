@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.config import Config
-from headrace.ledger.runs import START
+from headrace.ledger.files import START
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Ends, Place, uses_gpus
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender

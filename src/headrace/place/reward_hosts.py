@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from headrace.errors import RewardError, WorkerLostError
 from headrace.place.device import DeviceThread
-from headrace.reward.pool import Pool
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 from headrace.roles import Worker
 from headrace.types import Completion, Score
@@ -24,7 +24,7 @@ class RewardHost:
     """In a process of the cluster: `num_workers` processes that judge. They need no device."""
 
     def __init__(self, device: DeviceThread, setup: Setup, num_workers: int, retries: int) -> None:
-        self._pool = Pool(setup, num_workers=num_workers, retries=retries)
+        self._pool = JudgePool(setup, num_workers=num_workers, retries=retries)
 
     async def begin(self) -> None:
         """Start the processes."""

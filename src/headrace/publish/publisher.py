@@ -1,13 +1,14 @@
-"""Publishing as a transaction: stage, fetch and verify, commit, for every receiver or for none.
+"""Publishing as a transaction: stage, fetch and verify, commit.
 
-    publisher.expect(nodes)             who is to get it
-    publisher.stage(8, tensors)         gather, cast, encode; a ticket for the receivers
-    subscriber.stage(ticket)            each fetches and checks, and goes on with version 7; publisher.send beside it
-    subscriber.commit(8)                when all have it: between two engine steps
+    publisher.expect(nodes)             who receives it
+    publisher.stage(8, tensors)         gather, cast, encode; returns a ticket for the receivers
+    subscriber.stage(ticket)            fetch and verify while the engine samples on with version 7; at the same time
+    publisher.send(ticket)              the sender's part of the transfer
+    subscriber.commit(8)                between two engine steps
     publisher.commit(8)                 the next delta starts from here
 
-If one of them fails, `abandon` at both ends leaves everybody on version 7. A receiver that comes late stages and
-commits the tickets of `Publisher.catch_up`, one after the other.
+If a step fails, `abandon` at both ends leaves everybody on version 7. A receiver that joins late
+stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoder, Encoding, Named, Update, cast
+from headrace.publish.encoding import Encoder, EncodingKind, Named, Update, cast
 from headrace.roles import ReceivingEnd, SendingEnd
 from headrace.types import PublishTimes, Ticket
 
 OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
-MAX_DELTAS = 32  # between a base and the newest version
+MAX_DELTAS = 32  # kept since the last base
 
 
 def with_receivers(sender: PublishTimes, receivers: Iterable[PublishTimes]) -> PublishTimes:
@@ -40,24 +41,24 @@ def with_receivers(sender: PublishTimes, receivers: Iterable[PublishTimes]) -> P
 
 
 class Publisher:
-    """The learner's side."""
+    """The learner's side of publishing."""
 
     def __init__(self, encoder: Encoder, end: SendingEnd, dtype: torch.dtype) -> None:
         self._encoder, self._end, self._dtype = encoder, end, dtype
-        self._kept: list[int] = []  # a base and the deltas since: what a late receiver is given
+        self._kept: list[int] = []  # a base and the deltas since, for receivers that join late
         self._chain_bytes = self._base_bytes = 0  # of the deltas, and of the base
         self._staged: Ticket | None = None
-        self._nodes: list[str] | None = None  # of the receivers that are together with this end
+        self._nodes: list[str] | None = None  # of the receivers that are connected now
         self.times = PublishTimes()  # of the version staged last
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Who gets the next version: the node of every receiver, one entry each. Those that are together stay so."""
+        """The node of every receiver of the next version. Unchanged `nodes` stay connected."""
         if self._nodes != list(nodes):
             self._nodes = list(nodes)
             self._end.expect(nodes)
 
     def stage(self, version: int, tensors: Named) -> Ticket:
-        """Gather (whatever the iterable does), cast, encode, and make ready. Replaces one that was not committed."""
+        """Gather (by iterating `tensors`), cast, encode. Replaces an uncommitted version."""
         if self._staged is not None:
             self.abandon(self._staged.version)
         gathered = _Timed(tensors)
@@ -81,11 +82,10 @@ class Publisher:
         return self._staged
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """The sender's part, while receivers fetch."""
         self._end.send(ticket, timeout_s)
 
     def commit(self, version: int) -> None:
-        """All receivers hold it."""
+        """All receivers have `version`."""
         ticket, self._staged = self._staged, None
         if ticket is None or ticket.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
@@ -96,29 +96,28 @@ class Publisher:
             self._kept.append(version)
             self._chain_bytes += ticket.manifest.num_bytes
             if len(self._kept) - 1 > MAX_DELTAS or 2 * self._chain_bytes > self._base_bytes:
-                self._keep_only(None)  # a base and all these would be more than a new base
+                self._keep_only(None)  # sending base and deltas would cost more than a new base
         else:
             self._end.forget(version)
 
     def abandon(self, version: int) -> None:
-        """Somebody did not get it: it never was."""
+        """Withdraw a staged version; receivers keep the old one."""
         if self._staged is not None and self._staged.version == version:
-            self._staged = self._nodes = None  # whoever failed, the others wait for it no more
+            self._staged = self._nodes = None  # connect anew: one of the receivers failed
             self._end.forget(version)
 
     def catch_up(self) -> list[Ticket]:
-        """For receivers that hold nothing, and are expected: a base and the deltas since. The caller sends them."""
+        """Tickets for new receivers, which `expect` named: a base and the deltas since."""
         if self._nodes is not None:
-            self._end.expect(self._nodes)  # newcomers are not together with anybody, even if others were on their nodes
+            self._end.expect(self._nodes)  # new receivers are not connected yet
             self._nodes = None
-        if not self._kept and self._encoder.kind is Encoding.DELTA and self._encoder.version is not None:
+        if not self._kept and self._encoder.kind is EncodingKind.DELTA and self._encoder.version is not None:
             base = self._encoder.rebase()
             self._end.stage(base)
             self._keep_only(self._end.ticket(base.manifest.version))
         return [self._end.ticket(version) for version in self._kept]
 
     def close(self) -> None:
-        """Give everything back."""
         self._end.close()
 
     def _keep_only(self, base: Ticket | None) -> None:
@@ -130,16 +129,16 @@ class Publisher:
 
 
 class Subscriber:
-    """A rollout worker's side: `live` are the weights that its engine computes with."""
+    """A rollout worker's side of publishing. `live` are the engine's weights."""
 
     def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor], version: int | None = None) -> None:
         self._end, self._live = end, live
-        self.version = version  # None: none was published to it
+        self.version = version  # None: nothing was committed here yet
         self._staged: Update | None = None
         self.times = PublishTimes()  # of the version staged last
 
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        """Fetch a version and check that it fits; the engine goes on with the old one."""
+        """Fetch a version, verify and decode it; the engine keeps the old one."""
         self._staged = None
         started = time.perf_counter()
         payload = self._end.fetch(ticket, timeout_s)
@@ -148,7 +147,7 @@ class Subscriber:
         self.times = PublishTimes(transfer_s=seconds, transfer_bytes=payload.manifest.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Write it into the live weights. Call it between two engine steps."""
+        """Write the staged version into the live weights. Call it only between two engine steps."""
         if self._staged is None or self._staged.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
         update, self._staged = self._staged, None
@@ -158,21 +157,20 @@ class Subscriber:
         self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=update.num_bytes)
 
     def abandon(self, version: int) -> None:
-        """Somebody else did not get it: stay with the old one."""
+        """Discard the staged version and keep the old one."""
         if self._staged is not None and self._staged.version == version:
             self._staged = None
 
     def restart(self) -> None:
-        """Whatever comes next is taken, in full: the learner began again, from a version before this one."""
+        """Accept any full version next: the learner was restarted from an older version."""
         self.version, self._staged = None, None
 
     def close(self) -> None:
-        """Give everything back."""
         self._end.close()
 
 
 class _Timed:
-    """Passes tensors through, and measures what it took to get them."""
+    """Passes tensors through and measures the seconds it took to get them."""
 
     def __init__(self, tensors: Named) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""The built-in reward functions. Those that need an optional library load it from the file that bears its name."""
+"""The built-in reward functions. Optional libraries are loaded by the files of their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
 
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
-    """The built-in function `name`, made for these settings."""
     match name:
         case "exact":
             return exact(answer_field)
@@ -30,7 +29,7 @@ def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
 
 
 def exact(answer_field: str) -> Reward:
-    """1 if the text is the expected answer, but for white space around it."""
+    """1 if the text is the expected answer, ignoring white space around it."""
 
     def score(completion: Completion) -> float:
         return float(completion.text.strip() == expected_answer(completion, answer_field))
@@ -56,7 +55,7 @@ def regex(answer_field: str, pattern: str) -> Reward:
 
 
 def reasoning_gym_task() -> Reward:
-    """What the reasoning-gym task of the prompt gives for the answer."""
+    """The score that the prompt's reasoning-gym task gives."""
     task_score: Callable[[str, str, Mapping[str, Any]], float]
     task_score = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks").task_score
 
@@ -82,7 +81,6 @@ def math(answer_field: str) -> Reward:
 
 
 def expected_answer(completion: Completion, answer_field: str) -> str:
-    """The prompt's expected answer as text, without white space around it."""
     if answer_field not in completion.fields:
         there = ", ".join(map(str, completion.fields)) or "none"
         raise RewardError(f"reward.answer_field = '{answer_field}' is not a field of the prompt; there are: {there}")

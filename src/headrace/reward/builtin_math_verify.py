@@ -1,4 +1,4 @@
-"""The built-in reward `math`: is the answer mathematically equal to the expected one? Needs math-verify."""
+"""The built-in reward `math`: mathematical equality. Needs math-verify."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_equal(text: str, expected: str) -> float:
-    """1 if the last expression in `text` equals `expected`, which is an expression and nothing else."""
+    """1 if the last expression in `text` equals `expected`, which must be a single expression."""
     if text.strip() == expected.strip():
         return 1.0
     # math_verify's own time limits turn a timeout into "not equal", which would be a reward of zero, and need signals.

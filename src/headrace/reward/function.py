@@ -1,13 +1,14 @@
-"""From the setting `reward.function` to something that can be called, and from what it returns to a Score."""
+"""The setting `reward.function` as a RewardFunction, and what it returns as a Score."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import hashlib
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 
 from headrace.errors import RewardError, UnavailableError
 from headrace.reward.builtin import BUILTIN_NAMES, builtin_function
-from headrace.types import DropReason, Score
+from headrace.types import Completion, DropReason, Score
 from headrace.user_code import MAX_DETAIL_CHARS, load_function, names_file, short_traceback
 
 BATCH_PARAMETER = "completions"
-# of Python, requests, httpx and openai; by name, because a function may use any of them or none
+# Errors that may pass, of Python, requests, httpx and openai. By name, because a function may use
+# any of them or none.
 _PASSING = {
     "ConnectionError",
     "TimeoutError",
@@ -32,7 +34,7 @@ _PASSING = {
 
 
 class Mode(StrEnum):
-    """How a function is called: one by one, many coroutines at once, or with a list."""
+    """How a function is called: with one completion, as a coroutine, or with a list."""
 
     SINGLE = "single"
     ASYNC = "async"
@@ -47,9 +49,33 @@ class RewardFunction:
         RewardFunction(name="score", call=<function score>, mode=Mode.SINGLE)
     """
 
-    name: str  # the reward part of a plain number is called so
+    name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
     mode: Mode
+
+    def invoke(self, completions: Sequence[Completion]) -> Any:
+        """Call the function once; the verdict may be awaitable. Only BATCH takes several completions."""
+        return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
+
+    def scores(self, verdict: Any, num_items: int) -> list[Score]:
+        """What `invoke` returned for `num_items` completions, read."""
+        if self.mode is Mode.BATCH:
+            return read_verdicts(verdict, self.name, num_items)
+        return [read_verdict(verdict, self.name)]
+
+    async def judge(self, completion: Completion, timeout_s: float) -> Score:
+        """Call the function for one completion; `timeout_s` limits coroutines. Raises what it raises."""
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                verdict = self.invoke([completion])
+                if inspect.isawaitable(verdict):
+                    verdict = await verdict
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
+        return self.scores(verdict, 1)[0]
 
 
 def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
@@ -63,7 +89,7 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
 
 
 def source_hash(spec: str) -> str:
-    """A digest of the function's file, or an empty text when the spec names no file that can be read."""
+    """A digest of the function's file; empty if `spec` names no readable file."""
     place, _, _ = spec.rpartition(":")
     if not names_file(place):
         return ""
@@ -74,7 +100,7 @@ def source_hash(spec: str) -> str:
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
-    """What one call returned, as a Score; anything that is no clear verdict is a failure, never a zero."""
+    """What one call returned, as a Score. Anything but finite numbers is a failure, never a zero."""
     if verdict is None:
         return failure("the reward function returned None: it cannot judge this answer")
     parts: dict[str, float] = {}
@@ -104,22 +130,18 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
-    """A Score that says why there is none."""
     return Score(failure=reason, detail=detail[-MAX_DETAIL_CHARS:])
 
 
 def failure_of(error: BaseException) -> Score:
-    """What an exception in the function means: its surroundings failed, or it could not judge this answer.
-
-    The first is tried again. What is unknown counts as the second: a try more would end the same way.
-    """
+    """An exception of the function as a failure: unavailable (retried) or error (not retried)."""
     unavailable = isinstance(error, UnavailableError) or any(c.__name__ in _PASSING for c in type(error).__mro__)
     reason = DropReason.REWARD_UNAVAILABLE if unavailable else DropReason.REWARD_ERROR
     return failure(short_traceback(error), reason)
 
 
 def _number(value: Any) -> float | None:
-    """A finite float, or None. Takes numpy and torch scalars, but no text."""
+    """A finite float, or None. Accepts numpy and torch scalars, but not text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, int | float):
@@ -145,7 +167,7 @@ def _unknown_builtin(spec: str) -> str:
 
 
 def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
-    """How to call it, by the name of its one parameter and by being a coroutine."""
+    """BATCH by the name of its one parameter, ASYNC if it is a coroutine function."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):

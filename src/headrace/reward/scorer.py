@@ -1,4 +1,4 @@
-"""The front door: a completion in, a Score out."""
+"""Scoring: a completion in, a Score out, by way of cache, reward function and overlong penalty."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import replace
 from headrace.config import RewardSection
 from headrace.reward.cache import VerdictCache
 from headrace.reward.function import source_hash
-from headrace.reward.pool import Pool
-from headrace.reward.shaping import overlong_penalty
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 from headrace.roles import Judge
 from headrace.types import Completion, FinishReason, Score
 
 
 class Scorer:
-    """Scores completions with the pool, the cache and the overlong penalty of one `[reward]` section.
+    """Scores completions by the settings of one `[reward]` section.
 
     `judges(setup)` makes the pool, if it is to be elsewhere than beside this process. `on_verdict(key, score)` hears of
     every new verdict that may be kept.
@@ -42,7 +41,7 @@ class Scorer:
             timeout_s=section.timeout_s,
         )
         self._pool: Judge = (
-            judges(setup) if judges else Pool(setup, num_workers=section.workers, retries=section.retries)
+            judges(setup) if judges else JudgePool(setup, num_workers=section.workers, retries=section.retries)
         )
         self._cache: VerdictCache | None = None
         self._verdicts: dict[bytes, Score] = {}  # by content
@@ -53,21 +52,19 @@ class Scorer:
 
     @property
     def num_retried(self) -> int:
-        """Further tries after a crash or a timeout."""
         return self._pool.num_retried
 
     @property
     def num_workers_replaced(self) -> int:
-        """Worker processes that ended or had to be ended."""
         return self._pool.num_workers_replaced
 
     @property
     def moves(self) -> int:
-        """Verdicts and further tries so far: as long as it grows, something moves."""
+        """Verdicts and retries so far: while it grows, scoring makes progress."""
         return self.num_scored + self.num_failed + self.num_retried
 
     async def start(self) -> None:
-        """Start the workers; a function that cannot be imported is an error here."""
+        """Raises RewardError if the function cannot be loaded."""
         await self._pool.start()
         if self._section.cache:
             settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
@@ -78,7 +75,7 @@ class Scorer:
         self._verdicts.update(verdicts)
 
     async def score(self, completion: Completion) -> Score:
-        """The verdict on one completion, or why there is none."""
+        """The score of one completion, or the reason why there is none."""
         if self._cache is None:
             score, cached = await self._pool.run(completion), False
         else:
@@ -88,12 +85,12 @@ class Scorer:
             return score
         self.num_scored += 1
         self.num_cached += cached
-        # what ran out of time is as overlong as what ran out of tokens
+        # an answer that ran out of time is as overlong as one that ran out of tokens
         ran_out = completion.finish == FinishReason.WALL
         return self._with_overlong(score, self._max_new_tokens if ran_out else completion.num_tokens)
 
     async def close(self) -> None:
-        """End the workers; scoring that is still under way raises RewardError."""
+        """Stop judging; calls of `score` that still wait raise RewardError."""
         await self._pool.close()
 
     def _with_overlong(self, score: Score, num_tokens: int) -> Score:
@@ -104,3 +101,11 @@ class Scorer:
         taken = overlong_penalty(num_tokens, self._max_new_tokens, section.overlong_tokens, section.overlong_penalty)
         parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
         return replace(score, reward=score.reward + taken, parts=parts)
+
+
+def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, penalty: float) -> float:
+    """DAPO's soft overlong punishment: linear to `-penalty` over the last `overlong_tokens`."""
+    over = num_tokens - (max_new_tokens - overlong_tokens)
+    if overlong_tokens == 0 or over <= 0:
+        return 0.0
+    return -penalty * min(over / overlong_tokens, 1.0)

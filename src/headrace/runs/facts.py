@@ -1,0 +1,125 @@
+"""The runs in a directory, and how each one stands. Only reads, also while a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError, RunError
+from headrace.ledger.database import FILE_NAME
+from headrace.ledger.files import CHECKPOINTS, SETTINGS, SUMMARY, is_claimed, is_run, read_summary, run_config
+from headrace.runs.columns import reading
+
+
+class RunState(StrEnum):
+    """How a run stands."""
+
+    FINISHED = "finished"
+    RUNNING = "running"  # a process holds its lock
+    STOPPED = "stopped"  # interrupted, killed, or ended by an error
+    UNREADABLE = "unreadable"  # damaged, or of another version of headrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """One run in a line.
+
+    Example:
+        RunFacts(path=Path("runs/a"), state=RunState.STOPPED, written=datetime(2026, 5, 1, 12, 0), steps=40,
+            wanted_steps=120, score_before=0.34, score_after=None, num_restarts=1, trained_tokens=81920,
+            checkpoints=(40, 20))
+    """
+
+    path: Path
+    state: RunState
+    written: datetime  # when anything was last written to it
+    problem: str = ""  # why it is unreadable
+    steps: int = 0  # that have a row
+    wanted_steps: int = 0
+    score_before: float | None = None  # on held-out prompts
+    score_after: float | None = None  # of an unfinished run the latest
+    num_restarts: int = 0
+    trained_tokens: int = 0
+    checkpoints: tuple[int, ...] = ()  # their steps, newest first; complete ones only
+
+    @property
+    def can_be_resumed(self) -> bool:
+        """Whether `headrace resume` can continue it; a run that has no ledger yet starts from its beginning."""
+        begun = (self.path / FILE_NAME).exists()
+        return self.state is RunState.STOPPED and (bool(self.checkpoints) or not begun)
+
+
+def read_runs(directory: Path) -> list[RunFacts]:
+    """`directory` itself, if it is a run, and the runs right below it; the newest first."""
+    if not directory.is_dir():
+        raise RunError(f"there is no directory {directory}; name the one that your runs are in")
+    try:
+        found = [path for path in (directory, *directory.iterdir()) if is_run(path)]
+    except OSError as error:
+        raise RunError(f"cannot look into {directory}: {error.strerror}") from error
+    if not found:
+        raise RunError(f"there is no run in {directory}; `headrace train` makes one, by default in runs/")
+    return sorted((read_run(path) for path in found), key=lambda facts: facts.written, reverse=True)
+
+
+def read_run(run_dir: Path) -> RunFacts:
+    """How a run stands; one that cannot be read is UNREADABLE, with the `problem`."""
+    if not is_run(run_dir):
+        raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
+    written = _written(run_dir)  # before anything is opened
+    summary = read_summary(run_dir)
+    state = RunState.RUNNING if is_claimed(run_dir) else RunState.STOPPED
+    if summary.get("finished") is True:
+        state = RunState.FINISHED
+    try:
+        config = run_config(run_dir)
+        booked = _booked(run_dir) if (run_dir / FILE_NAME).exists() else {}
+    except HeadraceError as error:
+        return RunFacts(path=run_dir, state=RunState.UNREADABLE, written=written, problem=str(error))
+    if state is RunState.FINISHED:  # the summary has the scores of the run's own evaluations
+        booked |= {name: summary.get(name) for name in ("score_before", "score_after")}
+    return RunFacts(
+        path=run_dir,
+        state=state,
+        written=written,
+        wanted_steps=config.loop.steps,
+        checkpoints=_checkpoints(run_dir),
+        **booked,
+    )
+
+
+def _written(run_dir: Path) -> datetime:
+    names = (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY)
+    changed_s = [0.0]
+    for name in names:
+        with contextlib.suppress(OSError):  # SQLite may take its log away at any moment
+            changed_s.append((run_dir / name).stat().st_mtime)
+    return datetime.fromtimestamp(max(changed_s))
+
+
+def _booked(run_dir: Path) -> dict[str, Any]:
+    with reading(run_dir) as connection:
+        (steps,) = connection.execute("SELECT COALESCE(MAX(step), 0) FROM rows").fetchone()
+        (num_restarts,) = connection.execute("SELECT COUNT(*) FROM restarts").fetchone()
+        (tokens,) = connection.execute("SELECT tokens FROM accounts WHERE name = 'trained'").fetchone()
+        before = connection.execute("SELECT value FROM meta WHERE key = 'run:before'").fetchone()
+        after = connection.execute(
+            "SELECT score FROM rows WHERE score IS NOT NULL ORDER BY step DESC LIMIT 1"
+        ).fetchone()
+    return {
+        "steps": steps,
+        "num_restarts": num_restarts,
+        "trained_tokens": tokens,
+        "score_before": json.loads(before[0]).get("score_before") if before else None,
+        "score_after": after[0] if after else None,
+    }
+
+
+def _checkpoints(run_dir: Path) -> tuple[int, ...]:
+    names = [path.name.removeprefix("step-") for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]
+    return tuple(sorted((int(name) for name in names if name.isdecimal()), reverse=True))
