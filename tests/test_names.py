@@ -15,7 +15,6 @@ ALLOWED: frozenset[str] = frozenset(
         "Cluster",
         "DecodePlan",
         "Device",
-        "Draw",
         "Family",
         "Layout",
         "Plan",
