@@ -128,6 +128,9 @@ HUGE = 10**12
         ("rollout.temperature=1e-300", "at least 1e-06"),
         ("rollout.top_p=1e-300", "at least 1e-06"),
         ("loop.eval_temperature=1e-300", "use 0, which is greedy, or at least 1e-06"),
+        ("run.dir=a\0b", 'expected text; got "a\\u0000b"'),
+        ("model.path=a\0b", "expected text"),
+        ("reward.function=a\0b.py:f", "expected text"),
         ('rollout.stop=["x", ""]', "would end every answer at its first token"),
     ],
 )
@@ -183,6 +186,12 @@ def test_prompts_nested_a_little_are_taken(workshop: Workshop):
     assert api.train(workshop.config("nested", f"prompts.source={path}", "loop.steps=1", reward="dense"))["finished"]
 
 
+def test_an_id_that_is_not_unicode_is_refused_before_the_run(workshop: Workshop):
+    path = write_prompts(workshop.directory / "ids.jsonl", id=["\u00e4", "b\ud800", *map(str, range(48))])
+    with pytest.raises(DataError, match=r"record 2 has the id 'b\\ud800', which is not valid Unicode text"):
+        api.train(workshop.config("ids", f"prompts.source={path}"))
+
+
 def test_text_that_is_not_unicode_is_refused_before_the_run(workshop: Workshop):
     path = write_prompts(workshop.directory / "surrogate.jsonl", prompt=["1+1=", "\ud800", "1+1="])
     with pytest.raises(DataError, match="prompt 'p1' is not valid Unicode text"):
@@ -230,7 +239,6 @@ def test_a_chat_template_that_fails_is_refused_with_the_prompt(
         ("model.device=mps", r"model\.device = 'mps' is not supported; use auto, cpu, cuda or cuda:0"),
         ("model.device=meta", r"model\.device = 'meta' is not supported"),
         ("model.path=" + "x" * 5000, r"x+': no such directory"),
-        ("model.path=a\0b", "no such directory"),
         ("model.tokenizer=/", r"the tokenizer of model\.tokenizer = '/' cannot be loaded"),
     ],
 )
@@ -239,7 +247,7 @@ def test_a_model_that_is_not_there(workshop: Workshop, word: str, message: str):
         api.train(workshop.config("model", word, "run.overwrite=true"))
 
 
-@pytest.mark.parametrize("source", ["x" * 5000 + ".jsonl", "a\0b.jsonl", "a\0b"])
+@pytest.mark.parametrize("source", ["x" * 5000 + ".jsonl", "x" * 5000])
 def test_prompts_that_are_not_there(workshop: Workshop, source: str):
     with pytest.raises(DataError, match="is not there; use"):
         api.train(workshop.config("prompts", f"prompts.source={source}", "run.overwrite=true"))

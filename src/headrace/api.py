@@ -213,8 +213,6 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         past = place.ledger.rows() if place.ledger is not None else []
         sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
         watcher.header(config, run_dir, _facts(place))
-        if place.facts.unchecked:
-            watcher.note(place.facts.unchecked)
         if not resumed:
             await _warm_start(place, watcher)
 
@@ -370,8 +368,9 @@ async def _self_check(place: Place, loop: Loop, watcher: Watcher) -> float | Non
     found = await self_check(place.pool, mismatch, place.device, prompts, sampling_of(place.config))
     if place.config.model.exact:
         refuse_inexact(found)
-    if text := warning(found, place.facts.dtype):
-        watcher.note(text)
+    for text in (warning(found, place.facts.dtype), place.facts.unchecked):
+        if text:
+            watcher.note(text)
     return found.mean_abs
 
 

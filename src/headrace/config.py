@@ -15,6 +15,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: operating systems know no zero byte
 Decay = Annotated[float, Field(ge=0, lt=1)]  # AdamW divides by 1 - decay
 
 # Whole numbers, rates and seconds have an upper bound, far above what is of use: a slip of the finger is refused before
@@ -40,7 +41,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where the run lives and what makes it repeatable."""
 
-    dir: str = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
+    dir: Name = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
     seed: NonNegativeInt = setting(0, "every random choice of the run follows from it", most=2**63 - 1)
     overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
 
@@ -48,8 +49,8 @@ class RunSection(Section):
 class ModelSection(Section):
     """The policy."""
 
-    path: str = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
-    tokenizer: str = setting("", "tokenizer directory, if not the model's own")
+    path: Name = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
+    tokenizer: Name = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
     )
@@ -61,7 +62,7 @@ class ModelSection(Section):
 class PromptsSection(Section):
     """Where prompts come from."""
 
-    source: str = setting(
+    source: Name = setting(
         "arithmetic",
         "'arithmetic' (built in), a .jsonl or .parquet file, a datasets directory, or 'reasoning-gym:TASK'",
     )
@@ -75,7 +76,7 @@ class PromptsSection(Section):
     )
     max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
     shuffle: bool = setting(True, "a new order each epoch, from run.seed")
-    eval_source: str = setting("", "held-out prompts; empty takes them from the end of prompts.source")
+    eval_source: Name = setting("", "held-out prompts; empty takes them from the end of prompts.source")
     eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
 
 
@@ -116,7 +117,7 @@ class RolloutSection(Section):
 class RewardSection(Section):
     """Scoring."""
 
-    function: str = setting(
+    function: Name = setting(
         "",
         "'module:function', 'file.py:function', or exact, regex, reasoning-gym, math; empty: the prompt source's own",
     )
@@ -257,7 +258,7 @@ class PlaceSection(Section):
     cluster: Literal["local", "ray"] = setting(
         "local", "local: every stage in this process, reward functions beside it; ray: workers on a Ray cluster"
     )
-    address: str = setting("", "a running Ray cluster; empty takes RAY_ADDRESS, or starts a local one for the run")
+    address: Name = setting("", "a running Ray cluster; empty takes RAY_ADDRESS, or starts a local one for the run")
     layout: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same ones"
     )

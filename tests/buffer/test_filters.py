@@ -9,7 +9,7 @@ from hand_made import group, group_of, trajectory
 
 from headrace.buffer.filters import Sieve
 from headrace.config import BufferSection
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.types import DropReason, FinishReason, Group
 
 
@@ -118,3 +118,15 @@ def test_a_filter_file_may_import_its_neighbour(filter_file: Callable[[str], Pat
     (path.parent / "beside_filters.py").write_text("LIMIT = 0.5\n")
     sieve = Sieve(BufferSection(filters=(f"{path}:low",)))
     assert reasons(sieve, group(rewards=[0.2, 0.9]))[1] == [(0, "filter:low"), (1, "filter:low")]
+
+
+def test_an_async_filter_is_refused(filter_file: Callable[[str], Path]):
+    path = filter_file("async def never(group):\n    return False\n")
+    with pytest.raises(ConfigError, match=r"buffer\.filters: .* is an async function"):
+        Sieve(BufferSection(filters=(f"{path}:never",)))
+
+
+def test_a_filter_that_exits_does_not_end_the_process(filter_file: Callable[[str], Path]):
+    path = filter_file("def leave(group):\n    raise SystemExit(1)\n")
+    with pytest.raises(HeadraceError, match="the filter 'leave' failed on prompt"):
+        Sieve(BufferSection(filters=(f"{path}:leave",))).sift(group(rewards=[0.2, 0.9]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.config import BufferSection
@@ -17,9 +19,7 @@ class Sieve:
 
     def __init__(self, section: BufferSection) -> None:
         self._section = section
-        self._own = [
-            (spec.rsplit(":", 1)[-1], load_function(spec, "buffer.filters", ConfigError)) for spec in section.filters
-        ]
+        self._own = [(spec.rsplit(":", 1)[-1], _load_filter(spec)) for spec in section.filters]
 
     def sift(self, group: Group) -> tuple[Group | None, Dropped]:
         """What of the group to train on, if anything, and the dropped trajectories with reasons."""
@@ -40,7 +40,7 @@ class Sieve:
         for name, keep in self._own:
             try:
                 kept = keep(group)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise HeadraceError(f"the filter '{name}' failed on prompt '{group.prompt.id}': {error!r}") from error
             if not kept:
                 return f"filter:{name}"
@@ -48,3 +48,10 @@ class Sieve:
         if self._section.drop_no_signal and len(rewards) == 1:
             return DropReason.NO_SIGNAL
         return None
+
+
+def _load_filter(spec: str) -> Callable[[Group], bool]:
+    function = load_function(spec, "buffer.filters", ConfigError)
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"buffer.filters: '{spec}' is an async function; a filter must be an ordinary one")
+    return function

@@ -1,4 +1,4 @@
-"""Loading a GGUF file, and putting right what `transformers` leaves wrong in it."""
+"""Loads a GGUF file, and corrects what `transformers` gets wrong in it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from headrace.errors import ModelError
 from headrace.user_code import load_optional
 
-# A file only names the rule that cuts text before the merges, as llama.cpp calls it. For names it does not know,
-# `transformers` takes GPT-2's rule. That is right for the first set; the second wants every digit alone before it.
+# A file has only the name, from llama.cpp, of the rule that splits text before the merges. For names it does not know,
+# `transformers` takes GPT-2's rule. That is right for the first set; the second also splits all digits.
 AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 
 
 def gguf_model(path: Path, **options: Any) -> Any:
-    """What `AutoModelForCausalLM.from_pretrained` gives with these options, dense, trainable and ready to be saved."""
+    """As `AutoModelForCausalLM.from_pretrained`, with dense weights that can be trained and saved."""
     load_optional("accelerate", "accelerate", "gguf")  # `transformers` needs it for these files
     with redirect_stderr(StringIO()):  # a progress bar that has no switch
         model, info = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
-        # The weights are plain numbers now, but as long as this is there `transformers` refuses to save them.
+        # The weights are dense now, but `transformers` refuses to save a model that has a quantizer.
         quantizer.remove_quantization_config(model)
     return model, info
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> Any:
-    """The tokenizer in the file, cutting text as the file says."""
+    """The file's tokenizer, with the pre-tokenizer that the file names."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, **options)
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
@@ -45,13 +45,12 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         )
     elif rule not in AS_GPT2:
         raise ModelError(
-            f"{path} cuts text into words by the rule '{rule}', which is not known here, so its tokens would be wrong; "
+            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens would be wrong; "
             "set model.tokenizer to a directory with the model's original tokenizer"
         )
     return tokenizer
 
 
 def text_value(path: Path, key: str) -> str | None:
-    """The text stored under `key` in the file's metadata."""
     field = GGUFReader(path).get_field(key)
     return None if field is None else str(field.contents())

@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError, ModelError
 from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan, Plan
 from headrace.policy.exact_body import ExactBody
-from headrace.policy.exact_gpu import check_rows, use_steady_products
+from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported
@@ -34,6 +34,8 @@ from headrace.user_code import load_optional
 
 # no downloads, and no code that comes with a model
 NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
+GGUF = "headrace.policy.gguf_file", "gguf", "gguf"
+PEFT = "headrace.policy.adapters_peft", "peft", "lora"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,13 @@ class Lora:
 
     @classmethod
     def of(cls, section: LearnerSection, seed: int) -> Lora | None:
-        """What the settings ask for."""
         return cls(section.lora_rank, section.lora_alpha, seed) if section.lora_rank else None
 
 
 class Policy:
-    """A causal language model and its tokenizer, with the two ways we compute with it.
+    """A causal language model and its tokenizer, computing final hidden states, logits and log-probs.
 
-    E hidden size, V vocabulary, T tokens laid in one row.
+    E hidden size, V vocabulary, T tokens in one row.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
@@ -94,12 +95,11 @@ class Policy:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence the model was made for."""
         return int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: the tokenizer's and the model's own."""
+        """Tokens that end an answer, by the tokenizer, the model's config or its generation config."""
         ids = {self.tokenizer.eos_token_id}
         for config in (self.config, getattr(self.model, "generation_config", None)):
             eos = getattr(config, "eos_token_id", None)
@@ -107,7 +107,7 @@ class Policy:
         return frozenset(int(i) for i in ids if i is not None)
 
     def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan, routes: Routes | None = None) -> Tensor:
-        """Final hidden states `[T, E]` of tokens laid in one row. `routes` force or note the experts of a mixture."""
+        """Final hidden states `[T, E]` of tokens in one row. `routes` records or forces a mixture's experts."""
         with self.routers.follow(routes):
             if self._family is not None:
                 return self._family(token_ids_T, positions_1T, plan)
@@ -122,7 +122,6 @@ class Policy:
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix `[V, E]`."""
         weight = self.head.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -136,9 +135,9 @@ class Policy:
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
     ) -> Tensor:
-        """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them.
+        """Log-probs of the tokens at positions `at` (never a sequence's first), given the tokens before them.
 
-        Over the support, if given. Tokens go to the experts that `routes_TLK` name; without it the model chooses.
+        Over `support`, if given. `routes_TLK` names the experts of each token; without it the model chooses.
         """
         return self.both_logprobs(token_ids_T, plan, at, temperature, support, routes_TLK)[0]
 
@@ -151,7 +150,7 @@ class Policy:
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same, and those over the whole vocabulary."""
+        """`logprobs`, and the same over the whole vocabulary."""
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
         def compute() -> tuple[Tensor, Tensor]:
@@ -162,10 +161,7 @@ class Policy:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
     def shard(self, mesh: DeviceMesh) -> Shards:
-        """Cut the weights among the processes of the mesh; from now on they compute log-probs together, and only that.
-
-        Each of them has to take part in every pass, with tokens of its own.
-        """
+        """Shard the weights over the mesh (FSDP). From now on every rank takes part in every pass, with own tokens."""
         if self.exact and self.device.type == "cuda":
             raise ModelError(
                 f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute with "
@@ -181,7 +177,6 @@ class Policy:
         return exact_cpu.linear if self.exact and self.device.type == "cpu" else nn.functional.linear
 
     def checkpoint_activations(self) -> None:
-        """Compute activations again in the backward pass instead of keeping them."""
         if self._family is not None:
             self._family.checkpoint_activations = True
             return
@@ -194,13 +189,12 @@ class Policy:
 
     @quiet_transformers()
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a model directory that `transformers` loads; with these weights, if its own are in parts.
-
-        What adapters add is added to the weights.
-        """
+        """Write a model directory for `transformers`, with `weights` in place of sharded ones. Adapters are merged."""
         with self.stock_attention():
             if self.adapted:
-                weights = _peft().merged_weights(self.model, weights or dict(self.model.named_parameters()))
+                weights = load_optional(*PEFT).merged_weights(
+                    self.model, weights or dict(self.model.named_parameters())
+                )
             if weights is not None:
                 weights = weights | _kept_buffers(self.model)
             self.model.save_pretrained(directory, state_dict=weights)
@@ -221,7 +215,7 @@ class Policy:
         return self._family is not None
 
     def _prepare_exact(self) -> None:
-        """Choose steady products, and refuse what has no exact form."""
+        """Choose batch-invariant GEMMs, and refuse models that have no batch-invariant form."""
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
@@ -240,12 +234,12 @@ class Policy:
                     f"model.exact = true on a GPU needs Triton and a head size that is a power of two; the model's is "
                     f"{self._family.head_size}; set model.exact = false"
                 )
-            use_steady_products()
+            use_batch_invariant_gemms()
         elif self.routers.num_layers:
-            self.model.set_experts_implementation("eager")  # the one that goes through ordinary products
+            self.model.set_experts_implementation("eager")  # the one that goes through F.linear
 
     def _products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """Everything that is computed for many rows at once, by name, with the width of its input."""
+        """Every GEMM of the policy: name -> function, width of its input."""
         assert self._family is not None
         head = partial(nn.functional.linear, weight=self.head_weight)
         return {"the output head": (head, self.head_weight.shape[1]), **self._family.products()}
@@ -262,19 +256,18 @@ def _without_dropout(model: Any) -> Iterator[None]:
 
 
 def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model keeps besides weights, such as the bias of DeepSeek's routers."""
+    """What a model saves besides its weights, such as the bias of DeepSeek's routers."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
 
 
 def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The model's layers: the outermost list of so many modules."""
+    """The model's layers: the outermost list of `num_layers` modules."""
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     return list(lists[0]) if lists else []
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -291,7 +284,7 @@ def resolve_device(name: str) -> torch.device:
 
 @quiet_transformers()
 def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
-    """Load any causal LM directory that `transformers` can, or a GGUF file; with `lora`, put adapters into it."""
+    """Load a model directory or GGUF file. `lora` puts adapters into it."""
     device = resolve_device(section.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
@@ -299,7 +292,7 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     if not os.path.exists(path):  # false too for a name that is too long, or has a zero byte
         raise ModelError(f"model.path = '{section.path}': no such directory or file")
     if section.exact and device.type == "cuda":
-        use_steady_products()
+        use_batch_invariant_gemms()
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)
@@ -310,20 +303,12 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if lora is not None:
-        _peft().add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
+        load_optional(*PEFT).add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
     return Policy(model, tokenizer, exact=section.exact)
 
 
-def _peft() -> Any:
-    return load_optional("headrace.policy.adapters_peft", "peft", "lora")
-
-
-def _gguf() -> Any:
-    return load_optional("headrace.policy.gguf_file", "gguf", "gguf")
-
-
 def _check_architecture(path: Path) -> None:
-    """Refuse what `transformers` does not know as a causal LM: its own message lists all that it knows."""
+    """Refuse what `transformers` does not know as a causal LM: its own message would list all that it knows."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
@@ -338,7 +323,7 @@ def _check_architecture(path: Path) -> None:
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:
-    load = _gguf().gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
+    load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
     model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
     missing = sorted(info["missing_keys"])
     if missing:
@@ -349,10 +334,9 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
 
 @quiet_transformers()
 def load_tokenizer(section: ModelSection) -> Any:
-    """The model's own, or the one that the settings name."""
     path = Path(section.tokenizer or section.path)
-    load = _gguf().gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
     try:
+        load = load_optional(*GGUF).gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
         tokenizer = load(path, **NOTHING_FOREIGN)
     except HeadraceError:
         raise

@@ -25,7 +25,7 @@ CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
 
 
 @dataclass(frozen=True)
-class Draw:
+class Drawn:
     """The draw number `serial` of a run, which takes the record at `index`."""
 
     serial: int
@@ -38,7 +38,7 @@ class Cursor:
     """Draws every record once per epoch, in an order that follows from `seed` and the epoch.
 
     Example:
-        Cursor(num_prompts=100, seed=0, shuffle=False).next() == Draw(serial=0, epoch=0, index=0)
+        Cursor(num_prompts=100, seed=0, shuffle=False).next() == Drawn(serial=0, epoch=0, index=0)
     """
 
     num_prompts: int
@@ -51,16 +51,16 @@ class Cursor:
         if self.num_prompts < 1:
             raise ValueError("a cursor needs at least one prompt")
 
-    def next(self) -> Draw:
+    def next(self) -> Drawn:
         self.serial += 1
         return self.at(self.serial - 1)
 
-    def at(self, serial: int) -> Draw:
+    def at(self, serial: int) -> Drawn:
         """What the draw with this serial is or will be; the cursor stays where it is."""
         epoch, position = divmod(serial, self.num_prompts)
         if self.shuffle and self._order[0] != epoch:
             self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
-        return Draw(serial, epoch, int(self._order[1][position]) if self.shuffle else position)
+        return Drawn(serial, epoch, int(self._order[1][position]) if self.shuffle else position)
 
     def state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CURSOR_STATE}
@@ -161,7 +161,7 @@ class PromptStream:
         return self._renderer.render(record, _id(record, "train", i))
 
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
-        """Positions to train on, and a checksum of what stands there. Refuses what `render` would refuse later."""
+        """Positions to train on, and a checksum of their records. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
         is_builtin = section.source == "arithmetic"
         is_slow = is_generated(section.source) and not is_builtin
@@ -187,7 +187,10 @@ class PromptStream:
 
 def _id(record: Mapping[str, Any], split: str, i: int) -> str:
     """The record's own id, or its place in the split."""
-    return str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
+    id = str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
+    if not id.isascii() and id != id.encode(errors="replace").decode():
+        raise DataError(f"record {i + 1} has the id {id!r}, which is not valid Unicode text")
+    return id
 
 
 def _eval_id(source: PromptSource, i: int) -> str:
