@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from tiny_runs import Workshop, rows_of, same_bits, weights
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from headrace import api
 from headrace.cli import app
-from headrace.config_file import DEMO, load_config, settings
+from headrace.config_file import DEMO, dump, load_config, settings
 from headrace.ledger.ledger import Amount
 from headrace.runs.audit import audit, books
 
@@ -193,10 +195,11 @@ def wait_for(condition: object, process: subprocess.Popen[str], until_s: float) 
         time.sleep(0.05)
 
 
-def test_control_c_ends_a_run_cleanly(workshop: Workshop):
-    run, until_s = workshop.directory / "stopped", time.monotonic() + DEADLINE_S
+def stopped_by(number: signal.Signals, workshop: Workshop) -> Path:
+    """A run of many steps that got a signal after its third."""
+    run, until_s = workshop.directory / f"stopped-{number.name}", time.monotonic() + DEADLINE_S
     extra = ("loop.steps=100000", 'ledger.sinks=["jsonl"]', "loop.max_lag=1")
-    words = workshop.overrides("stopped", *extra, reward="dense")
+    words = workshop.overrides(run.name, *extra, reward="dense")
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace.cli", "train", *words],
         stdout=subprocess.PIPE,
@@ -207,13 +210,20 @@ def test_control_c_ends_a_run_cleanly(workshop: Workshop):
     try:
         rows = run / "rows.jsonl"
         wait_for(lambda: rows.exists() and rows.read_text().count("\n") >= 3, process, until_s)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 0, output
     assert "Traceback" not in output
+    assert f"headrace resume {run}" in output
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_and_sigterm_end_a_run_cleanly_and_it_can_be_resumed(workshop: Workshop, number: signal.Signals):
+    run = stopped_by(number, workshop)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"] is False
     assert summary["score_after"] is None
@@ -222,6 +232,35 @@ def test_control_c_ends_a_run_cleanly(workshop: Workshop):
     assert books(run).in_flight == Amount()
     assert not same_bits(weights(run), weights_at(workshop))
     assert headrace("audit", run).exit_code == 0
+    shorter = load_config(run / "config.toml", [f"loop.steps={summary['steps'] + 1}"])
+    dump(shorter, run / "config.toml")
+    result = headrace("resume", run)
+    assert result.exit_code == 0, result.output
+    assert json.loads((run / "summary.json").read_text())["finished"] is True
+    assert [row.step for row in rows_of(run)] == list(range(1, summary["steps"] + 2))
+    assert audit(run) == []
+
+
+def test_sigterm_is_control_c_in_every_part_of_a_command():
+    code = (
+        "import os, signal, time; from headrace.cli.train import prepare_process; prepare_process()\n"
+        "try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_runs_that_start_within_one_second_get_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(DEMO)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: api.prepare_run_dir(config), range(24)))
+    assert len(set(found)) == 24
+    assert all((run / "config.toml").is_file() for run in found)
+    assert {run.parent for run in found} == {Path("runs")}
 
 
 def weights_at(workshop: Workshop) -> dict[str, torch.Tensor]:

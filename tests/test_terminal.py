@@ -5,10 +5,11 @@ import re
 from typing import Any
 
 import pytest
+from headrace.insight.walls import ADVICE, Wall
 from rich.console import Console
 
+from headrace.cli.live import LiveDisplay, plot
 from headrace.config_file import load_config
-from headrace.terminal import Terminal, plot
 from headrace.types import STAGES, Row, StageTimes
 
 SUMMARY: dict[str, Any] = {
@@ -48,14 +49,14 @@ def make_row(step: int, **changes: Any) -> Row:
     return Row(**(rest | values | changes))
 
 
-def terminal(width: int = 80, *, force_terminal: bool = False, encoding: str = "utf-8") -> tuple[Terminal, Any]:
+def terminal(width: int = 80, *, force_terminal: bool = False, encoding: str = "utf-8") -> tuple[LiveDisplay, Any]:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
     console = Console(file=file, width=width, force_terminal=force_terminal, _environ={})
-    return Terminal(console, clock=lambda: 0.0), lambda: raw.getvalue().decode(encoding)
+    return LiveDisplay(console, clock=lambda: 0.0), lambda: raw.getvalue().decode(encoding)
 
 
-def show_a_run(shown: Terminal) -> None:
+def show_a_run(shown: LiveDisplay) -> None:
     with shown:
         shown.header(load_config(None, ['rollout.stop=["[b]"]', "loop.max_lag=1"]), "runs/x", {"device": "cpu"})
         shown.phase("warm start")
@@ -137,7 +138,7 @@ def test_summary_tells_the_whole_story():
     assert "held-out score  0.148 → 0.836  (+0.688)" in out
     assert all(re.search(rf"^[▸ ] {stage} .* s [█░]{{20}} +\d+%", out, re.MULTILINE) for stage in STAGES)
     assert re.search(r"^▸ rollout +54.0 s █{13}░{7} +64%", out, re.MULTILINE)
-    assert "The wall is rollout: generating answers sets the pace" in out
+    assert f"The wall is rollout: {ADVICE[Wall.GENERATION].sign}. What helps: " in " ".join(out.split())
     assert re.search(r"dropped: no_signal +28,000 +10.8%", out)
     assert "2,716 trained tokens per second" in out
     assert "0.6 on average, at most 1 version between" in out

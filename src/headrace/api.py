@@ -160,9 +160,11 @@ def export(run_dir: Path | str, out: Path | str) -> Path:
 
 def prepare_run_dir(config: Config) -> Path:
     """An empty directory for a new run; an earlier run is only replaced when told to."""
-    run_dir = Path(config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+    run_dir = Path(config.run.dir or "runs")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not config.run.dir:
+            run_dir = _new_run_dir(run_dir)
         with claimed(run_dir):
             if (run_dir / FILE_NAME).exists():
                 if not config.run.overwrite:
@@ -176,6 +178,18 @@ def prepare_run_dir(config: Config) -> Path:
     except OSError as error:
         raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
     return run_dir
+
+
+def _new_run_dir(runs: Path) -> Path:
+    """A directory that was not there before, even if several runs start within one second."""
+    name, number = f"{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        run_dir = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            run_dir.mkdir()
+            return run_dir
+        except FileExistsError:
+            number += 1
 
 
 def _remove_run(run_dir: Path) -> None:
@@ -307,15 +321,19 @@ class _Summary:
 
 
 async def _interruptible(loop: Loop) -> None:
-    """Run the loop so that Ctrl-C ends it with everything accounted for."""
+    """Run the loop so that Ctrl-C, or the SIGTERM of a cluster, ends it with everything accounted for."""
     events = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
-        events.add_signal_handler(signal.SIGINT, loop.interrupt)
+        for number in before:
+            events.add_signal_handler(number, loop.interrupt)
     try:
         await loop.run()
     finally:
-        with suppress(NotImplementedError, RuntimeError):
-            events.remove_signal_handler(signal.SIGINT)
+        with suppress(NotImplementedError, RuntimeError, TypeError, ValueError):
+            for number, handler in before.items():
+                events.remove_signal_handler(number)
+                signal.signal(number, handler)
 
 
 async def _warm_start(place: Place, watcher: Watcher) -> None:

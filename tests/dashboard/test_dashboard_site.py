@@ -20,17 +20,16 @@ from headrace.dashboard import curves
 from headrace.dashboard import site as site_module
 from headrace.dashboard.books import Wanted, read_flows, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
-from headrace.dashboard.markup import Link, Token, address, duration, table, tokens
 from headrace.dashboard.overview import overview_numbers
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.series import Series
 from headrace.dashboard.serve import is_local
-from headrace.dashboard.site import NOT_YET, LiveRun, Site
-from headrace.dashboard.verdicts import plan_markup, triage_markup
+from headrace.dashboard.site import NOT_YET, LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
 from headrace.insight.frameworks import others_that_fit
 from headrace.insight.planner import plan
 from headrace.insight.triage import Triage, triage
+from headrace.runs.report import duration
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../secret", "real/../../secret", "/etc", "a/b", "real\0", "nothing"])

@@ -1,4 +1,4 @@
-"""What the page asks of the books besides curves: fates of tokens, spans, lag, rewards, trajectories.
+"""What the page asks of the books besides curves: accounts, spans, lag, rewards, trajectories.
 
 Nothing here looks at a whole table when it is asked again: it reads accounts, the newest entries, or a page of them.
 """
@@ -15,9 +15,8 @@ import numpy as np
 
 from headrace.dashboard.series import looking_into, when_created
 from headrace.ledger.clock import union_length
-from headrace.ledger.schema import DROPPED, SOURCE
+from headrace.ledger.ledger import Books
 from headrace.runs.columns import Columns, read_spans, read_trajectories
-from headrace.runs.show import why_dropped
 from headrace.types import STAGES
 
 MOST_SPANS = 20_000  # of a timeline
@@ -27,35 +26,10 @@ NUM_REWARDS = 1000  # of the first and of the newest answers
 MOST_BARS = 20  # of a histogram
 PAGE_SIZE = 25
 
-_FATE_WORDS = {
-    "trained": "the policy learnt from these: the useful part",
-    "buffered": "complete and scored; they wait for the learner",
-    "in_flight": "being written or scored right now",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """Where some of the generated tokens went.
-
-    Example:
-        Flow(name="dropped: stale", kind="dropped", tokens=1608, trajectories=88, says="the policy had moved ...")
-    """
-
-    name: str
-    kind: str  # trained, dropped, buffered or in_flight
-    tokens: int
-    trajectories: int
-    says: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A stage was busy, in one worker; spans that lie close together are one bar.
-
-    Example:
-        Bar(lane="reward", stage="reward", start_s=12.0, end_s=12.4)
-    """
+    """A stage was busy, in one worker; spans that lie close together are one bar."""
 
     lane: str
     stage: str
@@ -65,11 +39,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run; `busy` is the share of them by lane.
-
-    Example:
-        Timeline(start_s=60.0, end_s=72.0, lanes=("rollout", "train"), busy={"rollout": 0.8, "train": 0.3}, bars=[...])
-    """
+    """What every worker did in the last seconds of a run; `busy` is the share of them by lane."""
 
     start_s: float
     end_s: float
@@ -80,11 +50,7 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class LagShares:
-    """Trained tokens by step and lag; grows with the run, reading each transfer once.
-
-    Example:
-        LagShares(created="2026-05-01T12:00:00+00:00", width=2, last_id=912, tokens={(0, 0): 4096, (0, 1): 512})
-    """
+    """Trained tokens by step and lag; grows with the run, reading each transfer once."""
 
     created: str = ""  # when the ledger was: another run may take the place of one
     width: int = 1  # steps in a bucket
@@ -94,12 +60,7 @@ class LagShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardShape:
-    """How the rewards of the first answers and of the newest are distributed, as shares of each.
-
-    Example:
-        RewardShape(labels=("0", "1"), first=(0.7, 0.3), newest=(0.2, 0.8), num_first=1000, num_newest=1000,
-            parts={"correct": (0.3, 0.8)})
-    """
+    """How the rewards of the first answers and of the newest are distributed, as shares of each."""
 
     labels: tuple[str, ...]
     first: tuple[float, ...]
@@ -111,11 +72,7 @@ class RewardShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which trajectories to list; `older_than` and `newer_than` are places in the list.
-
-    Example:
-        Wanted(state="dropped", reason="stale", older_than=4711)
-    """
+    """Which trajectories to list; `older_than` and `newer_than` are places in the list."""
 
     state: str | None = None
     reason: str | None = None
@@ -126,12 +83,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One trajectory in a list; the names are those of its columns.
-
-    Example:
-        Line(rowid=4711, id="40:train-17/3", num_tokens=3, reward=1.0, finish="eos", state="trained",
-            drop_reason=None, lag=0, trained_step=8)
-    """
+    """One trajectory in a list; the names are those of its columns."""
 
     rowid: int
     id: str
@@ -146,37 +98,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some lines, the newest first, and whether there are more on either side.
-
-    Example:
-        Page(lines=[Line(...)], has_newer=False, has_older=True)
-    """
+    """Some lines, the newest first, and whether there are more on either side."""
 
     lines: Sequence[Line]
     has_newer: bool
     has_older: bool
 
 
-def read_flows(run_dir: Path) -> list[Flow]:
-    """What became of everything generated: trained first, then drops from the largest, then what is under way."""
+def read_accounts(run_dir: Path) -> Books:
+    """What became of everything generated."""
     with looking_into(run_dir) as connection:
-        accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts").fetchall()
-    flows = []
-    for account, tokens, trajectories in accounts:
-        if account == SOURCE:
-            continue
-        reason = account.removeprefix(DROPPED) if account.startswith(DROPPED) else None
-        flows.append(
-            Flow(
-                name=f"dropped: {reason}" if reason else account.replace("_", " "),
-                kind="dropped" if reason else account,
-                tokens=tokens,
-                trajectories=trajectories,
-                says=why_dropped(reason) if reason else _FATE_WORDS.get(account, ""),
-            )
-        )
-    order = {"trained": 0, "dropped": 1, "buffered": 2, "in_flight": 3}
-    return sorted(flows, key=lambda flow: (order.get(flow.kind, 4), -flow.tokens))
+        found = connection.execute("SELECT name, tokens, trajectories FROM accounts")
+        return Books.of({name: (tokens, trajectories) for name, tokens, trajectories in found})
 
 
 def read_elapsed_s(run_dir: Path) -> float:

@@ -1,27 +1,31 @@
-"""Charts as ECharts options: plain dictionaries, made of what was read.
+"""Charts as ECharts options: plain dictionaries, made of what was read. Colours and axes are in theme.json.
 
 Colours are told apart by people with any kind of colour vision (the palette of Okabe and Ito), and one thing has one
-colour everywhere. Text and lines take theirs from the page's style sheet, so that light and dark need no second chart.
+colour everywhere. Text and lines take theirs from the page's style sheet: light and dark need no second chart.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from headrace.dashboard.books import Flow, LagShares, RewardShape, Timeline
+from headrace.dashboard.books import LagShares, RewardShape, Timeline
+from headrace.runs.tables import Account
 from headrace.types import STAGES
 
 Options = dict[str, Any]
 Points = Sequence[tuple[float, float | None]]
 
-BLUE, ORANGE, PINK, GREEN, RED = "#0072B2", "#E69F00", "#CC79A7", "#009E73", "#D55E00"
-SKY, YELLOW, GREY = "#56B4E9", "#F0E442", "#8C8C8C"
+THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
+BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
 STAGE_COLOURS = dict(zip(STAGES, (BLUE, ORANGE, PINK, GREEN, RED), strict=True))
-FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in_flight": GREY}
+FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
 RUN_COLOURS = (BLUE, ORANGE)
-INK, MUTED, LINE, CARD = "var(--ink)", "var(--muted)", "var(--line)", "var(--card)"
-MOST_LAGS = 5  # told apart; larger ones are one colour
+LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
+MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
 
 # A bar of the timeline: where its lane and its seconds are.
 _DRAW_BAR = """(params, api) => {
@@ -32,6 +36,7 @@ _DRAW_BAR = """(params, api) => {
         shape: {x: left, y: start[1] - height / 2, width: right - left, height: height}};
 }"""
 _SHORT = "value => Math.abs(value) >= 1e6 ? value / 1e6 + ' M' : Math.abs(value) >= 1e3 ? value / 1e3 + ' k' : value"
+_FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
 
 
 def lines(curves: Mapping[str, tuple[Points, str]], *, x: str, y: str, low: float | None = None) -> Options:
@@ -62,54 +67,31 @@ def with_points(options: Options, name: str, points: Points, colour: str) -> Opt
     """The chart with single points on top, where there is a value."""
     known = [list(point) for point in points if point[1] is not None]
     if known:
-        style = {"color": colour, "borderColor": CARD, "borderWidth": 1}
-        options["series"].append(
-            {"name": name, "type": "scatter", "data": known, "symbol": "diamond", "symbolSize": 10, "itemStyle": style}
-        )
+        options["series"].append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
         options["legend"]["data"].append(name)
     return options
 
 
-def sankey(flows: Sequence[Flow]) -> Options:
+def sankey(accounts: Sequence[Account]) -> Options:
     """Tokens from generated to what became of them."""
-    shown = [flow for flow in flows if flow.tokens > 0]
-    total = sum(flow.tokens for flow in shown)
-    nodes = [
-        {
-            "name": "generated",
-            "itemStyle": {"color": BLUE},
-            "label": {"formatter": f"generated {total:,}", "position": [0, -18]},
-        }
-    ]
+    shown = [account for account in accounts if account.amount.tokens > 0]
+    total = sum(account.amount.tokens for account in shown)
+    label = {"formatter": f"generated {total:,}", "position": [0, -18]}
+    nodes = [{"name": "generated", "itemStyle": {"color": BLUE}, "label": label}]
     links = []
-    for flow in shown:
-        share = f"{flow.tokens / total:.1%}"
-        colour = FATE_COLOURS.get(flow.kind, GREY)
-        nodes.append(
-            {"name": flow.name, "itemStyle": {"color": colour}, "label": {"formatter": f"{flow.name} {share}"}}
-        )
+    for account in shown:
+        colour = FATE_COLOURS[account.state]
+        label = {"formatter": f"{account.name} {account.amount.tokens / total:.1%}"}
+        nodes.append({"name": account.name, "itemStyle": {"color": colour}, "label": label})
         style = {"color": colour, "opacity": 0.4}
-        links.append({"source": "generated", "target": flow.name, "value": flow.tokens, "lineStyle": style})
+        links.append(
+            {"source": "generated", "target": account.name, "value": account.amount.tokens, "lineStyle": style}
+        )
+    place = {"left": 8, "right": 168, "top": 24, "bottom": 12, "nodeWidth": 14, "nodeGap": 18}
+    look = {"layoutIterations": 0, "draggable": False, "emphasis": {"focus": "adjacency"}}
     return {
-        "tooltip": _tooltip("item"),
-        "animation": False,
-        "series": [
-            {
-                "type": "sankey",
-                "data": nodes,
-                "links": links,
-                "left": 8,
-                "right": 168,
-                "top": 24,
-                "bottom": 12,
-                "nodeWidth": 14,
-                "nodeGap": 18,
-                "layoutIterations": 0,
-                "draggable": False,
-                "label": {"color": INK, "fontSize": 12},
-                "emphasis": {"focus": "adjacency"},
-            }
-        ],
+        "tooltip": {"trigger": "item"},
+        "series": [{"type": "sankey", "data": nodes, "links": links} | place | look],
     }
 
 
@@ -117,34 +99,25 @@ def timeline(shown: Timeline) -> Options:
     """A lane for each stage and worker, seconds to the right."""
     series = []
     for stage in dict.fromkeys(bar.stage for bar in shown.bars):
-        colour = STAGE_COLOURS.get(stage, GREY)
         data = [
             {"value": [shown.lanes.index(bar.lane), round(bar.start_s, 4), round(bar.end_s, 4)], "name": bar.lane}
             for bar in shown.bars
             if bar.stage == stage
         ]
-        series.append(
-            {
-                "name": stage,
-                "type": "custom",
-                ":renderItem": _DRAW_BAR,
-                "itemStyle": {"color": colour},
-                "encode": {"x": [1, 2], "y": 0},
-                "data": data,
-            }
-        )
+        look = {"type": "custom", ":renderItem": _DRAW_BAR, "encode": {"x": [1, 2], "y": 0}}
+        colour = STAGE_COLOURS.get(stage, GREY)
+        series.append({"name": stage, "itemStyle": {"color": colour}, "data": data} | look)
     says = "p => p.name + ': ' + p.value[1].toFixed(3) + ' to ' + p.value[2].toFixed(3) + ' s'"
-    x_axis = _below("seconds on the run's clock") | {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
-    x_axis["axisLabel"] |= {"showMinLabel": False, "showMaxLabel": False, "hideOverlap": True}
-    y_axis = _axis("") | {"type": "category", "data": list(shown.lanes), "inverse": True, "splitLine": {"show": False}}
+    x_axis = _below("seconds on the run's clock") | {"splitLine": {"show": True}}
+    x_axis |= {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
+    x_axis["axisLabel"] = {"showMinLabel": False, "showMaxLabel": False}
     # with a key, so that the wheel and a finger still move the page
     zoom = {"type": "inside", "filterMode": "weakFilter", "zoomOnMouseWheel": "shift", "moveOnMouseMove": "shift"}
     return {
-        "tooltip": _tooltip("item") | {":formatter": says, "renderMode": "richText"},
-        "animation": False,
-        "grid": {"left": 8, "right": 16, "top": 8, "bottom": 28, "containLabel": True},
-        "xAxis": x_axis | {"splitLine": {"lineStyle": {"color": LINE}}},
-        "yAxis": y_axis,
+        "tooltip": {"trigger": "item", ":formatter": says, "renderMode": "richText"},
+        "grid": {"right": 16, "top": 8},
+        "xAxis": x_axis,
+        "yAxis": {"type": "category", "data": list(shown.lanes), "inverse": True},
         "dataZoom": [zoom],
         "series": series,
     }
@@ -152,30 +125,27 @@ def timeline(shown: Timeline) -> Options:
 
 def lag_bars(shares: LagShares, last_step: int) -> Options:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
-    lags = sorted({min(lag, MOST_LAGS) for _, lag in shares.tokens})
-    buckets = sorted({bucket for bucket, _ in shares.tokens})
-    totals = dict.fromkeys(buckets, 0)
-    held: dict[tuple[int, int], int] = {}
+    totals: Counter[int] = Counter()
+    held: Counter[tuple[int, int]] = Counter()
     for (bucket, lag), tokens in shares.tokens.items():
         totals[bucket] += tokens
-        held[bucket, min(lag, MOST_LAGS)] = held.get((bucket, min(lag, MOST_LAGS)), 0) + tokens
-    colours = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
+        held[bucket, min(lag, MOST_LAGS)] += tokens
+    buckets = sorted(totals)
     series = [
         {
             "name": f"lag {lag}{' or more' if lag == MOST_LAGS else ''}",
             "type": "bar",
             "stack": "all",
             "barCategoryGap": "8%",
-            "itemStyle": {"color": colours[lag]},
-            "data": [round(100 * held.get((bucket, lag), 0) / max(totals[bucket], 1), 2) for bucket in buckets],
+            "itemStyle": {"color": LAG_COLOURS[lag]},
+            "data": [round(100 * held[bucket, lag] / max(totals[bucket], 1), 2) for bucket in buckets],
         }
-        for lag in lags
+        for lag in sorted({lag for _, lag in held})
     ]
-    ends = [min((bucket + 1) * shares.width, max(last_step, 1)) for bucket in buckets]
-    names = [
-        str(end) if shares.width == 1 else f"{bucket * shares.width + 1}-{end}"
-        for bucket, end in zip(buckets, ends, strict=True)
-    ]
+    names = []
+    for bucket in buckets:
+        end = min((bucket + 1) * shares.width, max(last_step, 1))
+        names.append(str(end) if shares.width == 1 else f"{bucket * shares.width + 1}-{end}")
     options = _bars(series, names, x="step", y="% of trained tokens")
     options["yAxis"]["max"] = 100
     return options
@@ -183,12 +153,15 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
 
 def reward_bars(shape: RewardShape) -> Options:
     """Two histograms side by side."""
+    sides = (("first", shape.num_first, GREY, shape.first), ("newest", shape.num_newest, BLUE, shape.newest))
     series = [
-        {"name": name, "type": "bar", "itemStyle": {"color": colour}, "data": [round(100 * s, 2) for s in shares]}
-        for name, colour, shares in (
-            (f"first {shape.num_first:,} answers", GREY, shape.first),
-            (f"newest {shape.num_newest:,} answers", BLUE, shape.newest),
-        )
+        {
+            "name": f"{name} {number:,} answers",
+            "type": "bar",
+            "itemStyle": {"color": colour},
+            "data": [round(100 * share, 2) for share in shares],
+        }
+        for name, number, colour, shares in sides
     ]
     return _bars(series, list(shape.labels), x="reward", y="% of answers")
 
@@ -199,13 +172,11 @@ def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
         {"value": round(seconds, 3), "itemStyle": {"color": GREEN if name == best else GREY}}
         for name, seconds in step_s.items()
     ]
-    label = {"show": True, "position": "right", ":formatter": "p => p.value.toFixed(2) + ' s'", "color": INK}
-    y_axis = _axis("") | {"type": "category", "data": list(step_s), "inverse": True, "splitLine": {"show": False}}
+    label = {"show": True, "position": "right", ":formatter": "p => p.value.toFixed(2) + ' s'", "color": "var(--ink)"}
     return {
-        "animation": False,
-        "grid": {"left": 8, "right": 64, "top": 8, "bottom": 28, "containLabel": True},
+        "grid": {"right": 64, "top": 8},
         "xAxis": _below("seconds per step") | {"min": 0},
-        "yAxis": y_axis,
+        "yAxis": {"type": "category", "data": list(step_s), "inverse": True},
         "series": [{"type": "bar", "data": data, "label": label, "barMaxWidth": 28}],
     }
 
@@ -216,9 +187,7 @@ def _line(name: str, points: Points, colour: str) -> Options:
         "type": "line",
         "data": [list(point) for point in points],
         "showSymbol": len(points) < 3,
-        "symbolSize": 5,
-        "emphasis": {"disabled": True},
-        "lineStyle": {"width": 2, "color": colour},
+        "lineStyle": {"color": colour},
         "itemStyle": {"color": colour},
     }
 
@@ -228,8 +197,7 @@ def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Optio
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
     pointer = {"label": {"precision": 0, "formatter": f"{x} {{value}}"}}
     x_axis = _below(x) | {"minInterval": 1, "scale": True, "axisPointer": pointer}
-    value = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
-    return _chart(series, x_axis, y_axis, value, legend=len(series) > 1)
+    return _chart(series, x_axis, y_axis, _FEW_DIGITS)
 
 
 def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
@@ -237,54 +205,28 @@ def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options
     return _chart(series, _below(x) | {"type": "category", "data": names}, _left(y) | {"min": 0}, "v => v + ' %'")
 
 
-def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str, *, legend: bool = True) -> Options:
-    named = {"show": legend, "data": [one["name"] for one in series if one["name"]]}
+def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) -> Options:
+    named = [one["name"] for one in series if one["name"]]
     return {
-        "tooltip": _tooltip("axis") | {":valueFormatter": value},
-        "legend": _legend() | named,
-        "animation": False,
-        "grid": {"left": 8, "right": 28, "top": 60 if legend else 32, "bottom": 28, "containLabel": True},
+        "tooltip": {"trigger": "axis", ":valueFormatter": value},
+        "legend": {"type": "scroll", "show": len(series) > 1, "data": named},
+        "grid": {"top": 60 if len(series) > 1 else 32},
         "xAxis": x_axis,
         "yAxis": y_axis,
         "series": series,
     }
 
 
-def _axis(name: str) -> Options:
-    return {
-        "type": "value",
-        "name": name,
-        "nameTextStyle": {"color": MUTED, "align": "left" if name else "center", "fontSize": 12},
-        "axisLabel": {"color": MUTED, "fontSize": 12, "hideOverlap": True},
-        "axisLine": {"lineStyle": {"color": LINE}},
-        "axisTick": {"show": False},
-        "splitLine": {"lineStyle": {"color": LINE}},
-    }
-
-
 def _below(name: str) -> Options:
     """The axis along the bottom, its name under the middle."""
-    axis = _axis(name)
-    return axis | {
-        "nameLocation": "middle",
-        "nameGap": 28,
-        "nameTextStyle": axis["nameTextStyle"] | {"align": "center"},
-        "splitLine": {"show": False},
-    }
+    return {"type": "value", "name": name, "nameLocation": "middle", "nameGap": 28, "splitLine": {"show": False}}
 
 
 def _left(name: str) -> Options:
     """The axis on the left, with short numbers."""
-    axis = _axis(name)
-    axis["axisLabel"][":formatter"] = _SHORT
-    return axis
-
-
-def _legend() -> Options:
-    shape = {"icon": "roundRect", "itemWidth": 14, "itemHeight": 10, "textStyle": {"color": INK}}
-    return shape | {"type": "scroll", "top": 0, "left": 0}
-
-
-def _tooltip(trigger: str) -> Options:
-    colours = {"backgroundColor": CARD, "borderColor": LINE, "textStyle": {"color": INK, "fontSize": 12}}
-    return colours | {"trigger": trigger, "confine": True}
+    return {
+        "type": "value",
+        "name": name,
+        "nameTextStyle": {"align": "left"},
+        "axisLabel": {":formatter": _SHORT},
+    }

@@ -14,7 +14,7 @@ Chart = Callable[[Series], Options]
 
 def drawn(series: Series, chart: Chart) -> tuple[Options, str]:
     """A chart of what there is; before the first row, the sentence alone."""
-    if not series.buckets:
+    if not series.last_step:
         return {}, "There is no row yet: the first step is under way."
     return chart(series), f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
 
@@ -27,8 +27,7 @@ def reward_chart(series: Series) -> Options:
 
 def goodput_chart(series: Series) -> Options:
     """Trained tokens per second."""
-    points = [(bucket.last_step, bucket.goodput_tokens_per_s) for bucket in series.buckets]
-    return charts.lines({"goodput": (points, GREEN)}, x="step", y="trained tokens per second", low=0)
+    return charts.lines({"goodput": (series.goodput_curve(), GREEN)}, x="step", y="trained tokens per second", low=0)
 
 
 def stage_chart(series: Series) -> Options:

@@ -1,4 +1,4 @@
-"""What every page is made of: the frame around it, and cards that follow the ledger."""
+"""The frame of every page, its cards, and panels that follow the ledger."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from nicegui import run, ui
 
-from headrace.dashboard.charts import Options
-from headrace.dashboard.markup import address
+from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
+from headrace.runs.report import printable
 
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
@@ -44,7 +44,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
         button.on("click", js_handler=_SWITCH_THEME)
     with ui.element("div").classes("page"):
         with ui.element("h1"):
-            ui.label(title)
+            ui.label(printable(title))
             if small:
                 ui.label(small).classes("says")
         yield
@@ -71,7 +71,7 @@ def card(title: str = "", says: str = "") -> Iterator[None]:
 
 def message(text: str) -> Any:
     """What went wrong, or why there is nothing."""
-    return ui.label(text).classes("message").props("role=status")
+    return ui.label(printable(text)).classes("message").props("role=status")
 
 
 class Panel:
@@ -117,41 +117,6 @@ async def follow(panels: Sequence[Panel]) -> None:
 
     await refresh()
     ui.timer(EVERY_S, refresh, immediate=False)
-
-
-def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
-    """A chart; `read` gives its options and a sentence about what it shows just now."""
-    with card(title, says):
-        now = ui.label("").classes("says")
-        chart = ui.echart({}, renderer="svg").style(f"height: {height_px}px; width: 100%")
-
-        def show(found: tuple[Options, str]) -> None:
-            options, text = found
-            now.set_text(text)
-            now.set_visibility(bool(text))
-            chart.set_visibility(bool(options))
-            chart.options.clear()
-            chart.options.update(options)
-            chart.update()
-
-        return Panel(read, show)
-
-
-def html_panel(title: str, says: str, read: Callable[[], str]) -> Panel:
-    """A card with markup that `dashboard.markup` made."""
-    with card(title, says):
-        return bare_panel(read)
-
-
-def bare_panel(read: Callable[[], str]) -> Panel:
-    """Markup that has its own cards."""
-    content = ui.html("", sanitize=False).classes("bare")
-    return Panel(read, content.set_content)
-
-
-def plain_html(markup: str) -> None:
-    """Markup that `dashboard.markup` made, which escapes what comes from a run."""
-    ui.html(markup, sanitize=False)
 
 
 def run_views(name: str, here: str) -> None:

@@ -12,9 +12,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 
 from headrace.dashboard import nicegui_plan, nicegui_run, nicegui_runs, nicegui_trajectories
-from headrace.dashboard.markup import address
 from headrace.dashboard.nicegui_frame import frame, message
-from headrace.dashboard.site import Site
+from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 

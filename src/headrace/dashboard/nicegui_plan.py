@@ -10,18 +10,19 @@ from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard import charts
-from headrace.dashboard.charts import Options
-from headrace.dashboard.markup import address, problem
-from headrace.dashboard.nicegui_frame import Panel, bare_panel, card, frame, message
-from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.site import Site
-from headrace.dashboard.verdicts import plan_markup, typed_markup
+from headrace.dashboard.nicegui_elements import chart, numbers, panel, report, section
+from headrace.dashboard.nicegui_frame import Panel, card, frame, message
+from headrace.dashboard.overview import Number
+from headrace.dashboard.plan import FIELDS, plan_numbers, question
+from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
 from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import built_in
 from headrace.insight.planner import plan as work_out
-from headrace.insight.triage import triage_typed
+from headrace.insight.reports import plan_report, triage_report
+from headrace.insight.triage import TypedTriage, triage_typed
+from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
@@ -34,8 +35,8 @@ async def plan(site: Site, run: str = "") -> None:
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
-            times = series.recent.stage_s if series.recent else EXAMPLE
-            trouble = "" if series.recent else f"{run} has no step yet; these are an example's times."
+            times = series.stages_now() if series.last_step else EXAMPLE
+            trouble = "" if series.last_step else f"{run} has no step yet; these are an example's times."
         except HeadraceError as error:
             trouble = str(error)
     measured = bool(run) and not trouble
@@ -83,12 +84,11 @@ class _Sliders:
             "The same times in each placement. Streamed is drawn at its longest, as if all answers ended together: "
             "with max_lag = 0 the last of them must be written before it can be trained on."
         ).classes("says")
-        self._chart = ui.echart({}, renderer="svg").style("height: 180px; width: 100%")
+        self._show_chart = chart(180)
 
     def results(self) -> None:
         """What they come to, where that is to be shown."""
-        self._says = ui.html("", sanitize=False).classes("bare")
-        self.panel = Panel(self._read, self._show)
+        self.panel = panel(self._read, self._show)
 
     def _slider(self, stage: str, top: float) -> None:
         with ui.element("div").classes("slider"):
@@ -112,20 +112,21 @@ class _Sliders:
     async def _changed(self) -> None:
         await self.panel.changed()
 
-    def _read(self) -> tuple[str, Options]:
+    def _read(self) -> TypedTriage | str:
         try:
-            found = triage_typed(StageTimes(**self._times), Placement(self._placement.value))
+            return triage_typed(StageTimes(**self._times), Placement(self._placement.value))
         except HeadraceError as error:
-            return problem(str(error)), {}
-        best = min(found.step_s, key=lambda where: found.step_s[where])
-        return typed_markup(found), charts.placement_bars({str(w): s for w, s in found.step_s.items()}, best)
+            return str(error)
 
-    def _show(self, found: tuple[str, Options]) -> None:
-        self._says.set_content(found[0])
-        self._chart.set_visibility(bool(found[1]))
-        self._chart.options.clear()
-        self._chart.options.update(found[1])
-        self._chart.update()
+    def _show(self, found: TypedTriage | str) -> None:
+        if isinstance(found, str):
+            message(found)
+            self._show_chart({})
+            return
+        for part in triage_report(found).sections[:2]:  # the chart has the placements
+            section(part)
+        best = min(found.step_s, key=lambda where: found.step_s[where])
+        self._show_chart(charts.placement_bars({str(w): s for w, s in found.step_s.items()}, best))
 
 
 class _Form:
@@ -152,14 +153,14 @@ class _Form:
                 self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
                 self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
         with ui.element("div") as self._results:
-            self.panel = bare_panel(self._read)
+            self.panel = panel(self._read, self._show)
 
     async def _changed(self) -> None:
         self._results.classes("waiting")
         if await self.panel.changed():
             self._results.classes(remove="waiting")
 
-    def _read(self) -> str:
+    def _read(self) -> tuple[list[Number], Report] | str:
         try:
             asked = question(
                 {name: text.value or "" for name, text in self._texts.items()},
@@ -169,9 +170,16 @@ class _Form:
             )
             found = work_out(asked)
         except HeadraceError as error:
-            return problem(str(error))
-        others = others_that_fit(found[0].wall, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
-        return plan_markup(asked, found, others)
+            return str(error)
+        others = others_that_fit(found[0].bottleneck, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
+        return plan_numbers(asked, found[0]), plan_report(asked, found, others)
+
+    def _show(self, found: tuple[list[Number], Report] | str) -> None:
+        if isinstance(found, str):
+            message(found)
+        else:
+            numbers(found[0])
+            report(found[1])
 
 
 def _round_up(value: float) -> float:

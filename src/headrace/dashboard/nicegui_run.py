@@ -7,22 +7,17 @@ from functools import partial
 from nicegui import ui
 
 from headrace.dashboard import charts, curves
-from headrace.dashboard.books import read_flows, read_rewards, read_timeline
+from headrace.dashboard.books import read_accounts, read_rewards, read_timeline
 from headrace.dashboard.charts import Options
-from headrace.dashboard.markup import address, numbers
-from headrace.dashboard.nicegui_frame import (
-    Panel,
-    bare_panel,
-    chart_panel,
-    follow,
-    frame,
-    html_panel,
-    run_views,
-    views,
-)
-from headrace.dashboard.overview import flow_table, overview_numbers
-from headrace.dashboard.site import LiveRun, Site
-from headrace.dashboard.verdicts import triage_markup
+from headrace.dashboard.nicegui_elements import Listing, chart_panel, numbers, panel, section, table_panel
+from headrace.dashboard.nicegui_frame import Panel, card, follow, frame, run_views, views
+from headrace.dashboard.overview import Number, overview_numbers
+from headrace.dashboard.site import LiveRun, Site, address
+from headrace.insight.reports import triage_report
+from headrace.insight.triage import Triage
+from headrace.ledger.ledger import Books
+from headrace.runs.report import Section, Table
+from headrace.runs.tables import ACCOUNT_COLUMNS, accounts
 
 TIMELINE_STEPS = (3, 10, 30)
 
@@ -36,26 +31,27 @@ async def overview(site: Site, name: str) -> None:
     live = site.run(name)
     curve = partial(_curve_panel, live)
 
-    def told() -> str:
-        return numbers(overview_numbers(live.overview(site.dollars_per_hour), live.wanted_lag(), live.triage()))
+    def told() -> list[Number]:
+        return overview_numbers(live.overview(site.dollars_per_hour), live.wanted_lag(), live.triage())
 
     with frame(name):
         run_views(name, "overview")
         panels = [
-            bare_panel(told),
+            panel(told, numbers),
             curve(
                 "Reward",
                 "The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds "
                 "are scores on held-out prompts, which are never trained on.",
                 curves.reward_chart,
             ),
-            html_panel(
-                "What to change first",
-                "What holds a step back most, and what each change would bring. A prediction, not a promise: change "
-                "one thing, and look again.",
-                lambda: triage_markup(live.triage(), address("plan", run=name)),
-            ),
         ]
+        with card(
+            "What to change first",
+            "What holds a step back most, and what each change would bring. A prediction, not a promise: change one "
+            "thing, and look again.",
+        ):
+            panels.append(panel(live.triage, _verdict))
+            ui.link("Try other stage times on the plan page", address("plan", run=name))
         with ui.element("div").classes("pair"):
             panels += [
                 curve(
@@ -72,6 +68,13 @@ async def overview(site: Site, name: str) -> None:
                 ),
             ]
         await follow(panels)
+
+
+def _verdict(found: Triage | str) -> None:
+    """What holds the run back, or why that cannot be told yet."""
+    parts = (Section(sentences=(found,)),) if isinstance(found, str) else triage_report(found).sections
+    for part in parts:
+        section(part)
 
 
 async def timeline(site: Site, name: str, steps: int = TIMELINE_STEPS[0]) -> None:
@@ -104,9 +107,9 @@ async def tokens(site: Site, name: str) -> None:
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
-        flows = read_flows(live.path)
-        total = sum(flow.tokens for flow in flows)
-        return (charts.sankey(flows), "") if total else ({}, "No token has been sampled yet.")
+        books = read_accounts(live.path)
+        some = books.generated.tokens > 0
+        return (charts.sankey(accounts(books)), "") if some else ({}, "No token has been sampled yet.")
 
     with frame(name):
         run_views(name, "tokens")
@@ -117,12 +120,22 @@ async def tokens(site: Site, name: str) -> None:
             read,
             height_px=360,
         )
-        listed = html_panel(
+        listed = table_panel(
             "The accounts",
             "If the dropped answers are longer than the trained ones, the policy learns more from short answers.",
-            lambda: flow_table(name, read_flows(live.path)),
+            lambda: _accounts(name, read_accounts(live.path)),
         )
         await follow([chart, listed])
+
+
+def _accounts(name: str, books: Books) -> Listing:
+    """A line for each account, with a link to its trajectories."""
+    found = accounts(books)
+    links = [address("run", name, "trajectories", state=one.state, reason=one.reason) for one in found]
+    links[-1] = ""  # what is in flight has no record yet
+    rows = [(*one.row(books.generated), one.explanation) for one in found]
+    table = Table(columns=(*ACCOUNT_COLUMNS, "because"), rows=tuple(rows), numeric=frozenset(range(1, 5)))
+    return Listing(table=table, links=tuple(links), wide=frozenset({4, 5}))
 
 
 async def lag(site: Site, name: str) -> None:

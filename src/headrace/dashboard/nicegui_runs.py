@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Callable
 
 from nicegui import ui
 
 from headrace.config_file import changed, explain
 from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
-from headrace.dashboard.markup import Link, address, duration, short, table
-from headrace.dashboard.markup import facts as facts_list
-from headrace.dashboard.nicegui_frame import Panel, card, chart_panel, follow, frame, html_panel, message
+from headrace.dashboard.nicegui_elements import Listing, chart_panel, table_panel
+from headrace.dashboard.nicegui_frame import Panel, card, follow, frame, message
 from headrace.dashboard.series import Series
-from headrace.dashboard.site import LiveRun, Site
+from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
 from headrace.ledger.files import run_config
 from headrace.runs.facts import RunFacts, RunState
+from headrace.runs.report import Section, Table, duration, percent
+from headrace.runs.tables import RUN_COLUMNS, run_row
 
 Curve = Callable[[Series], list[tuple[int, float | None]]]
 
@@ -25,11 +25,11 @@ Curve = Callable[[Series], list[tuple[int, float | None]]]
 async def runs(site: Site) -> None:
     """The runs of a directory."""
     with frame("Runs", str(site.root)):
-        panel = html_panel(
+        panel = table_panel(
             "",
             "The run that was written to last comes first. Choose one to see what it does; a run that is under way "
             "is followed live.",
-            lambda: runs_table(site.facts()),
+            lambda: runs_listing(site.facts()),
         )
         await follow([panel])
 
@@ -47,7 +47,7 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
         with card("", says), ui.element("div").classes("line"):
             for place, name in enumerate((a, b)):
                 _choose(names, name, (a, b), place)
-        panels = [html_panel("In numbers", "", lambda: numbers_table(chosen, site.dollars_per_hour))]
+        panels = [table_panel("In numbers", "", lambda: numbers_listing(chosen, site.dollars_per_hour))]
         with ui.element("div").classes("pair"):
             panels += [
                 _both(chosen, "Reward", "mean reward", lambda series: series.curve("reward_mean")),
@@ -55,68 +55,59 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
                     chosen,
                     "Goodput",
                     "trained tokens per second",
-                    lambda series: [(bucket.last_step, bucket.goodput_tokens_per_s) for bucket in series.buckets],
+                    lambda series: series.goodput_curve(),
                 ),
                 _both(
                     chosen,
                     "Step time",
                     "seconds per step",
-                    lambda series: [(bucket.last_step, bucket.step_s) for bucket in series.buckets],
+                    lambda series: series.curve("wall_s", over="mean"),
                 ),
                 _both(chosen, "Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
             ]
         panels.append(
-            html_panel("What was set differently", "Settings that are not the same in both.", lambda: set_table(chosen))
+            table_panel(
+                "What was set differently", "Settings that are not the same in both.", lambda: settings_listing(chosen)
+            )
         )
         await follow(panels)
 
 
-def runs_table(found: list[RunFacts]) -> str:
+def runs_listing(found: list[RunFacts]) -> Listing:
     """A line for each run."""
-    titles = ("run", "state", "steps", "held-out", "restarts", "trained tokens", "written")
-    rows = []
-    for facts in found:
-        scores = [f"{score:.3f}" for score in (facts.score_before, facts.score_after) if score is not None]
-        readable = facts.state is not RunState.UNREADABLE
-        rows.append(
-            (
-                Link(facts.path.name, address("run", facts.path.name, "overview")),
-                str(facts.state),
-                f"{facts.steps:,} / {facts.wanted_steps:,}" if readable else "",
-                " → ".join(scores) or "-",
-                str(facts.num_restarts or "-"),
-                short(facts.trained_tokens) if readable else "",
-                _ago(facts.written),
-            )
-        )
-    if not rows:
-        return "There is no run here yet. <code>headrace train</code> makes one."
-    problems = {facts.path.name: facts.problem for facts in found if facts.state is RunState.UNREADABLE}
-    shown = table(titles, rows, numbers=titles[2:], wide=titles[3:6])
-    return shown + (f"<h2 class='more'>Cannot be read</h2>{facts_list(problems)}" if problems else "")
+    problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
+    rows = tuple(run_row(facts) for facts in found)
+    return Listing(
+        table=Table(columns=RUN_COLUMNS, rows=rows, numeric=frozenset(range(2, 7))),
+        links=tuple(address("run", facts.path.name, "overview") for facts in found),
+        wide=frozenset({3, 4, 5}),
+        below=Section(title="Cannot be read", facts=problems) if problems else None,
+        instead="There is no run here yet. `headrace train` makes one.",
+    )
 
 
-def numbers_table(chosen: list[LiveRun], dollars_per_hour: float | None) -> str:
+def numbers_listing(chosen: list[LiveRun], dollars_per_hour: float | None) -> Listing:
     """Totals of both runs."""
     both = [live.overview(dollars_per_hour) for live in chosen]
     verdicts = [live.triage() for live in chosen]
-    lines: Mapping[str, list[str]] = {
+    lines = {
         "state": [str(seen.facts.state) for seen in both],
         "steps": [f"{seen.steps:,} / {seen.facts.wanted_steps:,}" for seen in both],
         "reward, last steps": [_number(seen.now_reward) for seen in both],
         "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
         "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
         "seconds per step": [_number(seen.now_step_s) for seen in both],
-        "wall": ["…" if isinstance(verdict, str) else str(verdict.wall) for verdict in verdicts],
+        "bottleneck": ["…" if isinstance(verdict, str) else str(verdict.bottleneck) for verdict in verdicts],
         "largest lag": [str(seen.lag_max) for seen in both],
-        "share trained on": ["-" if seen.useful_share is None else f"{seen.useful_share:.1%}" for seen in both],
+        "share trained on": [percent(seen.useful_share, 1) for seen in both],
         "time": [duration(seen.elapsed_s) for seen in both],
     }
-    names = [live.name for live in chosen]
-    return table(("", *names), [(name, *texts) for name, texts in lines.items()], numbers=names)
+    rows = tuple((name, *texts) for name, texts in lines.items())
+    names = ("", *(live.name for live in chosen))
+    return Listing(table=Table(columns=names, rows=rows, numeric=frozenset({1, 2})))
 
 
-def set_table(chosen: list[LiveRun]) -> str:
+def settings_listing(chosen: list[LiveRun]) -> Listing:
     """Settings that differ."""
     both = []
     for live in chosen:
@@ -125,11 +116,10 @@ def set_table(chosen: list[LiveRun]) -> str:
         except (ConfigError, RunError) as error:
             raise RunError(f"The settings of {live.name} cannot be read: {error}") from error
     keys = sorted({key for key in {*both[0], *both[1]} if both[0].get(key) != both[1].get(key)} - {"run.dir"})
-    if not keys:
-        return "All settings are the same."
     default = {setting.key: setting.default for setting in explain()}
     rows = [(key, *(side.get(key, f"{default[key]} (default)") for side in both)) for key in keys]
-    return table(("setting", *(live.name for live in chosen)), rows)
+    columns = ("setting", *(live.name for live in chosen))
+    return Listing(table=Table(columns=columns, rows=tuple(rows)), instead="All settings are the same.")
 
 
 def _both(chosen: list[LiveRun], title: str, y: str, curve: Curve) -> Panel:
@@ -160,7 +150,3 @@ def _choose(names: list[str], name: str, both: tuple[str, str], place: int) -> N
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _ago(then: datetime) -> str:
-    return f"{duration(max(0.0, (datetime.now() - then).total_seconds()))} ago"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard.answers import TOKENS_SHOWN, Answer, read_answer
-from headrace.dashboard.books import Page, Wanted, read_flows, read_page
-from headrace.dashboard.markup import Link, address, facts, line_of, table, text_block, token_table, tokens
-from headrace.dashboard.nicegui_frame import card, frame, html_panel, message, plain_html, run_views, views
-from headrace.dashboard.site import Site
+from headrace.dashboard.books import Page, Wanted, read_accounts, read_page
+from headrace.dashboard.nicegui_elements import Grid, Listing, facts
+from headrace.dashboard.nicegui_frame import card, frame, message, run_views, views
+from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
+from headrace.runs.report import Table, printable
+from headrace.runs.tables import Token
 
 ANY = "any"
 
@@ -30,15 +34,16 @@ async def trajectories(
     with frame(name):
         run_views(name, "trajectories")
         try:
-            flows = await threads.io_bound(read_flows, live.path)
+            books = await threads.io_bound(read_accounts, live.path)
+            page = await threads.io_bound(read_page, live.path, wanted)
         except HeadraceError as error:
             message(str(error))
             return
-        reasons = [flow.name.removeprefix("dropped: ") for flow in flows if flow.kind == "dropped"]
         with card("Answers, the newest first", "Every answer that was finished or dropped. Choose one to read it."):
-            _filters(name, wanted, reasons)
-        panel = html_panel("", "", lambda: page_table(name, wanted, read_page(live.path, wanted)))
-        await panel.refresh()  # not followed: a list that moves is hard to click
+            _filters(name, wanted, list(books.dropped))
+        with card():  # not followed: a list that moves is hard to click
+            Grid(page_listing(name, wanted, page))
+            _neighbours(name, wanted, page)
 
 
 async def trajectory(site: Site, name: str, id: str, start: int = 0) -> None:
@@ -52,26 +57,23 @@ async def trajectory(site: Site, name: str, id: str, start: int = 0) -> None:
             message(str(error))
             return
         with card("What became of it"):
-            plain_html(facts(answer.facts))
+            facts(answer.facts.items())
         if answer.prompt is None:
             with card("Tokens"):
                 message(answer.why_no_tokens)
             return
         with card("Prompt", "What the policy was given."):
-            plain_html(text_block(answer.prompt))
+            _text(answer.prompt)
         with card("Answer", "What it wrote."):
-            plain_html(text_block(answer.text))
+            _text(answer.text)
         _tokens(name, id, answer)
 
 
-def page_table(name: str, wanted: Wanted, page: Page) -> str:
-    """The lines of a page, and links to the pages beside it."""
-    if not page.lines:
-        return "No answer is like this." if wanted != Wanted() else "No answer is finished yet."
-    titles = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
+def page_listing(name: str, wanted: Wanted, page: Page) -> Listing:
+    """The lines of a page."""
     rows = [
         (
-            Link(line.id, address("run", name, "trajectory", id=line.id)),
+            line.id,
             "-" if line.reward is None else f"{line.reward:g}",
             f"{line.num_tokens:,}",
             f"dropped: {line.drop_reason}" if line.state == "dropped" else line.state,
@@ -81,14 +83,23 @@ def page_table(name: str, wanted: Wanted, page: Page) -> str:
         )
         for line in page.lines
     ]
+    columns = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
+    return Listing(
+        table=Table(columns=columns, rows=tuple(rows), numeric=frozenset({1, 2, 4, 5})),
+        links=tuple(address("run", name, "trajectory", id=line.id) for line in page.lines),
+        wide=frozenset({4, 5, 6}),
+        instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
+    )
+
+
+def _neighbours(name: str, wanted: Wanted, page: Page) -> None:
+    """Links to the pages beside this one."""
     kept = {"state": wanted.state, "reason": wanted.reason, "step": wanted.step}
-    links = []
-    if page.has_newer:
-        links.append(Link("← newer", address("run", name, "trajectories", **kept, newer=page.lines[0].rowid)))
-    if page.has_older:
-        links.append(Link("older →", address("run", name, "trajectories", **kept, older=page.lines[-1].rowid)))
-    listed = table(titles, rows, numbers=("reward", "tokens", "step", "lag"), wide=titles[4:])
-    return listed + line_of(links)
+    with ui.element("div").classes("line"):
+        if page.lines and page.has_newer:
+            ui.link("← newer", address("run", name, "trajectories", **kept, newer=page.lines[0].rowid))
+        if page.lines and page.has_older:
+            ui.link("older →", address("run", name, "trajectories", **kept, older=page.lines[-1].rowid))
 
 
 def _filters(name: str, wanted: Wanted, reasons: list[str]) -> None:
@@ -145,6 +156,48 @@ def _tokens(name: str, id: str, answer: Answer) -> None:
             )
         if answer.as_ids:
             message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
-        plain_html(tokens(answer.tokens))
+        _in_reading_order(answer.tokens)
     with card("The same as a table"):
-        plain_html(token_table(answer.tokens))
+        Grid(token_listing(answer.tokens))
+
+
+def _in_reading_order(tokens: Sequence[Token]) -> None:
+    """The surer the policy was, the paler; what it did not write is grey."""
+    version = None
+    with ui.element("div").classes("tokens"):
+        for token in tokens:
+            if token.version is not None and token.version != version:
+                version = token.version
+                ui.label(f"v{version}").classes("version")
+            text = printable(token.text).replace("\n", "⏎\n").replace("\t", "⇥\t") or "∅"
+            shown = ui.label(text).classes("token")
+            if token.probability is None:
+                shown.classes("given").props["title"] = f"token {token.position}: given"
+            else:
+                shown.style(f"--surprise: {0.75 * (1.0 - token.probability):.3f}")
+                odds = f"log-prob {token.logprob:.3f}, version {token.version}"
+                shown.props["title"] = f"token {token.position}, id {token.id}: {odds}"
+
+
+def token_listing(tokens: Sequence[Token]) -> Listing:
+    """The same, one token to a line."""
+    rows = [
+        (
+            str(token.position),
+            repr(token.text),
+            str(token.id),
+            "" if token.logprob is None else f"{token.logprob:.3f}",
+            "" if token.probability is None else f"{token.probability:.1%}",
+            "" if token.version is None else str(token.version),
+            "given" if token.logprob is None else "sampled",
+        )
+        for token in tokens
+    ]
+    columns = ("place", "token", "id", "log-prob", "probability", "version", "mask")
+    table = Table(columns=columns, rows=tuple(rows), numeric=frozenset({0, 2, 3, 4, 5}))
+    return Listing(table=table, wide=frozenset({2, 6}))
+
+
+def _text(text: str) -> None:
+    """As it was written, spaces and lines too."""
+    ui.label(printable(text)).classes("written")

@@ -1,15 +1,15 @@
-"""The overview's numbers and the table of accounts: what they are called, and what they mean to a newcomer."""
+"""The overview's numbers: what they are called, and what they mean to a newcomer."""
 
 from __future__ import annotations
 
-from headrace.dashboard.books import Flow
-from headrace.dashboard.markup import Link, Number, address, dollars, duration, short, table
 from headrace.dashboard.series import RECENT_STEPS
 from headrace.dashboard.site import NOT_YET, Overview
+from headrace.insight.equation import ADVICE
 from headrace.insight.triage import Triage
-from headrace.insight.walls import ADVICE
 from headrace.runs.facts import RunState
+from headrace.runs.report import dollars, duration, short
 
+Number = tuple[str, str, str]  # its name, the number, what it means
 _STATE_WORDS = {
     RunState.FINISHED: "finished",
     RunState.RUNNING: "running now",
@@ -33,9 +33,9 @@ def overview_numbers(seen: Overview, max_lag: int | None, verdict: Triage | str)
         ),
     ]
     if isinstance(verdict, str):
-        numbers.append(("Wall", "…" if verdict == NOT_YET else "-", verdict))
+        numbers.append(("Bottleneck", "…" if verdict == NOT_YET else "-", verdict))
     else:
-        numbers.append(("Wall", str(verdict.wall), ADVICE[verdict.wall].sign))
+        numbers.append(("Bottleneck", str(verdict.bottleneck), ADVICE[verdict.bottleneck].sign))
     allowed = "" if max_lag is None else f"; {max_lag} allowed"
     numbers += [
         (
@@ -60,20 +60,6 @@ def overview_numbers(seen: Overview, max_lag: int | None, verdict: Triage | str)
     if seen.num_damaged:
         numbers.append(("Damaged", str(seen.num_damaged), "rows of the ledger cannot be read and are left out"))
     return numbers
-
-
-def flow_table(name: str, flows: list[Flow]) -> str:
-    """The accounts, each with a link to its trajectories."""
-    total = sum(flow.tokens for flow in flows) or 1
-    titles = ("account", "tokens", "share", "answers", "mean length", "because")
-    rows = []
-    for flow in flows:
-        reason = flow.name.removeprefix("dropped: ") if flow.kind == "dropped" else None
-        link = Link(flow.name, address("run", name, "trajectories", state=flow.kind, reason=reason))
-        length = f"{flow.tokens / flow.trajectories:.1f}" if flow.trajectories else "-"
-        counts = (f"{flow.tokens:,}", f"{flow.tokens / total:.1%}", f"{flow.trajectories:,}", length)
-        rows.append((flow.name if flow.kind == "in_flight" else link, *counts, flow.says))
-    return table(titles, rows, numbers=titles[1:-1], wide=titles[-2:])
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.dashboard.overview import Number
 from headrace.errors import ConfigError, HeadraceError
-from headrace.insight.hardware import find_device
-from headrace.insight.model_shape import sized_shape
-from headrace.insight.planner import Question
+from headrace.insight.equation import ADVICE, PLACEMENT_WORDS
+from headrace.insight.hardware import find_device, sized_shape
+from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.scenario import amount, seconds
-from headrace.insight.tails import LogNormal
+from headrace.insight.workload import LogNormal
+from headrace.runs.report import dollars, short
 
 MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to work a plan out
 
@@ -86,3 +88,16 @@ def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter:
     if asked.num_answers > MOST_ANSWERS:
         raise ConfigError(f"{asked.num_answers:,} answers in a step are too many to plan: at most {MOST_ANSWERS:,}")
     return asked
+
+
+def plan_numbers(asked: Question, best: LayoutPlan) -> list[Number]:
+    """The best plan in a few numbers, with what they mean."""
+    placement = best.layout.placement
+    return [
+        ("Bottleneck", str(best.bottleneck), ADVICE[best.bottleneck].sign),
+        ("Placement", str(placement), PLACEMENT_WORDS[placement]),
+        ("Goodput", short(best.goodput), "tokens trained on per second"),
+        ("Cost", dollars(best.dollars_per_million), "per million trained tokens, at list prices"),
+        ("Step", f"{best.step_s:,.3g} s", f"for {asked.num_answers:,} answers"),
+        ("Lag", f"{best.lag:.1f}", f"updates behind, on average; set loop.max_lag = {best.max_lag}"),
+    ]

@@ -6,9 +6,10 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
-from headrace.dashboard.books import LagShares, read_elapsed_s, read_flows, update_lag_shares
-from headrace.dashboard.series import Series, looking_into, read_series
+from headrace.dashboard.books import LagShares, read_accounts, read_elapsed_s, update_lag_shares
+from headrace.dashboard.series import RECENT_STEPS, Series, looking_into, read_series
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.triage import Triage, triage
 from headrace.ledger.files import is_run, run_config
@@ -23,13 +24,7 @@ _one_at_a_time = threading.Lock()  # runs are triaged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """A run in a few numbers; `now` means the last steps. What is not known yet is None.
-
-    Example:
-        Overview(facts=RunFacts(...), steps=94, trained_tokens=81920, now_reward=0.62,
-            now_goodput_tokens_per_s=2150.0, goodput_tokens_per_s=2080.0, now_lag_mean=0.4, lag_max=2, now_step_s=1.9,
-            useful_share=0.83, elapsed_s=310.0, dollars=0.17, num_damaged=0)
-    """
+    """A run in a few numbers; `now` means the last steps. What is not known yet is None."""
 
     facts: RunFacts  # a few seconds old
     steps: int
@@ -132,21 +127,20 @@ class LiveRun:
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
-        series, flows, elapsed_s = self.series(), read_flows(self.path), read_elapsed_s(self.path)
-        now = series.recent
-        tokens = {kind: sum(f.tokens for f in flows if f.kind == kind) for kind in ("trained", "dropped")}
-        decided = sum(tokens.values())
+        series, books, elapsed_s = self.series(), read_accounts(self.path), read_elapsed_s(self.path)
+        trained = books.trained.tokens
+        decided = trained + sum(amount.tokens for amount in books.dropped.values())
         return Overview(
             facts=facts,
             steps=series.last_step,
-            trained_tokens=tokens["trained"],
-            now_reward=now.values["reward_mean"] if now else None,
-            now_goodput_tokens_per_s=now.goodput_tokens_per_s if now else None,
-            goodput_tokens_per_s=series.goodput_tokens_per_s,
-            now_lag_mean=now.values["lag_mean"] if now else None,
-            lag_max=int(max((bucket.values["lag_max"] or 0 for bucket in series.buckets), default=0)),
-            now_step_s=now.step_s if now else None,
-            useful_share=tokens["trained"] / decided if decided else None,
+            trained_tokens=trained,
+            now_reward=series.now("reward_mean"),
+            now_goodput_tokens_per_s=series.goodput(RECENT_STEPS),
+            goodput_tokens_per_s=series.goodput(),
+            now_lag_mean=series.now("lag_mean"),
+            lag_max=int(max((lag for _, lag in series.curve("lag_max") if lag), default=0)),
+            now_step_s=series.now("wall_s", over="mean"),
+            useful_share=trained / decided if decided else None,
             elapsed_s=elapsed_s,
             dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
             num_damaged=series.num_damaged,
@@ -204,3 +198,10 @@ class Site:
         if not found:
             raise RunError(f"There is no run in {self.root} yet.")
         return self.run(max(found, key=lambda facts: facts.written).path.name)
+
+
+def address(*parts: str, **query: object) -> str:
+    """An address on this site; what is None is left out of the query."""
+    path = "/" + "/".join(quote(part, safe="") for part in parts)
+    given = {name: value for name, value in query.items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path

@@ -111,7 +111,7 @@ def _moves(moves: Sequence[Move], bottleneck: Bottleneck, now_s: float, *more: s
     )
 
 
-def _idle(reading: Reading) -> Iterator[tuple[str, float]]:
+def idle_shares(reading: Reading) -> Iterator[tuple[str, float]]:
     """Idle share of each pool; of several workers in one pool, each by its name."""
     pools = reading.occupancy.pools if reading.occupancy else ()
     names = [pool.name for pool in pools]
@@ -129,7 +129,7 @@ def _losses(reading: Reading) -> Iterator[str]:
         )
         yield f"{reading.useful_share:.1%} of the tokens were trained on; dropped: {listed or 'none'}."
     if reading.occupancy is not None:
-        idle = ", ".join(f"{name} {share:.0%}" for name, share in _idle(reading))
+        idle = ", ".join(f"{name} {share:.0%}" for name, share in idle_shares(reading))
         yield f"Idle: {idle}. Stages ran side by side for {reading.occupancy.overlap_share:.0%} of their time."
         if reading.occupancy.stall_s > 0.01 * reading.wall_s:
             yield f"Checkpoints held training up for {reading.occupancy.stall_s / reading.wall_s:.1%} of the time."
@@ -171,9 +171,7 @@ def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequenc
     times = _table(("stage", "seconds a step"), stages)
     systems = [(other.name, f"{other.fits}. But {other.mind}.") for other in others[:OTHERS_SHOWN]]
     sections = [
-        Section(
-            title="take this", facts=_layout(question, best), tables=(_table(("stage", "seconds a step"), stages),)
-        ),
+        Section(title="take this", facts=_layout(question, best), tables=(times,)),
         Section(title="the bottleneck", sentences=(_sign(best.bottleneck), _in_general(best.bottleneck))),
         Section(title="mind", sentences=tuple(f"- {risk}" for risk in best.risks)),
         Section(title="other layouts", tables=(_plan_table(found[:PLANS_SHOWN]),)),

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
 
-from headrace.cli_app import Json, app, messages
+from headrace.cli.app import Json, app, messages
+from headrace.cli.paper import Paper
 from headrace.errors import ConfigError
 from headrace.insight.scenario import amount
-from headrace.terminal import Terminal
+from headrace.runs.report import Table, count
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -29,7 +29,7 @@ def sync_command(
     as_json: Json = False,
 ) -> None:
     """Tell what it costs here to bring new weights to engines: every encoding by every transport, after a real step."""
-    with messages(), Terminal(quiet=as_json) as terminal:
+    with messages():
         num_params = int(amount(params, "--params"))
         if not 1 <= num_params <= _MAX_PARAMS:
             raise ConfigError(f"--params {params}: measure with 1 to {_MAX_PARAMS / 1e9:g} thousand million weights")
@@ -37,15 +37,16 @@ def sync_command(
         if as_json:
             print(json.dumps(found, indent=1))
             return
-        terminal.console.print(_table(found))
-        engines = f"{receivers} engine{'s' * (receivers > 1)}"
-        plain = f"torch.save and torch.load, takes {found['save_and_load_s']:.3g} s"
-        terminal.console.print(
-            f"Seconds, for {num_params:,} weights in bfloat16 and {engines}. The plain way, {plain}; "
-            f"one copy in memory takes {found['copy_s']:.3g} s."
+        paper = Paper()
+        paper.table(_table(found), indent=0, whole=frozenset({0, 1}))
+        paper.paragraph(
+            f"Seconds, for {num_params:,} weights in bfloat16 and {count(receivers, 'engine')}. The plain way, "
+            f"torch.save and torch.load, takes {found['save_and_load_s']:.3g} s; one copy in memory takes "
+            f"{found['copy_s']:.3g} s.",
+            indent=0,
         )
         if found["missing"]:
-            terminal.console.print(f"The object store was left out: {found['missing']}")
+            paper.paragraph(f"The object store was left out: {found['missing']}", indent=0)
 
 
 def _measured(num_params: int, receivers: int) -> dict[str, Any]:
@@ -74,15 +75,13 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
 
 def _table(found: dict[str, Any]) -> Table:
     operations = ("cast", "encode", "transfer", "apply")
-    titles = ("MB", "of full", *operations, "total", "/ plain")
-    numbers = [Column(title, justify="right", no_wrap=True) for title in titles]
-    names = [Column(title, no_wrap=True) for title in ("transport", "encoding")]
-    table = Table(*names, *numbers, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    columns = ("transport", "encoding", "MB", "of full", *operations, "total", "/ plain")
+    rows = []
     for one in found["publications"]:
         times = one["times"]
         moved, total_s = times["transfer_bytes"], one["total_s"]
         cells = [f"{moved / 1e6:,.3g}", f"{moved / one['full_bytes']:.1%}"]
         cells += [f"{times[f'{operation}_s']:.3f}" for operation in operations]
         cells += [f"{total_s:.3f}", f"{total_s / found['save_and_load_s']:.2f}"]
-        table.add_row(one["transport"], str(one["encoding"]), *cells)
-    return table
+        rows.append((one["transport"], str(one["encoding"]), *cells))
+    return Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(2, len(columns))))

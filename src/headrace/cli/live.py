@@ -1,4 +1,4 @@
-"""What a run shows in a terminal: progress while it trains, the reward curve and the five stage times at the end.
+"""What a training run shows: progress while it trains, the reward curve and the five stage times at the end.
 
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
@@ -6,74 +6,62 @@ Where output is not a terminal the same facts come as plain lines, without contr
 from __future__ import annotations
 
 import math
-import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from headrace.cli.paper import ASCII, FINE, Paper
 from headrace.config import Config
 from headrace.config_file import changed
-from headrace.insight.equation import STAGE_WORDS
+from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
+from headrace.runs.report import count, duration
 from headrace.types import STAGES, Row, StageTimes
 
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
-PLAIN_LINES = 20  # about so many lines for a whole run where output is not a terminal
+PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal
 PLOT_ROWS = 9  # odd, so that one of them is the middle
 
-WALL_WORDS = {
-    "rollout": "generating answers sets the pace; shorter answers or more of rollout.max_running would help",
-    "reward": "scoring sets the pace; more reward.workers or a quicker reward function would help",
-    "reference": "the reference policy sets the pace; learner.kl_coef = 0 does without it",
-    "train": "the learner sets the pace; larger learner.micro_batch_tokens may help",
-    "publish": "moving weights sets the pace; more prompts per step (loop.groups_per_step) would help",
-}
+
+class _Bar(Progress):
+    """The bar of a phase, with a line of facts below it."""
+
+    def __init__(self, console: Console, clock: Callable[[], str], facts: Callable[[], str]) -> None:
+        self._clock_text, self._facts_text = clock, facts
+        bar = BarColumn(max(10, min(40, console.width - 55)))
+        columns = (TextColumn("{task.description}", markup=False), bar, TaskProgressColumn())
+        super().__init__(*columns, TextColumn("{task.fields[clock]}"), console=console, refresh_per_second=4)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        for task in self.tasks:
+            task.fields["clock"] = self._clock_text()
+        yield from super().get_renderables()
+        yield Text(self._facts_text(), style="bold")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """The characters drawn with, for terminals that know more than ASCII and for those that do not."""
-
-    full: str
-    empty: str
-    mark: str
-    arrow: str
-    upright: str
-    corner: str
-    level: str
-
-
-FINE = Glyphs(full="█", empty="░", mark="▸", arrow="→", upright="┤", corner="└", level="─")
-ASCII = Glyphs(full="#", empty=".", mark=">", arrow="->", upright="|", corner="+", level="-")
-
-
-class Terminal:
-    """Shows one run. A context manager, so that the cursor comes back whatever happens."""
+class LiveDisplay:
+    """Shows one training run. A context manager, so that the cursor comes back whatever happens."""
 
     def __init__(
         self, console: Console | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.console = console or Console(quiet=quiet, highlight=False)
-        self._animated = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
-        self._fine = self.console.encoding.lower().startswith("utf")
-        self._glyphs = FINE if self._fine else ASCII
+        self.paper = Paper(console, quiet=quiet)
+        screen = self.paper.console
+        self._animated = screen.is_terminal and not screen.is_dumb_terminal and not screen.quiet
         self._clock = clock
         self._started_s = clock()
         self._steps = 0
         self._rows: list[Row] = []
         self._score: float | None = None
-        self._progress: tuple[int, int, str] | None = None
-        self._quarter = 0
-        self._training = False
         self._run_dir: Path | str = ""
-        self._live: Live | None = None
+        self._bar: _Bar | None = None
+        self._quarter = 0
 
     def __enter__(self) -> Self:
         return self
@@ -84,68 +72,57 @@ class Terminal:
         self.close()
 
     def close(self) -> None:
-        """Stop the live display and leave its last state standing."""
-        if self._live is not None:
-            self._progress = None
-            self._live.stop()
-            self._live = None
-            if self._training:
-                self._print(self._picture())
-        self._training = False
+        """End the bar of the present phase; its last state stays on the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar, self._quarter = None, 0
 
     def header(self, config: Config, run_dir: Path | str, facts: Mapping[str, str]) -> None:
-        """What is about to run."""
         self._started_s = self._clock()
         self._run_dir, self._steps = run_dir, config.loop.steps
         loop, samples = config.loop, config.rollout.samples
-        lag = "strictly on-policy" if loop.max_lag == 0 else f"tokens up to {_versions(loop.max_lag)} old"
+        lag = "strictly on-policy" if loop.max_lag == 0 else f"tokens up to {count(loop.max_lag, 'version')} old"
         lines = {
             "run": str(run_dir),
             "model": config.model.path,
             "prompts": config.prompts.source,
             "plan": f"{loop.steps} steps of {loop.groups_per_step} prompts x {samples} answers, {lag}",
             "set": "  ".join(changed(config)) or "every setting is at its default",
-        } | dict(facts)
-        self._print(Text("headrace", style="bold"))
-        self._pairs(lines)
-        self._print()
+        }
+        self.paper.line("headrace", style="bold")
+        self.paper.facts((lines | dict(facts)).items())
+        self.paper.print()
 
     def phase(self, text: str) -> None:
-        """A new part of the run begins, e.g. "warm start"."""
-        self._end_progress()
+        """A new part of the run begins, such as "warm start"."""
         self.close()
-        self._print(Text(f"{self._glyphs.mark} {text}", style="bold"))
+        self.paper.print(Text(f"{self.paper.glyphs.mark} {text}", style="bold"))
 
     def progress(self, done: int, total: int, text: str) -> None:
         """`done` of `total` of the current phase."""
-        self._progress = (done, total, text)
         if self._animated:
-            self._refresh()
+            self._draw(f"  {done}/{total} {text}", done, total)
         elif (quarter := 4 * done // max(total, 1)) != self._quarter:  # not every call is worth a line in a log
             self._quarter = quarter
-            self._print(Text(f"  {done}/{total} {text}"))
+            self.paper.line(f"  {done}/{total} {text}")
 
     def row(self, row: Row) -> None:
         """One more step is done."""
-        if not self._training:
-            self._end_progress()
-        self._progress, self._training = None, True
         self._rows.append(row)
         self._score = self._score if row.score is None else row.score
         if self._animated:
-            self._refresh()
+            self._draw(self._steps_text(), row.step, self._total_steps())
         elif self._worth_a_line(row):
-            self._print(Text(f"{self._steps_text()}  {self._clock_text()}  {self._facts_text()}"), one_line=True)
+            self.paper.line(f"{self._steps_text()}  {self._clock_text()}  {self._facts_text()}")
 
     def note(self, text: str) -> None:
         """Something the user should know."""
-        self._print(Text(f"note: {text}"))
+        self.paper.print(Text(f"note: {text}"))
 
     def summary(
         self, summary: Mapping[str, Any], *, run_dir: Path | str | None = None, rows: Sequence[Row] | None = None
     ) -> None:
         """How the run went: its summary.json, with the curve of the rows shown so far (or of those given)."""
-        self._end_progress()
         self.close()
         self._show_curve(summary, self._rows if rows is None else rows)
         self._show_stages(summary)
@@ -154,32 +131,14 @@ class Terminal:
 
     # While it runs
 
-    def _refresh(self) -> None:
-        if self._live is None:
-            self._live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=4, transient=True)
-            self._live.start()
-        self._live.refresh()
-
-    def _picture(self) -> Group:
-        lines = []
-        if self._training:
-            share = self._rows[-1].step / self._total_steps()
-            room = self.console.width - len(self._steps_text()) - len(self._clock_text()) - 10
-            bar = self._bar(share, max(10, min(40, room)))
-            lines.append(Text(f"{self._steps_text()} {bar} {share:4.0%}  {self._clock_text()}", no_wrap=True))
-            lines.append(Text(self._facts_text(), style="bold"))
-        if self._progress is not None:
-            done, total, text = self._progress
-            lines.append(Text(f"  {self._bar(done / max(total, 1), 20)} {done}/{total} {text}", overflow="ellipsis"))
-        return Group(*lines)
-
-    def _end_progress(self) -> None:
-        """Leave the last state of a phase's progress standing."""
-        if self._progress is not None and self._animated and not self._training:
-            done, total, text = self._progress
-            self._progress = None
-            self._print(Text(f"  {done}/{total} {text}"))
-        self._progress, self._quarter = None, 0
+    def _draw(self, text: str, done: int, total: int) -> None:
+        if self._bar is None:
+            training = bool(self._rows)
+            clock = self._clock_text if training else str
+            self._bar = _Bar(self.paper.console, clock, self._facts_text if training else str)
+            self._bar.add_task(text, clock="")
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total, refresh=True)
 
     def _worth_a_line(self, row: Row) -> bool:
         every = max(1, self._total_steps() // PLAIN_LINES)
@@ -195,11 +154,11 @@ class Terminal:
     def _clock_text(self) -> str:
         recent = self._rows[-RECENT_ROWS:]
         left_s = (self._total_steps() - recent[-1].step) * sum(row.wall_s for row in recent) / len(recent)
-        left = f", {_duration(left_s)} left" if left_s else ""
-        return f"{_duration(self._clock() - self._started_s)} elapsed{left}"
+        left = f", {duration(left_s)} left" if left_s else ""
+        return f"{duration(self._clock() - self._started_s)} elapsed{left}"
 
     def _facts_text(self) -> str:
-        """One line that fits 80 columns: reward, held-out score, lag, goodput, drops, wall; what is rare comes last."""
+        """One line that fits 80 columns: what is always there first, what is rare last."""
         recent = self._rows[-RECENT_ROWS:]
         row = recent[-1]
         wall_s = sum(r.wall_s for r in recent)
@@ -221,94 +180,68 @@ class Terminal:
     # When it is over
 
     def _show_curve(self, summary: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        self._section("reward", "mean over each step's answers")
+        paper = self.paper
+        paper.section("reward", "mean over each step's answers")
         points = [(row.step, row.reward_mean) for row in rows]
-        for line in plot(points, min(self.console.width, 100) - 2, fine=self._fine):
-            self._print(Text(f"  {line}", no_wrap=True))
+        for line in plot(points, min(paper.console.width, 100) - 2, fine=paper.fine):
+            paper.print(Text(f"  {line}", no_wrap=True))
         before, after = summary.get("score_before"), summary.get("score_after")
         if before is not None and after is not None:
-            scores = f"{before:.3f} {self._glyphs.arrow} {after:.3f}  ({after - before:+.3f})"
+            scores = f"{before:.3f} {paper.glyphs.arrow} {after:.3f}  ({after - before:+.3f})"
         else:
-            scores = "not measured" if before is None and after is None else f"{before if after is None else after:.3f}"
-        self._print(Text(f"  held-out score  {scores}", style="bold"))
+            known = before if after is None else after
+            scores = "not measured" if known is None else f"{known:.3f}"
+        paper.line(f"  held-out score  {scores}", style="bold")
 
     def _show_stages(self, summary: Mapping[str, Any]) -> None:
-        self._section("time", "how long each stage was busy during the steps; stages can overlap")
-        wall, loop_s = str(summary["wall"]), float(summary["loop_s"])
+        paper = self.paper
+        paper.section("time", "how long each stage was busy during the steps; stages can overlap")
+        slowest, loop_s = str(summary["wall"]), float(summary["loop_s"])
         for stage in STAGES:
             busy_s = float(summary["stage_s"].get(stage, 0.0))
             share = busy_s / loop_s if loop_s else 0.0
-            mark = self._glyphs.mark if stage == wall else " "
-            line = f"{mark} {stage:<9} {busy_s:>9,.1f} s {self._bar(share, 20)} {share:>5.0%}  {STAGE_WORDS[stage]}"
-            self._print(Text(line, style="bold" if stage == wall else ""))
-        self._paragraph(f"The wall is {wall}: {WALL_WORDS.get(wall, 'it sets the pace')}.")
+            mark = paper.glyphs.mark if stage == slowest else " "
+            line = f"{mark} {stage:<9} {busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}  {STAGE_WORDS[stage]}"
+            paper.print(Text(line, style="bold" if stage == slowest else ""))
+        if slowest in BOTTLENECK_OF_STAGE:
+            advice = ADVICE[BOTTLENECK_OF_STAGE[slowest]]
+            paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {'; '.join(advice.moves)}.")
 
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:
-        self._section("tokens", "every sampled token is accounted for")
+        self.paper.section("tokens", "every sampled token is accounted for")
         generated, trained = int(summary["generated_tokens"]), int(summary["trained_tokens"])
         dropped: Mapping[str, int] = summary["dropped_tokens"]
         open_tokens = generated - trained - sum(dropped.values())
         lines = {"generated": generated, "trained on": trained}
-        lines |= {
-            f"dropped: {reason}": num for reason, num in sorted(dropped.items(), key=lambda item: -item[1]) if num
-        }
+        by_size = sorted(dropped.items(), key=lambda item: -item[1])
+        lines |= {f"dropped: {reason}": num for reason, num in by_size if num}
         if open_tokens:
             lines["not settled"] = open_tokens
         names, digits = max(map(len, lines)), len(f"{generated:,}")
         for name, num_tokens in lines.items():
             share = num_tokens / generated if generated else 0.0
-            self._print(Text(f"  {name:<{names}}  {num_tokens:>{digits},}  {share:>6.1%}"))
+            self.paper.line(f"  {name:<{names}}  {num_tokens:>{digits},}  {share:>6.1%}")
 
     def _show_run(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
         lag = int(summary["max_lag_seen"])
         on_average = f"{summary['mean_lag_seen']:.1f} on average, " if lag else ""
-        self._section("run")
-        self._pairs(
-            {
-                "goodput": f"{summary['goodput_tokens_per_s']:,.0f} trained tokens per second",
-                "steps": f"{summary['steps']}, up to policy version {summary['version']}",
-                "lag": f"{on_average}at most {_versions(lag)} between sampling and training",
-                "took": _duration(float(summary["wall_s"])),
-                "kept in": str(run_dir),
-            }
-        )
+        facts = {
+            "goodput": f"{summary['goodput_tokens_per_s']:,.0f} trained tokens per second",
+            "steps": f"{summary['steps']}, up to policy version {summary['version']}",
+            "lag": f"{on_average}at most {count(lag, 'version')} between sampling and training",
+            "took": duration(float(summary["wall_s"])),
+            "kept in": str(run_dir),
+        }
+        self.paper.section("run")
+        self.paper.facts(facts.items())
         if summary.get("reward_failure"):
-            self._paragraph(f"The first answer without a verdict: {summary['reward_failure']}")
-        self._section("next")
-        for command, effect in ((f"audit {run_dir}", "check the books"), (f"export {run_dir} OUT", "get the model")):
-            self._print(Text(f"  {f'headrace {command}':<40}  # {effect}"), one_line=True)
-
-    # Drawing
-
-    def _print(self, content: RenderableType = "", *, one_line: bool = False) -> None:
-        self.console.print(content, highlight=False, soft_wrap=one_line)
-
-    def _section(self, title: str, explanation: str = "") -> None:
-        self._print()
-        self._print(Text.assemble((title, "bold"), (f"  {explanation}" if explanation else "", "dim")))
-
-    def _pairs(self, pairs: Mapping[str, str]) -> None:
-        column = max(map(len, pairs)) + 2
-        for name, value in pairs.items():
-            self._paragraph(f"{name:<{column}}{value}", hang=column)
-
-    def _paragraph(self, text: str, hang: int = 0) -> None:
-        # Paths and commands are never cut: they must survive being copied.
-        lines = textwrap.wrap(
-            text,
-            self.console.width,
-            initial_indent="  ",
-            subsequent_indent=" " * (2 + hang),
-            drop_whitespace=True,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines:
-            self._print(Text(line), one_line=True)
-
-    def _bar(self, share: float, width: int) -> str:
-        filled = round(width * min(max(share, 0.0), 1.0))
-        return self._glyphs.full * filled + self._glyphs.empty * (width - filled)
+            self.paper.paragraph(f"The first answer without a verdict: {summary['reward_failure']}")
+        commands = {f"audit {run_dir}": "check the books", f"export {run_dir} OUT": "get the model"}
+        if summary.get("finished") is False:
+            commands = {f"resume {run_dir}": "go on with it"} | commands
+        self.paper.section("next")
+        for command, effect in commands.items():
+            self.paper.line(f"  {f'headrace {command}':<40}  # {effect}")
 
 
 def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) -> list[str]:
@@ -371,15 +304,3 @@ def _braille(lifted: Sequence[int], columns: int) -> list[str]:
 
 def _asterisks(lifted: Sequence[int], columns: int) -> list[str]:
     return ["".join("*" if lifted[x] == y else " " for x in range(columns)) for y in range(PLOT_ROWS - 1, -1, -1)]
-
-
-def _versions(number: int) -> str:
-    return f"{number} version" if number == 1 else f"{number} versions"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    hours, rest_min = divmod(minutes, 60)
-    return f"{hours} h {rest_min:02d} min" if hours else f"{minutes} min {rest_s:02d} s"

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.cli_app import Json, RunDir, Settings, app, messages, settings_from
+from headrace.cli.app import Json, RunDir, Settings, app, messages, settings_from
+from headrace.cli.paper import Paper
 from headrace.errors import ConfigError
-from headrace.insight.equation import Placement
-from headrace.insight.frameworks import others_that_fit
-from headrace.insight.hardware import find_device, read_hardware
-from headrace.insight.model_shape import model_shape
-from headrace.insight.planner import Question, plan, search
+from headrace.insight.equation import ADVICE, Placement
+from headrace.insight.frameworks import Framework, others_that_fit
+from headrace.insight.hardware import find_device, model_shape, read_hardware
+from headrace.insight.planner import LayoutPlan, Question, plan, search
+from headrace.insight.reports import idle_shares, plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
+from headrace.insight.simulator import Simulated
 from headrace.insight.simulator import simulate as simulate_run
-from headrace.insight.tails import LogNormal
 from headrace.insight.trace import VIEWERS, write_trace
-from headrace.insight.triage import triage, triage_typed
-from headrace.terminal_plan import PlanTerminal
-from headrace.terminal_plan import as_json as plan_as_json
-from headrace.terminal_simulation import SimulationTerminal, simulations_json
-from headrace.terminal_triage import TriageTerminal
-from headrace.terminal_triage import as_json as triage_as_json
+from headrace.insight.triage import Triage, TypedTriage, triage, triage_typed
+from headrace.insight.workload import LogNormal, Machine, Workload
+from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
-
-
-def _print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(found, indent=1, default=str))
-
 
 Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
 HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
@@ -53,24 +49,15 @@ def triage_command(
 ) -> None:
     """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
     typed = (tau_r, tau_v, tau_ref, tau_t, tau_s)
-    with messages(), TriageTerminal() as terminal:
-        if run is not None and any(time is not None for time in typed):
+    some = any(time is not None for time in typed)
+    with messages():
+        if run is not None and some:
             raise ConfigError("give a run, or stage times (--tau-r ...), not both")
-        if run is None:
-            if all(time is None for time in typed):
-                raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
-            times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
-            found = triage_typed(times, placement)
-            if as_json:
-                _print_json(triage_as_json(found))
-            else:
-                terminal.typed(found)
-            return
-        verdict = triage(run, last_steps=last_steps)
-        if as_json:
-            _print_json(triage_as_json(verdict))
-        else:
-            terminal.run(verdict)
+        if run is None and not some:
+            raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
+        times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
+        found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
+        _tell(triage_report(found), triage_json(found), as_json)
 
 
 @app.command("plan")
@@ -94,8 +81,8 @@ def plan_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Work out a layout for a model, a workload and a number of GPUs: stage times, wall, memory, lag, cost."""
-    with messages(), PlanTerminal() as terminal:
+    """Work out a layout for a model, a workload and a number of GPUs: stage times, bottleneck, memory, lag, cost."""
+    with messages():
         number, device = _gpus(gpus)
         cap = amount(max_tokens, "--max-tokens") or float("inf")
         question = Question(
@@ -116,11 +103,8 @@ def plan_command(
             question, found = search(question, amount(target, "--search"))
         else:
             found = plan(question)
-        others = others_that_fit(found[0].wall, num_params=question.model.num_params, may_lag=max_lag > 0)
-        if as_json:
-            _print_json(plan_as_json(question, found, others))
-        else:
-            terminal.plans(question, found, others)
+        others = others_that_fit(found[0].bottleneck, num_params=question.model.num_params, may_lag=max_lag > 0)
+        _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
 
 
 @app.command()
@@ -142,13 +126,17 @@ def simulate(
     rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
     train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
     publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
+    straggler_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the rollout workers are slow")] = 0.0,
+    straggler_factor: Annotated[float, typer.Option(min=1.0, help="that slow ones are slower by")] = 2.0,
+    mtbf: Annotated[str, typer.Option(help="mean time between failures of a rollout worker, e.g. 10h; 0: none")] = "0",
+    repair: Annotated[str, typer.Option(help="time until a failed rollout worker is back")] = "1min",
     hardware: HardwareFile = None,
     steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
-    with messages(), SimulationTerminal() as terminal:
+    with messages():
         recipe = settings_from(settings)
         wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
         typed = Typed(
@@ -161,6 +149,10 @@ def simulate(
             rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
             train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
             publish_s=seconds(publish, "--publish"),
+            straggler_share=straggler_share,
+            straggler_factor=straggler_factor,
+            worker_mtbf_s=seconds(mtbf, "--mtbf"),
+            repair_s=seconds(repair, "--repair"),
         )
         number, device = _gpus(gpus, "H100")
         layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
@@ -169,12 +161,10 @@ def simulate(
             raise ConfigError("--hardware says what a device can do with a model: name one with --params")
         if model:
             typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
-        work, cluster = scenario(recipe, typed, layout, run)
-        found = [simulate_run(work, cluster, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
-        if as_json:
-            print(simulations_json(work, cluster, layout, found))
-        else:
-            terminal.simulations(work, cluster, layout, found)
+        work, machine = scenario(recipe, typed, layout, run)
+        found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+        told = simulation_report(work, machine, layout, found)
+        _tell(told, simulation_json(work, machine, layout, found), as_json)
 
 
 @app.command()
@@ -197,3 +187,80 @@ def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
     if found is None or int(found[1]) < 1 or (found[2] or default) is None:
         raise ConfigError(f"--gpus {text}: write how many of which, such as 8xH100")
     return int(found[1]), found[2] or default or ""
+
+
+def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(for_programs, indent=1, default=str))
+    else:
+        Paper().report(report)
+
+
+def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
+    moves = [asdict(move) for move in found.moves]
+    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": ADVICE[found.bottleneck].sign, "moves": moves}
+    if isinstance(found, TypedTriage):
+        steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
+        return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
+    reading = found.reading
+    return known | {
+        "run_dir": str(reading.run_dir),
+        "steps": reading.num_steps,
+        "step_s": asdict(reading.step_s) if reading.step_s else None,
+        "stage_s": asdict(reading.stage_s) if reading.stage_s else None,
+        "simulated_s": found.simulated_s,
+        "without_s": {str(name): seconds for name, seconds in found.without.items()},
+        "goodput_tokens_per_s": reading.goodput_tokens_per_s,
+        "useful_share": reading.useful_share,
+        "dropped_tokens": dict(reading.dropped_tokens),
+        "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
+        "idle": dict(idle_shares(reading)),
+    }
+
+
+def plan_json(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> dict[str, Any]:
+    return {
+        "model": asdict(question.model),
+        "device": question.device.name,
+        "num_devices": question.num_devices,
+        "plans": [_plan_plain(plan) for plan in found],
+        "others": [other.name for other in others],
+    }
+
+
+def _plan_plain(plan: LayoutPlan) -> dict[str, Any]:
+    known = asdict(plan)
+    return known | {"wall": known.pop("bottleneck")}
+
+
+def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
+    speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
+    step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
+    step |= {"reward_s": work.reward_s.mean, "no_signal_share": work.no_signal_share}
+    runs = [_plain(one) for one in found]
+    return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
+
+
+def _plain(one: Simulated) -> dict[str, Any]:
+    return {
+        "max_lag": one.max_lag,
+        "steps": len(one.steps),
+        "step_s": one.step_s,
+        "step_p50_s": one.step_quantile_s(0.5),
+        "step_p95_s": one.step_quantile_s(0.95),
+        "stage_s": asdict(one.stage_s),
+        "goodput_tokens_s": one.goodput,
+        "rollout_idle": 1 - one.rollout_busy,
+        "learner_idle": 1 - one.learner_busy,
+        "reward_idle": None if math.isnan(one.reward_busy) else 1 - one.reward_busy,
+        "lag_mean": one.lag_mean,
+        "lag_max": one.lag_max,
+        "lag_shares": one.lag_shares,
+        "useful_share": one.useful_share,
+        "generated_tokens": one.generated_tokens,
+        "trained_tokens": one.trained_tokens,
+        "dropped_tokens": dict(one.dropped_tokens),
+        "buffered_tokens": one.buffered_tokens,
+        "in_flight_tokens": one.in_flight_tokens,
+        "failures": one.num_failures,
+    }

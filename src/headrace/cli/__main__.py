@@ -1,0 +1,5 @@
+"""`python -m headrace.cli`: the same as `headrace`."""
+
+from headrace.cli import app
+
+app()

@@ -1,0 +1,114 @@
+"""Prints reports: titles, facts, tables and paragraphs, in a terminal or as plain lines in a file."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.table
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from headrace.runs.report import Report, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyphs:
+    """The characters to draw with: one set for terminals that know more than ASCII, one for the others."""
+
+    full: str
+    empty: str
+    mark: str
+    arrow: str
+    upright: str
+    corner: str
+    level: str
+
+
+FINE = Glyphs(full="█", empty="░", mark="▸", arrow="→", upright="┤", corner="└", level="─")
+ASCII = Glyphs(full="#", empty=".", mark=">", arrow="->", upright="|", corner="+", level="-")
+
+
+class Paper:
+    """What commands print on. Paths, commands and ids are never cut: they must survive being copied."""
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or Console(quiet=quiet, highlight=False)
+        self.fine = self.console.encoding.lower().startswith("utf")
+        self.glyphs = FINE if self.fine else ASCII
+
+    def report(self, report: Report) -> None:
+        self.paragraph(report.title, indent=0, style="bold")
+        for section in report.sections:
+            if section.title:
+                self.section(section.title)
+            else:
+                self.print()
+            self.facts(section.facts)
+            for table in section.tables:
+                if section.facts:
+                    self.print()
+                self.table(table)
+            if section.sentences and (section.facts or section.tables):
+                self.print()
+            for sentence in section.sentences:
+                self.paragraph(sentence, hang=2 * sentence.startswith("- "))
+
+    def section(self, title: str, explanation: str = "") -> None:
+        self.print()
+        self.print(Text.assemble((title, "bold"), (f"  {explanation}" if explanation else "", "dim")))
+
+    def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
+        pairs = list(pairs)
+        column = max((len(name) for name, _ in pairs), default=0) + 2
+        for name, value in pairs:
+            self.paragraph(f"{name:<{column}}{value}", hang=column)
+
+    def table(self, table: Table, *, indent: int = 2, whole: frozenset[int] = frozenset()) -> None:
+        """Numbers, and the columns in `whole`, are never broken into lines."""
+        if table.title:
+            self.paragraph(table.title, indent=indent)
+        shown = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for place, name in enumerate(table.columns):
+            column = rich.table.Column(Text(name), no_wrap=place in table.numeric | whole, overflow="fold")
+            column.justify = "right" if place in table.numeric else "left"
+            shown.columns.append(column)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        self.indented(shown, indent)
+
+    def paragraph(self, text: str, *, indent: int = 2, hang: int = 0, style: str = "") -> None:
+        lines = textwrap.wrap(
+            text,
+            self.console.width,
+            initial_indent=" " * indent,
+            subsequent_indent=" " * (indent + hang),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines:
+            self.line(line, style=style)
+
+    def line(self, text: str, *, style: str = "") -> None:
+        """One line, however narrow the terminal is."""
+        self.print(Text(text, style=style), one_line=True)
+
+    def commands(self, commands: Sequence[tuple[str, Path | str, str]]) -> None:
+        """What to type next: a command, its run, and the rest of the line."""
+        if commands:
+            self.section("next")
+        for verb, run, rest in commands:
+            self.line(f"  headrace {verb} {run}{rest}")
+
+    def indented(self, content: RenderableType, indent: int = 2) -> None:
+        self.print(Padding(content, (0, 0, 0, indent), expand=False))
+
+    def print(self, content: RenderableType = "", *, one_line: bool = False) -> None:
+        self.console.print(content, highlight=False, soft_wrap=one_line)
+
+    def bar(self, share: float, width: int) -> str:
+        filled = round(width * min(max(share, 0.0), 1.0))
+        return self.glyphs.full * filled + self.glyphs.empty * (width - filled)

@@ -1,0 +1,103 @@
+"""The commands that train, and those that take a run further: eval, export, scale; and the settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import headrace  # its functions load torch when they are first called; checking settings does without
+from headrace.cli.app import RunDir, Settings, app, messages, settings_from
+from headrace.cli.live import LiveDisplay
+from headrace.cli.paper import Paper
+from headrace.config_file import explain, to_toml
+from headrace.ledger.files import scale as scale_run
+from headrace.runs.report import Table
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")]
+
+
+def prepare_process() -> None:
+    """Make the choices that hold for this whole process; a library must not make them when it is imported.
+
+    SIGTERM, with which clusters preempt, does what Ctrl-C does.
+
+    How torch's CPU threads wait for each other: spinning, their default, or asleep. Spinning is faster while they
+    have the cores to themselves, but spinning threads starve each other when anything else wants one. Measured on
+    two cores, generating with a small model: alone 21,000 tokens per second spinning and 16,000 asleep; beside one
+    busy process 5,000 and 14,000. It takes effect only before torch is first imported.
+    """
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        num_running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])  # this process is one of them
+    except OSError:
+        return  # not Linux
+    if num_running > 1:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@app.command()
+def train(settings: Settings = None, quiet: Quiet = False) -> None:
+    """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
+    prepare_process()
+    with messages(), LiveDisplay(quiet=quiet) as display:
+        display.summary(headrace.train(settings_from(settings), display))
+
+
+@app.command()
+def resume(
+    run: RunDir,
+    where: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="where it goes on, if elsewhere")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with a run that was interrupted, killed, or stopped by an error."""
+    prepare_process()
+    with messages(), LiveDisplay(quiet=quiet) as display:
+        display.summary(headrace.resume(run, display, where or ()))
+
+
+@app.command()
+def scale(run: RunDir, workers: Annotated[int, typer.Argument(help="how many rollout workers it is to have")]) -> None:
+    """Give a run on a cluster more or fewer rollout workers, while it goes on."""
+    with messages():
+        print(scale_run(run, workers))
+
+
+@app.command("eval")
+def evaluate(
+    run: RunDir, samples: Annotated[int | None, typer.Option(min=1, help="answers per held-out prompt")] = None
+) -> None:
+    """The held-out score of a run's weights."""
+    prepare_process()
+    with messages():
+        score = headrace.evaluate_run(run, samples=samples)
+        print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
+
+
+@app.command()
+def export(run: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="directory to make")]) -> None:
+    """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
+    with messages():
+        print(f"wrote {headrace.export(run, out)}")
+
+
+@app.command()
+def config(
+    settings: Settings = None,
+    show: Annotated[bool, typer.Option("--explain", help="explain all settings, or a section or key")] = False,
+) -> None:
+    """Check settings and print them resolved; with --explain, say what each one does."""
+    with messages():
+        if not show:
+            print(to_toml(settings_from(settings)), end="")
+            return
+        lines = [(s.key, s.type_text, s.default, s.doc) for s in explain(settings[0] if settings else None)]
+        columns = ("setting", "type", "default", "what it does")
+        Paper().table(Table(columns=columns, rows=tuple(lines)), whole=frozenset({0}))
