@@ -324,6 +324,8 @@ def test_the_plan_follows_its_sliders(browser: Any, server: Server):
 def test_the_plan_answers_what_is_typed_and_says_what_is_wrong_beside_it(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
+    page.set_default_timeout(DEADLINE_S * 1000)  # layouts are simulated
+    page.wait_for_function(says("If not Headrace"))
     text = text_of(page)
     said = ("7B on 8 x H100", "placement", "goodput", "dollars a million", "loop.max_lag", "of 80 GB", "publish")
     said += ("Take this", "The bottleneck", "Other layouts", "If not Headrace")
