@@ -138,9 +138,7 @@ class _Form:
                 self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self.changed)
                 self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self.changed)
         with ui.element("div") as self._results:
-            self._panel = panel(
-                self._read, report, "Being worked out: layouts are simulated, which takes some seconds."
-            )
+            self._panel = panel(self._read, report, "Being worked out: layouts are simulated. That takes some seconds.")
 
     async def changed(self, _: object = None) -> None:
         self._results.classes("waiting")
