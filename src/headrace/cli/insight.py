@@ -237,8 +237,8 @@ def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Seq
 
 
 def _plain(one: Simulated) -> dict[str, Any]:
-    same = ("max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share", "generated_tokens")
-    same += ("trained_tokens", "buffered_tokens", "in_flight_tokens")
+    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share", "generated_tokens"]
+    same += ["trained_tokens", "buffered_tokens", "in_flight_tokens"]
     return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
         "step_p50_s": one.step_quantile_s(0.5),
