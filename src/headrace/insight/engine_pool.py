@@ -1,9 +1,9 @@
 """Rollout workers in a simulation, and the virtual clock that they run on.
 
 Only the starts and ends of answers are events, not the tokens between them. All rows of a worker advance together, one
-token in each decode step, and a step's seconds follow from the number of rows. So a worker is a counter of decode
-steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first token comes with its prompt). When rows
-come or go, only the counter's speed changes.
+token in each decode step, and a step's seconds follow from the number of rows and the length of their contexts. So a
+worker is a counter of decode steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first token
+comes with its prompt). When rows come or go, only the counter's speed changes.
 
 The pool has a clock of its own that stands still while it is paused: then nothing has to be scheduled again.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -95,9 +96,11 @@ class SimulatedEngine:
     __slots__ = (
         "at_s",
         "busy_s",
+        "context_s",
         "down",
         "ends",
         "hold_s",
+        "level",
         "number",
         "sampled",
         "slow",
@@ -106,8 +109,10 @@ class SimulatedEngine:
         "steps",
     )
 
-    def __init__(self, number: int, slow: float) -> None:
+    def __init__(self, number: int, slow: float, context_s: float) -> None:
         self.number, self.slow = number, slow
+        self.context_s = slow * context_s  # of a decode step, for each token of its rows' contexts
+        self.level = 0.0  # tokens of these contexts, less one for each row and decode step so far
         self.ends: list[Running] = []  # a heap of the rows
         self.steps = 0.0  # decode steps so far
         self.step_s = 0.0  # of the present batch
@@ -122,11 +127,25 @@ class SimulatedEngine:
         """Count the decode steps up to now."""
         since_s = max(self.at_s, self.hold_s)
         if now_s > since_s and self.ends:
-            steps = (now_s - since_s) / self.step_s
+            steps = self._steps_in(now_s - since_s)
             self.steps += steps
             self.sampled += steps * len(self.ends)
             self.busy_s += now_s - since_s
         self.at_s = max(self.at_s, now_s)
+
+    def seconds_of(self, steps: float) -> float:
+        """Of the next decode steps with these rows; each makes every context longer by a token."""
+        rows = len(self.ends)
+        return steps * (self.step_s + self.context_s * (self.level + rows * (self.steps + steps / 2)))
+
+    def _steps_in(self, seconds: float) -> float:
+        """The inverse of `seconds_of`."""
+        rows = len(self.ends)
+        first_s = self.step_s + self.context_s * (self.level + rows * self.steps)
+        growth_s = self.context_s * rows
+        if growth_s * seconds < 1e-12 * first_s**2:
+            return seconds / first_s
+        return (math.sqrt(first_s**2 + 2 * growth_s * seconds) - first_s) / growth_s
 
     def hold(self, seconds: float) -> None:
         """Decode nothing for `seconds`, after what holds it already."""
@@ -149,7 +168,7 @@ class EnginePool:
         machine: Machine,
         rng: np.random.Generator,
         *,
-        prefill_s: float,
+        prompt_tokens: float,
         on_begin: Callable[[GroupPart], None],
         on_end: Callable[[GroupPart, int], None],
         on_lost: Callable[[GroupPart, float], None],
@@ -157,11 +176,14 @@ class EnginePool:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
-        self._machine, self._rng, self._prefill_s = machine, rng, prefill_s
+        self._machine, self._rng, self._prompt_tokens = machine, rng, prompt_tokens
+        self._prefill_s = machine.prefill_s + machine.prefill_token_s * prompt_tokens
         self._on_begin, self._on_end, self._on_lost = on_begin, on_end, on_lost
         slow = set(rng.permutation(machine.rollout_workers)[: round(machine.straggler_share * machine.rollout_workers)])
         factor = machine.straggler_factor
-        self.workers = [SimulatedEngine(i, factor if i in slow else 1.0) for i in range(machine.rollout_workers)]
+        self.workers = [
+            SimulatedEngine(i, factor if i in slow else 1.0, machine.context_s) for i in range(machine.rollout_workers)
+        ]
         self.num_failures = 0
         self._waiting: deque[GroupPart] = deque()
         self._events: list[tuple[float, int, int]] = []  # when, worker, its stamp: others than the newest are void
@@ -283,6 +305,7 @@ class EnginePool:
         ended = []
         while worker.ends and worker.ends[0][0] <= due + _SAME:
             ended.append(heapq.heappop(worker.ends))
+            worker.level -= self._level(ended[-1])
         self._rows_changed(worker, -len(ended))
         for _, _, part, length in ended:
             self._on_end(part, length)
@@ -300,7 +323,9 @@ class EnginePool:
             worker.sampled += len(part.lengths)
             part.worker = worker
             for length in part.lengths:
-                heapq.heappush(worker.ends, (worker.steps + length - 1, next(self._numbers), part, length))
+                row = (worker.steps + length - 1, next(self._numbers), part, length)
+                heapq.heappush(worker.ends, row)
+                worker.level += self._level(row)
             self._rows_changed(worker, len(part.lengths))
             self._on_begin(part)
 
@@ -317,8 +342,12 @@ class EnginePool:
     def _set_rows(self, worker: SimulatedEngine, rows: list[Running]) -> None:
         change = len(rows) - len(worker.ends)
         worker.ends = rows
+        worker.level = sum(map(self._level, rows))
         heapq.heapify(rows)
         self._rows_changed(worker, change)
+
+    def _level(self, row: Running) -> float:
+        return self._prompt_tokens + row[3] - row[0]
 
     def _rows_changed(self, worker: SimulatedEngine, change: int) -> None:
         """The worker has `change` rows more, and another speed."""
@@ -336,7 +365,7 @@ class EnginePool:
         worker.stamp += 1
         if worker.ends:
             start_s = max(worker.at_s, worker.hold_s)
-            at_s = start_s + max(0.0, worker.ends[0][0] - worker.steps) * worker.step_s
+            at_s = start_s + worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
             heapq.heappush(self._events, (at_s, worker.number, worker.stamp))
 
     def _disarm(self) -> None:

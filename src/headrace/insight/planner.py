@@ -342,14 +342,21 @@ def _machine(question: Question, split: Split, num_running: int, recomputes: boo
 def _least_s(question: Question, machine: Machine, *, may_lag: bool) -> float:
     """A step takes at least what generation or the learner alone takes; without lag, both."""
     prompt_tokens = question.num_prompts * question.prompt_tokens
-    decode_s = (machine.decode_s + machine.decode_row_s * machine.rows_per_worker) / machine.rows_per_worker
     tokens = question.num_answers * question.lengths.cut_mean
-    rollout_s = (tokens * decode_s + prompt_tokens * machine.prefill_token_s) / machine.rollout_workers
+    rollout_s = (
+        tokens * _full_step_s(question, machine) / machine.rows_per_worker + prompt_tokens * machine.prefill_token_s
+    ) / machine.rollout_workers
     learner_s = (tokens + question.num_samples * prompt_tokens) * (machine.train_token_s + machine.reference_token_s)
     learner_s += machine.publish_s
     if may_lag:
         return max(rollout_s, learner_s)
     return max(rollout_s, _longest_tokens(question) * machine.decode_s) + learner_s
+
+
+def _full_step_s(question: Question, machine: Machine) -> float:
+    """Seconds of a decode step with every row, half-way through its answer."""
+    row_s = machine.decode_row_s + machine.context_s * (question.prompt_tokens + question.lengths.cut_mean / 2)
+    return machine.decode_s + row_s * machine.rows_per_worker
 
 
 def _played(question: Question, found: _Fitting) -> LayoutPlan:
@@ -403,6 +410,7 @@ def _simulated(question: Question, machine: Machine, max_lag: int) -> tuple[Simu
             machine,
             rows_per_worker=rows,
             decode_row_s=machine.decode_row_s * machine.rows_per_worker / rows,
+            context_s=machine.context_s * machine.rows_per_worker / rows,
             prefill_token_s=machine.prefill_token_s * parts,
             train_token_s=machine.train_token_s * parts,
             reference_token_s=machine.reference_token_s * parts,
@@ -426,7 +434,7 @@ def _bottleneck(question: Question, machine: Machine, run: Simulated) -> Bottlen
     training_s = times.train + times.reference
     if training_s + times.publish >= LEARNER_BUSY * run.step_s:
         return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
-    answer_s = question.lengths.cut_mean * (machine.decode_s + machine.decode_row_s * machine.rows_per_worker)
+    answer_s = question.lengths.cut_mean * _full_step_s(question, machine)
     return Bottleneck.REWARD if question.reward_s > answer_s else Bottleneck.GENERATION
 
 

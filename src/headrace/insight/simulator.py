@@ -208,7 +208,7 @@ class _Simulation:
         self.pool = EnginePool(
             machine,
             np.random.default_rng([seed, 1]),
-            prefill_s=machine.prefill_s + machine.prefill_token_s * workload.prompt_tokens,
+            prompt_tokens=workload.prompt_tokens,
             on_begin=self._on_begin,
             on_end=self._on_end,
             on_lost=self._on_lost,

@@ -127,7 +127,7 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
 def _without_each(calibration: Calibration) -> dict[Bottleneck, float]:
     """How long a step would be if one thing cost nothing."""
     work, machine = calibration.workload, calibration.machine
-    idle = replace(machine, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
+    idle = replace(machine, decode_s=NO_TIME_S, decode_row_s=0.0, context_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
     cases: dict[Bottleneck, tuple[Workload, Machine]] = {
         Bottleneck.GENERATION: (work, idle),
         Bottleneck.REWARD: (replace(work, reward_s=LogNormal(mean=0.0)), machine),

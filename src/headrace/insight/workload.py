@@ -179,6 +179,7 @@ class Machine:
     rows_per_worker: int
     decode_s: float  # of one decode step, whatever its batch
     decode_row_s: float = 0.0  # on top, for each row of the batch
+    context_s: float = 0.0  # on top, for each token that these rows have, prompt and sampled
     prefill_s: float = 0.0  # of a group's prompt, which is computed once
     prefill_token_s: float = 0.0  # on top, for each of its tokens
     train_token_s: float = 0.0  # forward and backward, of the whole learner, prompt tokens too
