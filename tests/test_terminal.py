@@ -5,11 +5,11 @@ import re
 from typing import Any
 
 import pytest
-from headrace.insight.walls import ADVICE, Wall
 from rich.console import Console
 
 from headrace.cli.live import LiveDisplay, plot
 from headrace.config_file import load_config
+from headrace.insight.equation import ADVICE, Bottleneck
 from headrace.types import STAGES, Row, StageTimes
 
 SUMMARY: dict[str, Any] = {
@@ -138,7 +138,7 @@ def test_summary_tells_the_whole_story():
     assert "held-out score  0.148 → 0.836  (+0.688)" in out
     assert all(re.search(rf"^[▸ ] {stage} .* s [█░]{{20}} +\d+%", out, re.MULTILINE) for stage in STAGES)
     assert re.search(r"^▸ rollout +54.0 s █{13}░{7} +64%", out, re.MULTILINE)
-    assert f"The wall is rollout: {ADVICE[Wall.GENERATION].sign}. What helps: " in " ".join(out.split())
+    assert f"The wall is rollout: {ADVICE[Bottleneck.GENERATION].sign}. What helps: " in " ".join(out.split())
     assert re.search(r"dropped: no_signal +28,000 +10.8%", out)
     assert "2,716 trained tokens per second" in out
     assert "0.6 on average, at most 1 version between" in out

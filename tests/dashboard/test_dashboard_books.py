@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_runs import select
 
 from headrace.dashboard import books as module
-from headrace.dashboard.answers import read_answer
 from headrace.dashboard.books import (
     LagShares,
     Wanted,
-    read_flows,
+    read_accounts,
+    read_answer,
     read_page,
     read_rewards,
     read_timeline,
@@ -22,18 +23,20 @@ from headrace.dashboard.books import (
 from headrace.ledger.clock import StageSpan
 from headrace.ledger.ledger import Ledger
 from headrace.runs.audit import books
-from headrace.runs.show import read_trajectory
+from headrace.runs.show import TokenTexts, TrajectoryDetails
+from headrace.runs.tables import accounts, prompt_ids, tokens, trajectory_facts, why_no_tokens
+from headrace.types import Trajectory
 
 
-def test_flows_add_up_to_what_was_generated(real_run: Path):
-    flows, totals = read_flows(real_run), books(real_run)
-    assert sum(flow.tokens for flow in flows) == totals.generated.tokens
-    assert sum(flow.trajectories for flow in flows) == totals.generated.trajectories
-    assert flows[0].name == "trained"
-    assert {flow.name for flow in flows if flow.kind == "dropped"} == {
+def test_accounts_add_up_to_what_was_generated(real_run: Path):
+    found, totals = accounts(read_accounts(real_run)), books(real_run)
+    assert sum(account.amount.tokens for account in found) == totals.generated.tokens
+    assert sum(account.amount.trajectories for account in found) == totals.generated.trajectories
+    assert found[0].name == "trained"
+    assert {account.name for account in found if account.state == "dropped"} == {
         f"dropped: {reason}" for reason in totals.dropped
     }
-    assert all(flow.says for flow in flows)
+    assert [account.explanation for account in found if not account.explanation] == []
 
 
 def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path: Path):
@@ -66,10 +69,10 @@ def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkey
     shares = LagShares()
     update_lag_shares(real_run, shares)
     expected: Counter[tuple[int, int]] = Counter()
-    for step, lag, tokens in select(
+    for step, lag, num_tokens in select(
         real_run, "SELECT trained_step, lag, num_tokens FROM trajectories WHERE state = 'trained'"
     ):
-        expected[(step - 1) // 2, lag] += tokens
+        expected[(step - 1) // 2, lag] += num_tokens
     assert shares.width == 2
     assert shares.tokens == expected
     update_lag_shares(real_run, shares)
@@ -101,12 +104,12 @@ def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
 
 
 def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
-    first, newest = [i / 100 for i in range(100)], [0.5, 2.0]
+    first, newest = np.arange(100) / 100, np.array([0.5, 2.0])
     labels, shares = module._histogram(first, newest)
     assert len(labels) == module.MOST_BARS
     assert sum(shares[0]) == pytest.approx(1.0)
     assert shares[1][5] == shares[1][19] == 0.5
-    assert module._histogram([], []) == ((), ((), ()))
+    assert module._histogram(np.empty(0), np.empty(0)) == ((), [(), ()])
 
 
 def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -115,52 +118,60 @@ def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, mon
     page, seen = read_page(real_run, Wanted()), []
     assert not page.has_newer
     while True:
-        seen += [line.rowid for line in page.lines]
+        seen += page.places
         if not page.has_older:
             break
-        page = read_page(real_run, Wanted(older_than=page.lines[-1].rowid))
+        page = read_page(real_run, Wanted(older_than=page.places[-1]))
     assert seen == places
-    back = list(page.lines)
+    back = list(page.places)
     while page.has_newer:
-        page = read_page(real_run, Wanted(newer_than=page.lines[0].rowid))
-        back = [*page.lines, *back]
-    assert [line.rowid for line in back] == places
+        page = read_page(real_run, Wanted(newer_than=page.places[0]))
+        back = [*page.places, *back]
+    assert back == places
 
 
 def test_pages_are_filtered(real_run: Path):
-    assert {line.state for line in read_page(real_run, Wanted(state="trained")).lines} == {"trained"}
-    dull = read_page(real_run, Wanted(state="dropped", reason="no_signal")).lines
-    assert {line.drop_reason for line in dull} == {"no_signal"}
-    assert {line.trained_step for line in read_page(real_run, Wanted(step=3)).lines} == {3}
-    assert read_page(real_run, Wanted(state="'; DROP TABLE rows")).lines == []
+    def column(title: str, wanted: Wanted) -> set[str]:
+        return {row[module.PAGE_COLUMNS.index(title)] for row in read_page(real_run, wanted).rows}
+
+    assert column("fate", Wanted(state="trained")) == {"trained"}
+    assert column("fate", Wanted(state="dropped", reason="no_signal")) == {"dropped: no_signal"}
+    assert column("step", Wanted(step=3)) == {"3"}
+    assert column("answer", Wanted(state="'; DROP TABLE rows")) == set()
+
+
+def longest_answer(run: Path) -> tuple[TrajectoryDetails, TokenTexts, Trajectory]:
+    id = select(run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
+    found, texts = read_answer(run, id)
+    assert texts is not None
+    assert found.whole is not None
+    return found, texts, found.whole
 
 
 def test_an_answer_has_its_tokens_with_version_mask_and_log_prob(real_run: Path):
-    id = select(real_run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    answer, whole = read_answer(real_run, id), read_trajectory(real_run, id).whole
-    assert whole is not None
-    assert [token.id for token in answer.tokens] == whole.token_ids.tolist()
-    assert [token.sampled for token in answer.tokens] == whole.sampled.tolist()
-    assert [token.logprob or 0.0 for token in answer.tokens] == whole.logprobs.tolist()
+    found, texts, whole = longest_answer(real_run)
+    shown, told = list(tokens(whole, texts)), trajectory_facts(found)
+    assert [token.id for token in shown] == whole.token_ids.tolist()
+    assert [token.logprob is not None for token in shown] == whole.sampled.tolist()
+    assert [token.logprob or 0.0 for token in shown] == whole.logprobs.tolist()
     versions = [span.version for span in whole.spans for _ in range(span.end - span.start)]
-    assert [token.version for token in answer.tokens if token.sampled] == versions
-    assert "".join(token.text for token in answer.tokens).startswith(answer.prompt or "-")
-    assert "trained on in step" in answer.facts["fate"]
-    assert answer.facts["reward part: score"] == answer.facts["reward"]
+    assert [token.version for token in shown if token.logprob is not None] == versions
+    assert "".join(token.text for token in shown).startswith(texts.text(prompt_ids(whole)) or "-")
+    assert "trained on in step" in told["fate"]
+    reward = told["reward"].split()[0]
+    assert told["reward"] == f"{reward}  (score {reward})"
 
 
-def test_a_long_answer_is_shown_in_pieces(real_run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.dashboard.answers.TOKENS_SHOWN", 4)
-    id = select(real_run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    whole = read_trajectory(real_run, id).whole
-    assert whole is not None
-    pieces = [read_answer(real_run, id, start).tokens for start in range(0, len(whole.token_ids), 4)]
-    assert [token.id for piece in pieces for token in piece] == whole.token_ids.tolist()
-    assert read_answer(real_run, id, 10**9).tokens == pieces[-1]
+def test_a_long_answer_is_shown_in_pieces(real_run: Path):
+    _, texts, whole = longest_answer(real_run)
+    pieces = [list(tokens(whole, texts, start, 4)) for start in range(0, len(whole.token_ids), 4)]
+    assert [token for piece in pieces for token in piece] == list(tokens(whole, texts))
+    assert {len(piece) for piece in pieces[:-1]} == {4}
 
 
 def test_an_answer_that_was_dropped_says_why(real_run: Path):
     id = select(real_run, "SELECT id FROM trajectories WHERE drop_reason = 'no_signal'")[0][0]
-    answer = read_answer(real_run, id)
-    assert "all answers of its group got the same reward" in answer.facts["fate"]
-    assert "never reached the buffer" in answer.why_no_tokens
+    found, _ = read_answer(real_run, id)
+    assert "all answers of its group got the same reward" in trajectory_facts(found)["fate"]
+    assert found.whole is None
+    assert "never reached the buffer" in why_no_tokens(found)

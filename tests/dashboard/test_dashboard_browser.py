@@ -8,24 +8,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from hand_made import row
+from hand_made import group, row
 from page_runs import BROKEN
 from tiny_runs import select
 
 from headrace.config_file import dump
+from headrace.insight.reports import triage_report
 from headrace.insight.triage import triage
 from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
@@ -246,6 +250,44 @@ def test_answers_are_found_by_filter_and_read_token_by_token(browser: Any, serve
     tab.close()
 
 
+def test_what_a_policy_writes_is_never_markup(browser: Any, server: Server, real_run: Path):
+    run, tab = real_run.parent / "nasty", Tab(browser, server)
+    nasty = "<script>alert(1)</script><img src=x onerror='document.title=1'>\"\x1b{{ 1 + 1 }}"
+    run.mkdir()
+    dump(run_config(real_run), run / "config.toml")
+    written = group(0)
+    object.__setattr__(written.trajectories[0], "text", nasty)
+    with Ledger.create(run) as ledger:
+        ledger.started(4)
+        ledger.sampled(9)
+        ledger.buffered(written)
+    id = written.trajectories[0].id
+    shown = nasty.replace("\x1b", "\\x1b")
+    for path in (f"/run/nasty/trajectory?id={id}", "/run/nasty/trajectories"):
+        page = tab.open(path, "table")
+        page.wait_for_function(says("{{ 1 + 1 }}"))
+        assert shown in text_of(page)
+        assert page.query_selector(".page img, .page script") is None
+        assert "\x1b" not in page.content()
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:  # for the second page
+            connection.execute("UPDATE trajectories SET finish = ? WHERE id = ?", (nasty, id))
+    tab.close()
+
+
+def test_tables_sort_by_the_numbers_in_them(browser: Any, server: Server):
+    tab = Tab(browser, server)
+    page = tab.open("/run/real/trajectories", "table")
+    for order in (1, -1):
+        page.click("th:has-text('tokens')")
+        page.wait_for_selector("th.sorted")
+        page.wait_for_timeout(300)
+        cells = [cell.inner_text() for cell in page.query_selector_all("tbody tr td:nth-child(3)")]
+        tokens = [int(cell.replace(",", "")) for cell in cells]
+        assert len(set(tokens)) > 2
+        assert tokens[::order] == sorted(tokens)
+    tab.close()
+
+
 def says(text: str) -> str:
     return f"document.body.innerText.includes({json.dumps(text)})"
 
@@ -255,27 +297,39 @@ def test_the_overview_names_the_wall_and_what_to_change(browser: Any, server: Se
     with ThreadPoolExecutor() as threads:  # the browser's event loop is in this one
         found = threads.submit(triage, real_run).result()
     page = tab.open("/run/real/overview", "svg")
-    page.wait_for_function(says(f"The wall is {found.wall}"), timeout=DEADLINE_S * 1000)
-    assert f"What helps against {found.wall} in general" in text_of(page)
+    told = triage_report(found)
+    page.wait_for_function(says(told.sections[0].sentences[0]), timeout=DEADLINE_S * 1000)
+    text = text_of(page)
+    assert f"Against {found.bottleneck} in general" in text
+    assert "as it is" in text or not found.moves
+    for move in found.moves:
+        assert f"{move.gain:.2f}x" in text
     tab.close()
 
 
 def test_the_plan_follows_its_sliders(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
-    assert "The wall is generation, in a step of 34 s" in text_of(page)
-    assert "rollout in half the time" in text_of(page)
+    text = text_of(page)
+    assert "generation: decoding takes most of the step" in text
+    assert re.search(r"as it is\s+34 s", text)
+    assert "rollout in half the time" in text
     slider = page.get_by_role("slider", name="train")
     box = slider.bounding_box()
     slider.click(position={"x": box["width"] - 2, "y": box["height"] / 2})
-    page.wait_for_function(says("The wall is learner"))
+    page.wait_for_function(says("learner: the gradient takes most of the step"))
     tab.close()
 
 
 def test_the_plan_answers_what_is_typed_and_says_what_is_wrong_beside_it(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
-    assert "7B on 8 x H100" in text_of(page)
+    page.set_default_timeout(DEADLINE_S * 1000)  # layouts are simulated
+    page.wait_for_function(says("If not Headrace"))
+    text = text_of(page)
+    said = ("7B on 8 x H100", "placement", "goodput", "dollars a million", "loop.max_lag", "of 80 GB", "publish")
+    said += ("Take this", "The bottleneck", "Other layouts", "If not Headrace")
+    assert [word for word in said if word not in text] == []
     page.get_by_label("model size").fill("70B")
     page.wait_for_function(says("70B cannot be trained on 8 x H100"))
     page.get_by_label("GPUs").fill("64")

@@ -15,6 +15,7 @@ from headrace.dashboard import series as module
 from headrace.dashboard.series import Series, read_series
 from headrace.errors import RunError
 from headrace.ledger.ledger import Ledger
+from headrace.runs.columns import RowColumns
 
 
 @pytest.fixture
@@ -37,8 +38,10 @@ def test_every_step_is_a_point_while_they_are_few(grow: Callable[..., Path]):
     found = read_series(run, Series())
     assert found.curve("reward_mean") == [(step, step / 10) for step in range(1, 6)]
     assert found.curve("stage_s.rollout") == [(step, 1.5) for step in range(1, 6)]
-    assert [bucket.goodput_tokens_per_s for bucket in found.buckets] == [step / 2.0 for step in range(1, 6)]
-    assert found.goodput_tokens_per_s == 15 / 10.0
+    assert found.curve("goodput") == [(step, step / 2.0) for step in range(1, 6)]
+    assert found.goodput() == 15 / 10.0
+    assert found.goodput(2) == 9 / 4.0
+    assert found.now("reward_mean") == pytest.approx(0.3)
 
 
 def test_many_steps_are_averaged_and_keep_their_extremes(grow: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
@@ -49,7 +52,8 @@ def test_many_steps_are_averaged_and_keep_their_extremes(grow: Callable[..., Pat
     assert found.curve("reward_mean") == [(4, 2.5), (8, 6.5), (10, 9.5)]
     assert found.curve("lag_max") == [(4, 4), (8, 8), (10, 10)]
     assert found.curve("ratio_p01") == [(4, 1 / 4), (8, 1 / 8), (10, 1 / 10)]
-    assert found.total("trained_tokens") == 55
+    assert found.curve("trained_tokens") == [(4, 10), (8, 26), (10, 19)]
+    assert found.curve("wall_s", over="mean") == [(4, 2.0), (8, 2.0), (10, 2.0)]
 
 
 def test_looking_again_gives_what_a_first_look_would(grow: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
@@ -58,7 +62,11 @@ def test_looking_again_gives_what_a_first_look_would(grow: Callable[..., Path], 
     for num_rows in (1, 2, 5, 1, 9, 30):  # one bucket, more, a full set, and twice a doubling
         run = grow(num_rows, reward_mean=math.sqrt)
         seen = read_series(run, seen)
-        assert seen == read_series(run, Series())
+        afresh = read_series(run, Series())
+        assert seen.width == afresh.width
+        assert seen.columns.keys() == afresh.columns.keys()
+        for name in ("reward_mean", "lag_max", "stage_s.rollout"):
+            assert seen.curve(name) == afresh.curve(name)
     assert read_series(run, seen) is seen
 
 
@@ -66,14 +74,14 @@ def test_only_new_rows_are_read_again(grow: Callable[..., Path], monkeypatch: py
     run = grow(50)
     seen = read_series(run, Series())
     asked: list[int] = []
-    original = module._buckets
+    original = RowColumns.read
     monkeypatch.setattr(
-        module,
-        "_buckets",
-        lambda c, *, after_step, width: asked.append(after_step) or original(c, after_step=after_step, width=width),
+        module.RowColumns,
+        "read",
+        lambda c, *, after_step, strict: asked.append(after_step) or original(c, after_step=after_step, strict=strict),
     )
-    read_series(grow(1), seen)
-    assert min(asked) == 51 - module.RECENT_STEPS
+    assert read_series(grow(1), seen).last_step == 51
+    assert asked == [50]
 
 
 def test_what_is_not_a_number_is_a_gap(grow: Callable[..., Path]):

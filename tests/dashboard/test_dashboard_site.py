@@ -18,18 +18,18 @@ from tiny_runs import rows_of, select
 
 from headrace.dashboard import curves
 from headrace.dashboard import site as site_module
-from headrace.dashboard.books import Wanted, read_flows, read_page, read_rewards, read_timeline
+from headrace.dashboard.books import Wanted, read_accounts, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
-from headrace.dashboard.overview import overview_numbers
+from headrace.dashboard.overview import NOT_YET, overview_numbers
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.series import Series
 from headrace.dashboard.serve import is_local
-from headrace.dashboard.site import NOT_YET, LiveRun, Site, address
+from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
-from headrace.insight.frameworks import others_that_fit
 from headrace.insight.planner import plan
 from headrace.insight.triage import Triage, triage
 from headrace.runs.report import duration
+from headrace.runs.tables import accounts
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../secret", "real/../../secret", "/etc", "a/b", "real\0", "nothing"])
@@ -50,8 +50,8 @@ def test_a_single_run_is_a_site_of_its_own(real_run: Path):
 def test_overview_is_what_the_rows_say(real_run: Path):
     seen, rows = Site(real_run).run("real").overview(dollars_per_hour=3600.0), rows_of(real_run)
     trained, wall_s = sum(row.trained_tokens for row in rows), sum(row.wall_s for row in rows)
-    assert seen.goodput_tokens_per_s == pytest.approx(trained / wall_s)
-    assert seen.now_reward == pytest.approx(sum(row.reward_mean for row in rows) / len(rows))
+    assert seen.series.goodput() == pytest.approx(trained / wall_s)
+    assert seen.series.now("reward_mean") == pytest.approx(sum(row.reward_mean for row in rows) / len(rows))
     assert seen.lag_max == max(row.lag_max for row in rows)
     assert seen.dollars == pytest.approx(seen.elapsed_s)
     assert seen.dollars_per_million == pytest.approx(seen.elapsed_s / trained * 1e6)
@@ -62,8 +62,8 @@ def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
     seen = Site(real_run).run("real").overview(dollars_per_hour=3600.0)
     verdict = triage(real_run)
     told = {name: (value, says) for name, value, says in overview_numbers(seen, 2, verdict)}
-    assert told["Wall"][0] == verdict.wall
-    assert ("Wall", "…", NOT_YET) in overview_numbers(seen, 2, NOT_YET)
+    assert told["Bottleneck"][0] == verdict.bottleneck
+    assert ("Bottleneck", "…", NOT_YET) in overview_numbers(seen, 2, NOT_YET)
     assert told["Cost so far"][0] == f"${seen.elapsed_s:,.2f}"
     assert told["Steps"] == ("6", "of 6; finished, after " + duration(seen.elapsed_s))
     assert "2 allowed" in told["Lag"][1]
@@ -90,30 +90,23 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
     assert live.triage() == NOT_YET  # nobody waits for it
     found = verdict_of(live)
     assert isinstance(found, Triage)
-    assert found.wall == triage(real_run).wall
+    assert found.bottleneck == triage(real_run).bottleneck
     assert live.triage() is found
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as connection, connection:
         connection.execute("UPDATE rows SET step = 7 WHERE step = 6")
+    deadline = time.monotonic() + 30.0
     while live.triage() is found:  # until there is a newer one
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert len(asked) == 2
 
 
-def test_a_triage_is_told_in_words_with_its_moves(real_run: Path):
-    found = triage(real_run)
-    markup = triage_markup(found, "/plan")
-    assert f"The wall is {found.wall}" in markup
-    assert "as it is" in markup or not found.moves
-    for move in found.moves:
-        assert f"{move.gain:.2f}x" in markup
-
-
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert curves.drawn(Series(), curves.reward_chart) == ({}, "There is no row yet: the first step is under way.")
+    assert curves.REWARD.drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options = curves.stage_chart(Site(real_run).run("real").series())
+    options = curves.STAGE_TIMES.draw(Site(real_run).run("real").series())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
@@ -125,7 +118,7 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
         lambda: live.triage(),
         lambda: live.series(),
         lambda: lag_bars(live.lag_shares(), 1),
-        lambda: sankey(read_flows(live.path)),
+        lambda: sankey(accounts(read_accounts(live.path))),
         lambda: timeline(read_timeline(live.path, 3)),
         lambda: read_rewards(live.path),
         lambda: read_page(live.path, Wanted()),
@@ -144,7 +137,7 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
 
 
 def test_a_damaged_row_is_named_in_the_overview(site_dir: Path):
-    assert Site(site_dir).run("bad-row").overview(None).num_damaged == 1
+    assert Site(site_dir).run("bad-row").overview(None).series.num_damaged == 1
 
 
 def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run: Path):
@@ -160,24 +153,13 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
         return time.perf_counter() - begin
 
     first_s, second_s = look(), min(look() for _ in range(3))
-    assert len(live.series().buckets) <= 400
+    assert 200 < len(live.series().curve("reward_mean")) <= 400
     assert (
         sum(live.lag_shares().tokens.values())
         == select(live.path, "SELECT tokens FROM accounts WHERE name = 'trained'")[0][0]
     )
     assert second_s < first_s / 5
     assert first_s < 5.0  # a fraction of a second on an idle machine
-
-
-def test_what_a_policy_writes_is_never_markup():
-    nasty = "<script>alert(1)</script><img src=x onerror='y'>\"\x1b"
-    for markup in (
-        table([nasty], [[Link(nasty, address("run", nasty))]]),
-        tokens([Token(position=0, id=1, text=nasty, sampled=True, logprob=-1.0, version=3)]),
-    ):
-        assert "<script" not in markup
-        assert "<img" not in markup
-        assert "\x1b" not in markup
 
 
 def test_addresses_keep_what_is_odd_in_a_name():
@@ -190,12 +172,9 @@ def test_addresses_keep_what_is_odd_in_a_name():
 TYPED = {name: field.value for name, field in FIELDS.items()}
 
 
-def test_a_form_as_it_stands_has_a_plan_with_everything_in_it():
+def test_a_form_as_it_stands_can_be_planned():
     asked = question(TYPED, device="H100", reference=False, adapter=False)
-    found = plan(asked)
-    markup = plan_markup(asked, found, others_that_fit(found[0].wall, num_params=7e9, may_lag=True))
-    said = ("Wall", "Placement", "Goodput", "Cost", "Lag", "of 80 GB", "engines of", "new weights", "If not Headrace")
-    assert [word for word in said if word not in markup] == []
+    assert plan(asked)[0].goodput > 0
 
 
 @pytest.mark.parametrize(
@@ -255,7 +234,7 @@ def test_a_port_in_use_is_named(tmp_path: Path):
 def test_reading_for_the_page_needs_neither_torch_nor_nicegui():
     code = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None, 'nicegui': None}; "
-        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.answers, "
-        "headrace.dashboard.plan, headrace.dashboard.verdicts"
+        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books, "
+        "headrace.dashboard.plan, headrace.dashboard.curves, headrace.dashboard.overview"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

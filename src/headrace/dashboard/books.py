@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from headrace.dashboard.series import looking_into, when_created
-from headrace.ledger.clock import union_length
+from headrace.errors import HeadraceError
 from headrace.ledger.ledger import Books
-from headrace.runs.columns import Columns, read_spans, read_trajectories
+from headrace.runs.columns import Columns, Numbers, read_spans, read_trajectories, union
+from headrace.runs.show import TokenTexts, TrajectoryDetails, read_trajectory, token_texts
 from headrace.types import STAGES
 
 MOST_SPANS = 20_000  # of a timeline
@@ -25,6 +26,7 @@ MOST_LAG_BUCKETS = 32
 NUM_REWARDS = 1000  # of the first and of the newest answers
 MOST_BARS = 20  # of a histogram
 PAGE_SIZE = 25
+PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,31 +84,16 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One trajectory in a list; the names are those of its columns."""
-
-    rowid: int
-    id: str
-    num_tokens: int
-    reward: float | None
-    finish: str | None
-    state: str
-    drop_reason: str | None
-    lag: int | None
-    trained_step: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some lines, the newest first, and whether there are more on either side."""
+    """Some trajectories, the newest first, and whether there are more on either side."""
 
-    lines: Sequence[Line]
+    places: Sequence[int]  # in the list of all
+    rows: Sequence[tuple[str, ...]]  # under PAGE_COLUMNS
     has_newer: bool
     has_older: bool
 
 
 def read_accounts(run_dir: Path) -> Books:
-    """What became of everything generated."""
     with looking_into(run_dir) as connection:
         found = connection.execute("SELECT name, tokens, trajectories FROM accounts")
         return Books.of({name: (tokens, trajectories) for name, tokens, trajectories in found})
@@ -133,19 +120,17 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
         spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
     if len(spans) == MOST_SPANS:
         start_s = float(spans["end_s"].min())
-    by_lane: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    columns = (spans[name].tolist() for name in ("stage", "worker", "start_s", "end_s"))
-    for stage, worker, begun_s, ended_s in zip(*columns, strict=True):
-        by_lane.setdefault((stage, worker), []).append((max(begun_s, start_s), ended_s))
-    names = _lane_names(by_lane)
     length_s = max(end_s - start_s, 1e-9)
-    bars = [
-        Bar(lane=names[key], stage=key[0], start_s=begin, end_s=end)
-        for key in names
-        for begin, end in _joined(by_lane[key], gap_s=length_s / FINEST)
-    ]
-    busy = {names[key]: union_length(by_lane[key]) / length_s for key in names}
-    return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(names.values()), busy=busy, bars=bars)
+    bars, busy = [], {}
+    for (stage, worker), name in _lane_names(set(zip(spans["stage"], spans["worker"], strict=True))).items():
+        own = spans.where((spans["stage"] == stage) & (spans["worker"] == worker))
+        starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
+        busy[name] = float((ends_s - starts_s).sum()) / length_s
+        gap_s = length_s / FINEST
+        starts_s, ends_s = union((starts_s, ends_s + gap_s))
+        drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
+        bars += [Bar(lane=name, stage=stage, start_s=begin, end_s=end) for begin, end in drawn]
+    return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(busy), busy=busy, bars=bars)
 
 
 def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
@@ -179,7 +164,7 @@ def read_rewards(run_dir: Path) -> RewardShape:
         num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
         both = read_trajectories(connection, oldest=num_each), read_trajectories(connection, newest=num_each)
     first, newest = (found.where(np.isfinite(found["reward"])) for found in both)
-    labels, shares = _histogram(first["reward"].tolist(), newest["reward"].tolist())
+    labels, shares = _histogram(first["reward"], newest["reward"])
     parts_first, parts_newest = _part_means(first), _part_means(newest)
     return RewardShape(
         labels=labels,
@@ -192,7 +177,6 @@ def read_rewards(run_dir: Path) -> RewardShape:
 
 
 def read_page(run_dir: Path, wanted: Wanted) -> Page:
-    """One page of trajectories."""
     conditions: dict[str, str | int | None] = {
         "rowid < ?": wanted.older_than,
         "rowid > ?": wanted.newer_than,
@@ -202,20 +186,31 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     }
     given = {text: value for text, value in conditions.items() if value is not None}
     backwards = wanted.newer_than is not None
-    names = [field.name for field in fields(Line)]
     query = (
-        f"SELECT {', '.join(names)} FROM trajectories WHERE {' AND '.join(given) or '1'} "
-        f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
+        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish FROM trajectories "
+        f"WHERE {' AND '.join(given) or '1'} ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
     )
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
     more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
-    lines = [Line(**dict(zip(names, values, strict=True))) for values in (found[::-1] if backwards else found)]
-    return Page(
-        lines=lines,
-        has_newer=more if backwards else wanted.older_than is not None,
-        has_older=True if backwards else more,
-    )
+    found = found[::-1] if backwards else found
+    rows = []
+    for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
+        fate = f"dropped: {reason}" if state == "dropped" else state
+        known = ("" if number is None else str(number) for number in (step, lag))
+        rows.append((id, "-" if reward is None else f"{reward:g}", f"{num_tokens:,}", fate, *known, finish or "-"))
+    newer = more if backwards else wanted.older_than is not None
+    return Page(places=[line[0] for line in found], rows=rows, has_newer=newer, has_older=backwards or more)
+
+
+def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts | None]:
+    """One trajectory, and what its tokens say; None where the run's tokenizer cannot be read."""
+    with looking_into(run_dir):  # what is wrong with the file is said in words
+        found = read_trajectory(run_dir, id)
+    try:
+        return found, token_texts(run_dir)
+    except HeadraceError:
+        return found, None  # the settings, which say where the tokenizer is, cannot be read
 
 
 def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -226,34 +221,15 @@ def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {key: key[0] if num_workers[key[0]] == 1 else f"{key[0]} · {key[1]}" for key in keys}
 
 
-def _joined(spans: Iterable[tuple[float, float]], *, gap_s: float) -> list[tuple[float, float]]:
-    """Spans in order, those that are closer than a gap as one."""
-    joined: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(spans):
-        if joined and start_s <= joined[-1][1] + gap_s:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end_s))
-        else:
-            joined.append((start_s, end_s))
-    return joined
-
-
-def _histogram(
-    first: Sequence[float], newest: Sequence[float]
-) -> tuple[tuple[str, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
+def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
     """The middle of each bar, and the share of each side in it. Rewards of a few values have a bar each."""
-    values = sorted({*first, *newest})
-    if len(values) <= MOST_BARS:
-        labels = tuple(f"{value:g}" for value in values)
-        places: dict[float, int] = {value: place for place, value in enumerate(values)}
-    else:
-        low, width = values[0], (values[-1] - values[0]) / MOST_BARS
-        labels = tuple(f"{low + (place + 0.5) * width:.3g}" for place in range(MOST_BARS))
-        places = {value: min(int((value - low) / width), MOST_BARS - 1) for value in values}
-    shares = []
-    for side in (first, newest):
-        counts = Counter(places[value] for value in side)
-        shares.append(tuple(counts[place] / max(len(side), 1) for place in range(len(labels))))
-    return labels, (shares[0], shares[1])
+    values = np.unique(np.concatenate([first, newest]))
+    edges, labels = np.append(values, np.inf), tuple(f"{value:g}" for value in values)
+    if len(values) > MOST_BARS:
+        edges = np.linspace(values[0], values[-1], MOST_BARS + 1)
+        labels = tuple(f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2)
+    counts = [np.histogram(side, edges)[0] if len(values) else np.empty(0) for side in (first, newest)]
+    return labels, [tuple((side / max(side.sum(), 1)).tolist()) for side in counts]
 
 
 def _part_means(found: Columns) -> dict[str, float]:

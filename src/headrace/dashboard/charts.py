@@ -39,13 +39,15 @@ _SHORT = "value => Math.abs(value) >= 1e6 ? value / 1e6 + ' M' : Math.abs(value)
 _FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
 
 
-def lines(curves: Mapping[str, tuple[Points, str]], *, x: str, y: str, low: float | None = None) -> Options:
-    """Curves by name, each with its colour; `low` is where the axis begins, if not near the smallest value."""
-    return _plane([_line(name, *curve) for name, curve in curves.items()], x=x, y=y, low=low)
+def lines(curves: Mapping[str, tuple[Points, str]], *, y: str, low: float | None = None) -> Options:
+    """Curves over steps, each with its colour; `low` is where the axis begins, if not near the smallest value."""
+    return _plane([_line(name, *curve) for name, curve in curves.items()], y=y, low=low)
 
 
-def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x: str, y: str, colour: str) -> Options:
-    """A curve, and a shaded band around it from `low` to `high`; `names` are of the two."""
+def add_band(options: Options, name: str, low: Points, high: Points) -> None:
+    """A shaded band from `low` to `high`, in the colour of the chart's first line."""
+    line = options["series"][0]
+    colour = line["lineStyle"]["color"]
     spread = [
         (place, None if top is None or bottom is None else top - bottom)
         for (place, bottom), (_, top) in zip(low, high, strict=True)
@@ -53,27 +55,20 @@ def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], x
     unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "lineStyle": {"opacity": 0}}
     unseen |= {"silent": True, "tooltip": {"show": False}}
     shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
-    series = [
-        _line("", low, colour) | unseen,
-        _line(names[1], spread, colour) | unseen | shade,
-        _line(names[0], middle, colour),
-    ]
-    options = _plane(series, x=x, y=y, low=None)
-    options["legend"]["data"] = list(names)
-    return options
+    options["series"] = [_line("", low, colour) | unseen, _line(name, spread, colour) | unseen | shade, line]
+    options["legend"] |= {"show": True, "data": [line["name"], name]}
+    options["grid"] = {"top": 60}
 
 
-def with_points(options: Options, name: str, points: Points, colour: str) -> Options:
-    """The chart with single points on top, where there is a value."""
+def add_points(options: Options, name: str, points: Points, colour: str) -> None:
+    """Single points on top, where there is a value."""
     known = [list(point) for point in points if point[1] is not None]
     if known:
         options["series"].append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
         options["legend"]["data"].append(name)
-    return options
 
 
 def sankey(accounts: Sequence[Account]) -> Options:
-    """Tokens from generated to what became of them."""
     shown = [account for account in accounts if account.amount.tokens > 0]
     total = sum(account.amount.tokens for account in shown)
     label = {"formatter": f"generated {total:,}", "position": [0, -18]}
@@ -152,7 +147,6 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
 
 
 def reward_bars(shape: RewardShape) -> Options:
-    """Two histograms side by side."""
     sides = (("first", shape.num_first, GREY, shape.first), ("newest", shape.num_newest, BLUE, shape.newest))
     series = [
         {
@@ -192,16 +186,14 @@ def _line(name: str, points: Points, colour: str) -> Options:
     }
 
 
-def _plane(series: list[Options], *, x: str, y: str, low: float | None) -> Options:
-    """Two axes of numbers."""
+def _plane(series: list[Options], *, y: str, low: float | None) -> Options:
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    pointer = {"label": {"precision": 0, "formatter": f"{x} {{value}}"}}
-    x_axis = _below(x) | {"minInterval": 1, "scale": True, "axisPointer": pointer}
+    pointer = {"label": {"precision": 0, "formatter": "step {value}"}}
+    x_axis = _below("step") | {"minInterval": 1, "scale": True, "axisPointer": pointer}
     return _chart(series, x_axis, y_axis, _FEW_DIGITS)
 
 
 def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
-    """Bars over names."""
     return _chart(series, _below(x) | {"type": "category", "data": names}, _left(y) | {"min": 0}, "v => v + ' %'")
 
 

@@ -1,81 +1,114 @@
-"""The curves of a run as charts, and a sentence on what a point is."""
+"""The curves of a run as charts, each with a title and what it means to a newcomer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from headrace.dashboard import charts
 from headrace.dashboard.charts import BLUE, GREEN, ORANGE, RED, STAGE_COLOURS, Options
 from headrace.dashboard.series import Series
 from headrace.types import STAGES
 
-Chart = Callable[[Series], Options]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A chart of a run's rows: lines by name, each a column with its colour and scale; a band around one; points."""
+
+    title: str
+    says: str
+    y: str
+    lines: Mapping[str, tuple[str, str, float]]
+    low: float | None = 0  # where the axis begins, if not near the smallest value
+    band: tuple[str, str, str] | None = None  # its name, and the columns that it lies between
+    points: tuple[str, str, str] | None = None  # their name, column and colour
+    only_busy: bool = False  # leave out what is zero throughout
+
+    def drawn(self, series: Series) -> tuple[Options, str]:
+        """A chart of what there is, and a sentence on its points; before the first row, the sentence alone."""
+        if not series.last_step:
+            return {}, "There is no row yet: the first step is under way."
+        return self.draw(series), f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
+
+    def draw(self, series: Series) -> Options:
+        lines = {name: (series.curve(column, scale), colour) for name, (column, colour, scale) in self.lines.items()}
+        if self.only_busy:
+            lines = {name: line for name, line in lines.items() if any(y for _, y in line[0])}
+        options = charts.lines(lines, y=self.y, low=self.low)
+        if self.band:
+            name, low, high = self.band
+            charts.add_band(options, name, series.curve(low), series.curve(high))
+        if self.points:
+            name, column, colour = self.points
+            charts.add_points(options, name, series.curve(column), colour)
+        return options
 
 
-def drawn(series: Series, chart: Chart) -> tuple[Options, str]:
-    """A chart of what there is; before the first row, the sentence alone."""
-    if not series.last_step:
-        return {}, "There is no row yet: the first step is under way."
-    return chart(series), f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
-
-
-def reward_chart(series: Series) -> Options:
-    """Mean reward, and held-out scores on top."""
-    options = charts.lines({"mean reward": (series.curve("reward_mean"), BLUE)}, x="step", y="reward")
-    return charts.with_points(options, "held-out score", series.curve("score"), ORANGE)
-
-
-def goodput_chart(series: Series) -> Options:
-    """Trained tokens per second."""
-    return charts.lines({"goodput": (series.goodput_curve(), GREEN)}, x="step", y="trained tokens per second", low=0)
-
-
-def stage_chart(series: Series) -> Options:
-    """Seconds of every stage that was ever busy."""
-    curves = {stage: (series.curve(f"stage_s.{stage}"), STAGE_COLOURS[stage]) for stage in STAGES}
-    busy = {stage: curve for stage, curve in curves.items() if any(y for _, y in curve[0])}
-    return charts.lines(busy, x="step", y="seconds per step", low=0)
-
-
-def ratio_chart(series: Series) -> Options:
-    """Mean ratio in its band."""
-    middle, low, high = (series.curve(name) for name in ("ratio_mean", "ratio_p01", "ratio_p99"))
-    names = ("mean ratio", "98 of 100 tokens")
-    return charts.band(middle, low, high, names=names, x="step", y="ratio", colour=BLUE)
-
-
-def weight_chart(series: Series) -> Options:
-    """Effective samples, and ratios far from one."""
-    curves = {
-        "effective samples": (series.curve("effective_samples", 100), GREEN),
-        "ratio outside 0.9 to 1.1": (series.curve("ratio_outside", 100), RED),
-    }
-    return charts.lines(curves, x="step", y="% of tokens", low=0)
-
-
-def publish_chart(series: Series) -> Options:
-    """Milliseconds of publishing."""
-    curve = (series.curve("stage_s.publish", 1e3), STAGE_COLOURS["publish"])
-    return charts.lines({"latency": curve}, x="step", y="ms per step", low=0)
-
-
-def bytes_chart(series: Series) -> Options:
-    """Megabytes of publishing."""
-    return charts.lines({"bytes": (series.curve("publish_bytes", 1e-6), BLUE)}, x="step", y="MB per step", low=0)
-
-
-def spread_chart(series: Series) -> Options:
-    """Mean reward with a standard deviation each way."""
-    middle, spread = series.curve("reward_mean"), series.curve("reward_std")
-    sides = [
-        [(x, None if y is None or s is None else y + sign * s) for (x, y), (_, s) in zip(middle, spread, strict=True)]
-        for sign in (-1, 1)
-    ]
-    names = ("mean reward", "± 1 standard deviation")
-    return charts.band(middle, *sides, names=names, x="step", y="reward", colour=BLUE)
-
-
-def length_chart(series: Series) -> Options:
-    """Mean and largest length."""
-    curves = {"mean": (series.curve("length_mean"), BLUE), "longest": (series.curve("length_max"), ORANGE)}
-    return charts.lines(curves, x="step", y="tokens", low=0)
+REWARD = Curve(
+    title="Reward",
+    says="The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds are "
+    "scores on held-out prompts, which are never trained on.",
+    y="reward",
+    lines={"mean reward": ("reward_mean", BLUE, 1)},
+    low=None,
+    points=("held-out score", "score", ORANGE),
+)
+GOODPUT = Curve(
+    title="Goodput",
+    says="Tokens trained on per second: the speed that counts. Generated tokens that were dropped are not in it.",
+    y="trained tokens per second",
+    lines={"goodput": ("goodput", GREEN, 1)},
+)
+STAGE_TIMES = Curve(
+    title="Stage times",
+    says="Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need not add "
+    "up to the step.",
+    y="seconds per step",
+    lines={stage: (f"stage_s.{stage}", STAGE_COLOURS[stage], 1) for stage in STAGES},
+    only_busy=True,
+)
+RATIO = Curve(
+    title="Importance ratio",
+    says="How much more likely the learner finds a token than the policy that sampled it: 1 means nothing changed. "
+    "The band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
+    y="ratio",
+    lines={"mean ratio": ("ratio_mean", BLUE, 1)},
+    low=None,
+    band=("98 of 100 tokens", "ratio_p01", "ratio_p99"),
+)
+WEIGHTS = Curve(
+    title="Effective samples",
+    says="What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few heavy ones "
+    "dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
+    y="% of tokens",
+    lines={
+        "effective samples": ("effective_samples", GREEN, 100),
+        "ratio outside 0.9 to 1.1": ("ratio_outside", RED, 100),
+    },
+)
+LATENCY = Curve(
+    title="Publish latency",
+    says="Milliseconds of a step in which new weights were handed to the engine.",
+    y="ms per step",
+    lines={"latency": ("stage_s.publish", RED, 1e3)},
+)
+BYTES = Curve(
+    title="Bytes sent",
+    says="Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
+    y="MB per step",
+    lines={"bytes": ("publish_bytes", BLUE, 1e-6)},
+)
+SPREAD = Curve(
+    title="Mean and spread",
+    says="The band is one standard deviation each way. Without spread inside a group there is nothing to learn.",
+    y="reward",
+    lines={"mean reward": ("reward_mean", BLUE, 1)},
+    low=None,
+    band=("± 1 standard deviation", "reward_low", "reward_high"),
+)
+LENGTHS = Curve(
+    title="Length of answers",
+    says="Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
+    y="tokens",
+    lines={"mean": ("length_mean", BLUE, 1), "longest": ("length_max", ORANGE, 1)},
+)

@@ -130,7 +130,6 @@ def section(shown: Section) -> None:
 
 
 def report(shown: Report) -> None:
-    """A report with a card for each section."""
     ui.label(printable(shown.title)).classes("sentence")
     for part in shown.sections:
         with card():
@@ -141,20 +140,27 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def panel(read: Callable[[], Any], draw: Callable[[Any], None]) -> Panel:
-    """What `draw` makes of what `read` found, made anew when that changes."""
-    box = ui.element("div").classes("bare")
+def choice(options: list[str] | dict[Any, str], value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
+    """A list to choose from; `on_change` is told what was chosen."""
+    known = value if value in options else None
+    chosen = ui.select(options, value=known, label=label, on_change=lambda event: on_change(event.value))
+    return chosen.classes("field").props("outlined dense options-dense")
+
+
+def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str = "") -> Panel:
+    """What `draw` makes of what `read` found, made anew when that changes; before that, the words `meanwhile`."""
+    with ui.element("div").classes("bare") as box:
+        ui.label(meanwhile)
 
     def show(found: Any) -> None:
         box.clear()
         with box:
             draw(found)
 
-    return Panel(read, show)
+    return Panel(read, show, box)
 
 
 def table_panel(title: str, says: str, read: Callable[[], Listing]) -> Panel:
-    """A card with a table."""
     with card(title, says):
         grid = Grid(Listing(table=Table(columns=(), rows=())))
         return Panel(read, grid.show)

@@ -27,7 +27,6 @@ _SWITCH_THEME = f"""() => {{
 
 @contextmanager
 def frame(title: str, small: str = "") -> Iterator[None]:
-    """The frame of a page; its content goes inside."""
     chosen = ui.context.client.request.cookies.get(THEME)
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
@@ -59,7 +58,6 @@ def views(links: Sequence[tuple[str, str, bool]]) -> None:
 
 @contextmanager
 def card(title: str = "", says: str = "") -> Iterator[None]:
-    """A box with a title and a sentence for newcomers."""
     with ui.element("section").classes("card"):
         if title:
             with ui.element("h2"):
@@ -70,33 +68,36 @@ def card(title: str = "", says: str = "") -> Iterator[None]:
 
 
 def message(text: str) -> Any:
-    """What went wrong, or why there is nothing."""
     return ui.label(printable(text)).classes("message").props("role=status")
 
 
 class Panel:
     """Something on the page that is read again and again. If it cannot be read, it says why and tries on."""
 
-    def __init__(self, read: Callable[[], Any], show: Callable[[Any], None]) -> None:
-        """`read` runs in a thread; `show` puts what it found on the page."""
-        self._read, self._show = read, show
+    def __init__(self, read: Callable[[], Any], show: Callable[[Any], None], box: Any = None) -> None:
+        """`read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is hidden."""
+        self._read, self._show, self._box = read, show, box
         self._found: Any = None
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
         self._message = message("")
         self._message.set_visibility(False)
 
     async def refresh(self) -> None:
-        """Look again."""
         try:
             found = await run.io_bound(self._read)
         except HeadraceError as error:
-            self._message.set_text(str(error))
-            self._message.set_visibility(True)
+            self._message.set_text(printable(str(error)))
+            self._turn(False)
             return
-        self._message.set_visibility(False)
+        self._turn(True)
         if found != self._found:
             self._found = found
             self._show(found)
+
+    def _turn(self, readable: bool) -> None:
+        self._message.set_visibility(not readable)
+        if self._box is not None:
+            self._box.set_visibility(readable)
 
     async def changed(self) -> bool:
         """Look again, a moment after the last of several changes; whether this was the last."""
@@ -120,6 +121,5 @@ async def follow(panels: Sequence[Panel]) -> None:
 
 
 def run_views(name: str, here: str) -> None:
-    """The views of one run."""
     shown = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
     views([(view.capitalize(), address("run", name, view), view == here) for view in shown])

@@ -27,7 +27,6 @@ Builder = Callable[..., Awaitable[None]]
 
 
 def serve(site: Site, *, host: str, port: int, local: bool) -> None:
-    """Answer until interrupted."""
     register(site)
     if local:  # a page of another site must not reach this one under a name of its own
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "::1", "[::1]", host])
@@ -51,21 +50,17 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
 
 
 def register(site: Site) -> None:
-    """Every address of the site."""
     pages: dict[str, Builder] = {
         "/": partial(_home, site),
         "/compare": partial(nicegui_runs.compare, site),
         "/plan": partial(nicegui_plan.plan, site),
         "/run/{name}": partial(nicegui_run.overview, site),
-        "/run/{name}/overview": partial(nicegui_run.overview, site),
-        "/run/{name}/timeline": partial(nicegui_run.timeline, site),
-        "/run/{name}/tokens": partial(nicegui_run.tokens, site),
-        "/run/{name}/lag": partial(nicegui_run.lag, site),
-        "/run/{name}/publish": partial(nicegui_run.publish, site),
-        "/run/{name}/rewards": partial(nicegui_run.rewards, site),
         "/run/{name}/trajectories": partial(nicegui_trajectories.trajectories, site),
         "/run/{name}/trajectory": partial(nicegui_trajectories.trajectory, site),
     }
+    views = (nicegui_run.overview, nicegui_run.timeline, nicegui_run.tokens)
+    for view in (*views, nicegui_run.lag, nicegui_run.publish, nicegui_run.rewards):
+        pages[f"/run/{{name}}/{view.__name__}"] = partial(view, site)
     for path, build in pages.items():
         ui.page(path, response_timeout=BUILD_S)(_clearly(build))
     app.on_page_exception(_unexpected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -10,10 +9,9 @@ from nicegui import run as threads
 from nicegui import ui
 
 from headrace.dashboard import charts
-from headrace.dashboard.nicegui_elements import chart, numbers, panel, report, section
+from headrace.dashboard.nicegui_elements import chart, choice, panel, report, section
 from headrace.dashboard.nicegui_frame import Panel, card, frame, message
-from headrace.dashboard.overview import Number
-from headrace.dashboard.plan import FIELDS, plan_numbers, question
+from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
 from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
@@ -26,7 +24,6 @@ from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
-SMALL = "outlined dense options-dense"
 
 
 async def plan(site: Site, run: str = "") -> None:
@@ -50,17 +47,19 @@ async def plan(site: Site, run: str = "") -> None:
                 if trouble:
                     message(trouble)
                 if names:
-                    ui.select(
+                    taken = choice(
                         names,
-                        label="take the times of a run",
-                        value=run if measured and run in names else None,
-                        on_change=lambda event: ui.navigate.to(address("plan", run=event.value)),
-                    ).classes("above").props(SMALL)
+                        run if measured else None,
+                        "take the times of a run",
+                        lambda chosen: ui.navigate.to(address("plan", run=chosen)),
+                    )
+                    taken.classes("above")
                 sliders = _Sliders(times, Placement.COLOCATED if measured else Placement.OVERLAPPED)
             with card("What to change first"):
                 sliders.results()
         form = _Form()
-        await asyncio.gather(sliders.panel.refresh(), form.panel.refresh())
+        await sliders.panel.refresh()
+        ui.timer(0.1, form.changed, once=True)  # layouts are simulated: the page does not wait for that
 
 
 class _Sliders:
@@ -74,12 +73,8 @@ class _Sliders:
         top = _round_up(2 * max(self._times.values()) or 1.0)
         for stage in STAGES:
             self._slider(stage, top)
-        self._placement = ui.select(
-            {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()},
-            value=placement,
-            label="what may run at the same time",
-            on_change=self._changed,
-        ).props(SMALL)
+        placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
+        self._placement = choice(placements, placement, "what may run at the same time", self._changed)
         ui.label(
             "The same times in each placement. Streamed is drawn at its longest, as if all answers ended together: "
             "with max_lag = 0 the last of them must be written before it can be trained on."
@@ -87,7 +82,6 @@ class _Sliders:
         self._show_chart = chart(180)
 
     def results(self) -> None:
-        """What they come to, where that is to be shown."""
         self.panel = panel(self._read, self._show)
 
     def _slider(self, stage: str, top: float) -> None:
@@ -109,20 +103,13 @@ class _Sliders:
         self._shown[stage].set_text(f"{value:.3g} s")
         await self._changed()
 
-    async def _changed(self) -> None:
+    async def _changed(self, _: object = None) -> None:
         await self.panel.changed()
 
-    def _read(self) -> TypedTriage | str:
-        try:
-            return triage_typed(StageTimes(**self._times), Placement(self._placement.value))
-        except HeadraceError as error:
-            return str(error)
+    def _read(self) -> TypedTriage:
+        return triage_typed(StageTimes(**self._times), Placement(self._placement.value))
 
-    def _show(self, found: TypedTriage | str) -> None:
-        if isinstance(found, str):
-            message(found)
-            self._show_chart({})
-            return
+    def _show(self, found: TypedTriage) -> None:
         for part in triage_report(found).sections[:2]:  # the chart has the placements
             section(part)
         best = min(found.step_s, key=lambda where: found.step_s[where])
@@ -132,8 +119,6 @@ class _Sliders:
 class _Form:
     """A workload, GPUs, and the layout that suits them."""
 
-    panel: Panel
-
     def __init__(self) -> None:
         with card(
             "What would a run need?",
@@ -141,45 +126,35 @@ class _Form:
             "with the speeds of datasheets: the shape of an answer, before anything is paid for.",
         ):
             with ui.element("div").classes("form"):
-                self._device = ui.select(list(built_in()), value="H100", label="kind of GPU", on_change=self._changed)
-                self._device.props(f"{SMALL} hint='to run it on'")
+                self._device = choice(list(built_in()), "H100", "kind of GPU", self.changed)
+                self._device.props("hint='to run it on'")
                 self._texts = {
-                    name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self._changed)
+                    name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self.changed)
                     for name, field in FIELDS.items()
                 }
                 for name, field in FIELDS.items():
                     self._texts[name].props(f"outlined dense debounce=200 hint='{field.says}'")
             with ui.element("div").classes("line"):
-                self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
-                self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
+                self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self.changed)
+                self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self.changed)
         with ui.element("div") as self._results:
-            self.panel = panel(self._read, self._show)
+            self._panel = panel(self._read, report, "Being worked out: layouts are simulated. That takes some seconds.")
 
-    async def _changed(self) -> None:
+    async def changed(self, _: object = None) -> None:
         self._results.classes("waiting")
-        if await self.panel.changed():
+        if await self._panel.changed():
             self._results.classes(remove="waiting")
 
-    def _read(self) -> tuple[list[Number], Report] | str:
-        try:
-            asked = question(
-                {name: text.value or "" for name, text in self._texts.items()},
-                device=self._device.value,
-                reference=self._reference.value,
-                adapter=self._adapter.value,
-            )
-            found = work_out(asked)
-        except HeadraceError as error:
-            return str(error)
+    def _read(self) -> Report:
+        asked = question(
+            {name: text.value or "" for name, text in self._texts.items()},
+            device=self._device.value,
+            reference=self._reference.value,
+            adapter=self._adapter.value,
+        )
+        found = work_out(asked)
         others = others_that_fit(found[0].bottleneck, num_params=asked.model.num_params, may_lag=asked.max_lag > 0)
-        return plan_numbers(asked, found[0]), plan_report(asked, found, others)
-
-    def _show(self, found: tuple[list[Number], Report] | str) -> None:
-        if isinstance(found, str):
-            message(found)
-        else:
-            numbers(found[0])
-            report(found[1])
+        return plan_report(asked, found, others)
 
 
 def _round_up(value: float) -> float:

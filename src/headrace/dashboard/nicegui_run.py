@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from nicegui import ui
 
 from headrace.dashboard import charts, curves
@@ -22,29 +20,25 @@ from headrace.runs.tables import ACCOUNT_COLUMNS, accounts
 TIMELINE_STEPS = (3, 10, 30)
 
 
-def _curve_panel(live: LiveRun, title: str, says: str, chart: curves.Chart) -> Panel:
-    return chart_panel(title, says, lambda: curves.drawn(live.series(), chart))
+def _curve(live: LiveRun, curve: curves.Curve) -> Panel:
+    return chart_panel(curve.title, curve.says, lambda: curve.drawn(live.series()))
+
+
+def _pair(live: LiveRun, *shown: curves.Curve) -> list[Panel]:
+    """Beside each other where there is room."""
+    with ui.element("div").classes("pair"):
+        return [_curve(live, one) for one in shown]
 
 
 async def overview(site: Site, name: str) -> None:
-    """The run in a few numbers, what holds it back, and three curves."""
     live = site.run(name)
-    curve = partial(_curve_panel, live)
 
     def told() -> list[Number]:
         return overview_numbers(live.overview(site.dollars_per_hour), live.wanted_lag(), live.triage())
 
     with frame(name):
         run_views(name, "overview")
-        panels = [
-            panel(told, numbers),
-            curve(
-                "Reward",
-                "The mean reward of all answers that were scored during a step. Training works if it rises. Diamonds "
-                "are scores on held-out prompts, which are never trained on.",
-                curves.reward_chart,
-            ),
-        ]
+        panels = [panel(told, numbers), _curve(live, curves.REWARD)]
         with card(
             "What to change first",
             "What holds a step back most, and what each change would bring. A prediction, not a promise: change one "
@@ -52,33 +46,17 @@ async def overview(site: Site, name: str) -> None:
         ):
             panels.append(panel(live.triage, _verdict))
             ui.link("Try other stage times on the plan page", address("plan", run=name))
-        with ui.element("div").classes("pair"):
-            panels += [
-                curve(
-                    "Goodput",
-                    "Tokens that were trained on, per second: the speed that counts. Generated tokens that were "
-                    "dropped are not in it.",
-                    curves.goodput_chart,
-                ),
-                curve(
-                    "Stage times",
-                    "Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need "
-                    "not add up to the step.",
-                    curves.stage_chart,
-                ),
-            ]
+        panels += _pair(live, curves.GOODPUT, curves.STAGE_TIMES)
         await follow(panels)
 
 
 def _verdict(found: Triage | str) -> None:
-    """What holds the run back, or why that cannot be told yet."""
     parts = (Section(sentences=(found,)),) if isinstance(found, str) else triage_report(found).sections
     for part in parts:
         section(part)
 
 
 async def timeline(site: Site, name: str, steps: int = TIMELINE_STEPS[0]) -> None:
-    """Which stage was busy when."""
     live = site.run(name)
     steps = min(max(steps, 1), TIMELINE_STEPS[-1])
 
@@ -92,18 +70,14 @@ async def timeline(site: Site, name: str, steps: int = TIMELINE_STEPS[0]) -> Non
     with frame(name):
         run_views(name, "timeline")
         views([(f"last {n} steps", address("run", name, "timeline", steps=n), n == steps) for n in TIMELINE_STEPS])
-        panel = chart_panel(
-            "What was busy when",
+        says = (
             "A lane for each stage. Bars above each other ran at the same time; white space in a lane is a stage that "
-            "waited. Stages that never overlap take turns, and a step takes the sum of them. Shift and the wheel zoom.",
-            read,
-            height_px=380,
+            "waited. Stages that never overlap take turns, and a step takes the sum of them. Shift and the wheel zoom."
         )
-        await follow([panel])
+        await follow([chart_panel("What was busy when", says, read, height_px=380)])
 
 
 async def tokens(site: Site, name: str) -> None:
-    """What became of every token."""
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
@@ -113,18 +87,13 @@ async def tokens(site: Site, name: str) -> None:
 
     with frame(name):
         run_views(name, "tokens")
-        chart = chart_panel(
-            "Where the generated tokens went",
+        says = (
             "Every sampled token is in exactly one place. Green was trained on. Orange was paid for and thrown away, "
-            "by reason. The rest is still under way.",
-            read,
-            height_px=360,
+            "by reason. The rest is still under way."
         )
-        listed = table_panel(
-            "The accounts",
-            "If the dropped answers are longer than the trained ones, the policy learns more from short answers.",
-            lambda: _accounts(name, read_accounts(live.path)),
-        )
+        chart = chart_panel("Where the generated tokens went", says, read, height_px=360)
+        says = "If the dropped answers are longer than the trained ones, the policy learns more from short answers."
+        listed = table_panel("The accounts", says, lambda: _accounts(name, read_accounts(live.path)))
         await follow([chart, listed])
 
 
@@ -139,7 +108,6 @@ def _accounts(name: str, books: Books) -> Listing:
 
 
 async def lag(site: Site, name: str) -> None:
-    """How old the trained tokens were, and what that did to the importance ratios."""
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
@@ -152,55 +120,22 @@ async def lag(site: Site, name: str) -> None:
 
     with frame(name):
         run_views(name, "lag")
-        panels = [
-            chart_panel(
-                "Lag of the trained tokens",
-                "Lag counts the updates between sampling a token and training on it. 0 is fresh. Some lag lets stages "
-                "overlap; too much makes the policy learn from what it no longer would say.",
-                read,
-            ),
-            _curve_panel(
-                live,
-                "Importance ratio",
-                "How much more likely the learner finds a token than the policy that sampled it: 1 means that nothing "
-                "changed. The band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
-                curves.ratio_chart,
-            ),
-            _curve_panel(
-                live,
-                "Effective samples",
-                "What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few "
-                "heavy ones dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
-                curves.weight_chart,
-            ),
-        ]
-        await follow(panels)
+        says = (
+            "Lag counts the updates between sampling a token and training on it. 0 is fresh. Some lag lets stages "
+            "overlap; too much makes the policy learn from what it no longer would say."
+        )
+        chart = chart_panel("Lag of the trained tokens", says, read)
+        await follow([chart, _curve(live, curves.RATIO), _curve(live, curves.WEIGHTS)])
 
 
 async def publish(site: Site, name: str) -> None:
-    """What it takes to hand new weights to the engine."""
     live = site.run(name)
     with frame(name):
         run_views(name, "publish")
-        panels = [
-            _curve_panel(
-                live,
-                "Publish latency",
-                "Milliseconds of a step in which new weights were handed to the engine.",
-                curves.publish_chart,
-            ),
-            _curve_panel(
-                live,
-                "Bytes sent",
-                "Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
-                curves.bytes_chart,
-            ),
-        ]
-        await follow(panels)
+        await follow([_curve(live, curves.LATENCY), _curve(live, curves.BYTES)])
 
 
 async def rewards(site: Site, name: str) -> None:
-    """How rewards and lengths are spread."""
     live = site.run(name)
 
     def read() -> tuple[Options, str]:
@@ -211,27 +146,6 @@ async def rewards(site: Site, name: str) -> None:
 
     with frame(name):
         run_views(name, "rewards")
-        panels = [
-            chart_panel(
-                "Rewards at the start and now",
-                "How often each reward was given. Training moves the bars to the right.",
-                read,
-            )
-        ]
-        with ui.element("div").classes("pair"):
-            panels += [
-                _curve_panel(
-                    live,
-                    "Mean and spread",
-                    "The band is one standard deviation each way. Without spread inside a group there is nothing to "
-                    "learn from it.",
-                    curves.spread_chart,
-                ),
-                _curve_panel(
-                    live,
-                    "Length of answers",
-                    "Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
-                    curves.length_chart,
-                ),
-            ]
-        await follow(panels)
+        says = "How often each reward was given. Training moves the bars to the right."
+        chart = chart_panel("Rewards at the start and now", says, read)
+        await follow([chart, *_pair(live, curves.SPREAD, curves.LENGTHS)])

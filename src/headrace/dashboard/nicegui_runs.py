@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nicegui import ui
 
 from headrace.config_file import changed, explain
 from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
-from headrace.dashboard.nicegui_elements import Listing, chart_panel, table_panel
+from headrace.dashboard.nicegui_elements import Listing, chart_panel, choice, table_panel
 from headrace.dashboard.nicegui_frame import Panel, card, follow, frame, message
-from headrace.dashboard.series import Series
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
 from headrace.ledger.files import run_config
@@ -19,23 +16,24 @@ from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.report import Section, Table, duration, percent
 from headrace.runs.tables import RUN_COLUMNS, run_row
 
-Curve = Callable[[Series], list[tuple[int, float | None]]]
+CURVES = (  # title, what the axis says, column
+    ("Reward", "mean reward", "reward_mean"),
+    ("Goodput", "trained tokens per second", "goodput"),
+    ("Step time", "seconds per step", "wall_s"),
+    ("Lag", "mean lag of trained tokens", "lag_mean"),
+)
 
 
 async def runs(site: Site) -> None:
-    """The runs of a directory."""
     with frame("Runs", str(site.root)):
-        panel = table_panel(
-            "",
-            "The run that was written to last comes first. Choose one to see what it does; a run that is under way "
-            "is followed live.",
-            lambda: runs_listing(site.facts()),
+        says = (
+            "The run that was written to last comes first. Choose one to see what it does; a run that is under way is "
+            "followed live."
         )
-        await follow([panel])
+        await follow([table_panel("", says, lambda: runs_listing(site.facts()))])
 
 
 async def compare(site: Site, a: str = "", b: str = "") -> None:
-    """Two runs, curve over curve."""
     names = [facts.path.name for facts in site.facts() if facts.state is not RunState.UNREADABLE]
     with frame("Compare two runs"):
         if len(names) < 2:
@@ -49,32 +47,13 @@ async def compare(site: Site, a: str = "", b: str = "") -> None:
                 _choose(names, name, (a, b), place)
         panels = [table_panel("In numbers", "", lambda: numbers_listing(chosen, site.dollars_per_hour))]
         with ui.element("div").classes("pair"):
-            panels += [
-                _both(chosen, "Reward", "mean reward", lambda series: series.curve("reward_mean")),
-                _both(
-                    chosen,
-                    "Goodput",
-                    "trained tokens per second",
-                    lambda series: series.goodput_curve(),
-                ),
-                _both(
-                    chosen,
-                    "Step time",
-                    "seconds per step",
-                    lambda series: series.curve("wall_s", over="mean"),
-                ),
-                _both(chosen, "Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
-            ]
-        panels.append(
-            table_panel(
-                "What was set differently", "Settings that are not the same in both.", lambda: settings_listing(chosen)
-            )
-        )
+            panels += [_both(chosen, *curve) for curve in CURVES]
+        says = "Settings that are not the same in both."
+        panels.append(table_panel("What was set differently", says, lambda: settings_listing(chosen)))
         await follow(panels)
 
 
 def runs_listing(found: list[RunFacts]) -> Listing:
-    """A line for each run."""
     problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
     rows = tuple(run_row(facts) for facts in found)
     return Listing(
@@ -87,16 +66,15 @@ def runs_listing(found: list[RunFacts]) -> Listing:
 
 
 def numbers_listing(chosen: list[LiveRun], dollars_per_hour: float | None) -> Listing:
-    """Totals of both runs."""
     both = [live.overview(dollars_per_hour) for live in chosen]
     verdicts = [live.triage() for live in chosen]
     lines = {
         "state": [str(seen.facts.state) for seen in both],
-        "steps": [f"{seen.steps:,} / {seen.facts.wanted_steps:,}" for seen in both],
-        "reward, last steps": [_number(seen.now_reward) for seen in both],
+        "steps": [f"{seen.series.last_step:,} / {seen.facts.wanted_steps:,}" for seen in both],
+        "reward, last steps": [_number(seen.series.now("reward_mean")) for seen in both],
         "held-out score, latest": [_number(seen.facts.score_after) for seen in both],
-        "goodput, tokens/s": [_number(seen.goodput_tokens_per_s) for seen in both],
-        "seconds per step": [_number(seen.now_step_s) for seen in both],
+        "goodput, tokens/s": [_number(seen.series.goodput()) for seen in both],
+        "seconds per step": [_number(seen.series.now("wall_s", over="mean")) for seen in both],
         "bottleneck": ["…" if isinstance(verdict, str) else str(verdict.bottleneck) for verdict in verdicts],
         "largest lag": [str(seen.lag_max) for seen in both],
         "share trained on": [percent(seen.useful_share, 1) for seen in both],
@@ -108,7 +86,6 @@ def numbers_listing(chosen: list[LiveRun], dollars_per_hour: float | None) -> Li
 
 
 def settings_listing(chosen: list[LiveRun]) -> Listing:
-    """Settings that differ."""
     both = []
     for live in chosen:
         try:
@@ -122,30 +99,23 @@ def settings_listing(chosen: list[LiveRun]) -> Listing:
     return Listing(table=Table(columns=columns, rows=tuple(rows)), instead="All settings are the same.")
 
 
-def _both(chosen: list[LiveRun], title: str, y: str, curve: Curve) -> Panel:
-    """One curve of each."""
-
+def _both(chosen: list[LiveRun], title: str, y: str, column: str) -> Panel:
     def read() -> tuple[Options, str]:
         curves = {
-            f"{place}: {live.name}": (curve(live.series()), colour)
+            f"{place}: {live.name}": (live.series().curve(column, over="mean"), colour)
             for place, live, colour in zip((1, 2), chosen, RUN_COLOURS, strict=True)
         }
-        return charts.lines(curves, x="step", y=y), ""
+        return charts.lines(curves, y=y), ""
 
     return chart_panel(title, "", read)
 
 
 def _choose(names: list[str], name: str, both: tuple[str, str], place: int) -> None:
-    """A list to choose the first or second run from."""
-
     def go(chosen: str) -> None:
         picked = [chosen if p == place else other for p, other in enumerate(both)]
         ui.navigate.to(address("compare", a=picked[0], b=picked[1]))
 
-    label = ("first run", "second run")[place]
-    ui.select(
-        names, value=name if name in names else None, label=label, on_change=lambda event: go(event.value)
-    ).classes("field").props("outlined dense options-dense")
+    choice(names, name, ("first run", "second run")[place], go)
 
 
 def _number(value: float | None) -> str:

@@ -6,33 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.dashboard.overview import Number
 from headrace.errors import ConfigError, HeadraceError
-from headrace.insight.equation import ADVICE, PLACEMENT_WORDS
 from headrace.insight.hardware import find_device, sized_shape
-from headrace.insight.planner import LayoutPlan, Question
+from headrace.insight.planner import Question
 from headrace.insight.scenario import amount, seconds
 from headrace.insight.workload import LogNormal
-from headrace.runs.report import dollars, short
 
 MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to work a plan out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """Something to type.
-
-    Example:
-        Field(label="prompts", says="per step", value="64", read=_whole(1, 65_536))
-    """
+    """Something to type; `value` is what it holds at first."""
 
     label: str
     says: str
-    value: str  # at first
+    value: str
     read: Callable[[str], Any]
 
     def problem(self, text: str | None) -> str | None:
-        """What is wrong with a text, if anything."""
         try:
             self.read(text or "")
         except HeadraceError as error:
@@ -78,7 +70,6 @@ FIELDS = {
 
 
 def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:
-    """What was typed, as the planner's question."""
     wrong = [field.label for name, field in FIELDS.items() if field.problem(texts[name])]
     if wrong:
         raise ConfigError(f"Put right what is marked above: {', '.join(wrong)}.")
@@ -88,16 +79,3 @@ def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter:
     if asked.num_answers > MOST_ANSWERS:
         raise ConfigError(f"{asked.num_answers:,} answers in a step are too many to plan: at most {MOST_ANSWERS:,}")
     return asked
-
-
-def plan_numbers(asked: Question, best: LayoutPlan) -> list[Number]:
-    """The best plan in a few numbers, with what they mean."""
-    placement = best.layout.placement
-    return [
-        ("Bottleneck", str(best.bottleneck), ADVICE[best.bottleneck].sign),
-        ("Placement", str(placement), PLACEMENT_WORDS[placement]),
-        ("Goodput", short(best.goodput), "tokens trained on per second"),
-        ("Cost", dollars(best.dollars_per_million), "per million trained tokens, at list prices"),
-        ("Step", f"{best.step_s:,.3g} s", f"for {asked.num_answers:,} answers"),
-        ("Lag", f"{best.lag:.1f}", f"updates behind, on average; set loop.max_lag = {best.max_lag}"),
-    ]

@@ -22,8 +22,10 @@ from headrace.types import ROW_METRICS, STAGES, StageTimes
 MOST_POINTS = 400  # of a curve
 RECENT_STEPS = 20  # what "now" is in the overview
 
+_DERIVED = {"reward_low": -1, "reward_high": 1}  # the mean reward, and so many standard deviations
 # How the numbers of several rows become one.
-_OVER = {name: metric.over for name, metric in ROW_METRICS.items()} | {f"stage_s.{stage}": "mean" for stage in STAGES}
+_OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
+_OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +33,13 @@ class Series:
     """The rows of a run by column, up to the newest.
 
     Example:
-        Series(created="2026-05-01T12:00:00+00:00", columns={"step": np.array([1.0, 2.0]), ...}, num_damaged=0)
+        Series(created="2026-05-01T12:00:00+00:00", columns={"step": np.array([1.0, 2.0]), ...}, last_step=2)
     """
 
     created: str = ""  # when the ledger was: another run may take the place of one
     columns: Mapping[str, Numbers] = field(default_factory=lambda: {name: np.empty(0) for name in ("step", *_OVER)})
+    last_step: int = 0
     num_damaged: int = 0  # rows that cannot be read
-
-    @property
-    def last_step(self) -> int:
-        return int(self.columns["step"][-1]) if len(self.columns["step"]) else 0
 
     @property
     def width(self) -> int:
@@ -48,7 +47,10 @@ class Series:
         return int(2 ** max(0, math.ceil(math.log2(max(self.last_step, 1) / MOST_POINTS))))
 
     def curve(self, name: str, scale: float = 1.0, over: str = "") -> list[tuple[int, float | None]]:
-        """The points of one curve; a gap where nothing was measured."""
+        """The points of one curve; a gap where nothing was measured. `goodput` is trained tokens per second."""
+        if name == "goodput":
+            both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
+            return [(step, tokens / wall_s if tokens and wall_s else tokens) for (step, tokens), (_, wall_s) in both]
         steps = self.columns["step"].astype(np.int64)
         begins = np.flatnonzero(np.diff((steps - 1) // self.width, prepend=-1))
         last = steps[np.append(begins[1:], len(steps))[: len(begins)] - 1]
@@ -58,20 +60,12 @@ class Series:
             for step, value in zip(last.tolist(), values.tolist(), strict=True)
         ]
 
-    def goodput_curve(self) -> list[tuple[int, float | None]]:
-        """Trained tokens per second."""
-        both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
-        return [
-            (step, tokens / wall_s if tokens is not None and wall_s else None) for (step, tokens), (_, wall_s) in both
-        ]
-
     def goodput(self, num_steps: int = 0) -> float | None:
         """Trained tokens per second of the last `num_steps`, or of all."""
         tokens, wall_s = (np.nansum(self.columns[name][-num_steps:]) for name in ("trained_tokens", "wall_s"))
         return float(tokens / wall_s) if wall_s else None
 
     def now(self, name: str, over: str = "") -> float | None:
-        """Over the last steps."""
         values = self.columns[name][-RECENT_STEPS:]
         found = _combined(values, np.zeros(min(len(values), 1), np.int64), over or _OVER[name])
         return float(found[0]) if len(found) and np.isfinite(found[0]) else None
@@ -91,8 +85,12 @@ def read_series(run_dir: Path, before: Series) -> Series:
         if last_step == before.last_step:
             return before
         rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
-        columns = {name: np.append(known, rows.column(name)) for name, known in before.columns.items()}
-        return Series(created=created, columns=columns, num_damaged=before.num_damaged + int(rows.damaged.sum()))
+        new = {name: rows.column(name) for name in ("step", *_OVER) if name not in _DERIVED}
+        for name, sign in _DERIVED.items():
+            new[name] = new["reward_mean"] + sign * new["reward_std"]
+        columns = {name: np.append(known, new[name]) for name, known in before.columns.items()}
+        num_damaged = before.num_damaged + int(rows.damaged.sum())
+        return Series(created=created, columns=columns, last_step=last_step, num_damaged=num_damaged)
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from headrace.dashboard.books import LagShares, read_accounts, read_elapsed_s, update_lag_shares
-from headrace.dashboard.series import RECENT_STEPS, Series, looking_into, read_series
+from headrace.dashboard.overview import NOT_YET, Overview
+from headrace.dashboard.series import Series, looking_into, read_series
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.triage import Triage, triage
 from headrace.ledger.files import is_run, run_config
@@ -18,34 +20,8 @@ from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
-NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
+_log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()  # runs are triaged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overview:
-    """A run in a few numbers; `now` means the last steps. What is not known yet is None."""
-
-    facts: RunFacts  # a few seconds old
-    steps: int
-    trained_tokens: int
-    now_reward: float | None
-    now_goodput_tokens_per_s: float | None
-    goodput_tokens_per_s: float | None
-    now_lag_mean: float | None
-    lag_max: int
-    now_step_s: float | None
-    useful_share: float | None  # of the tokens whose fate is decided
-    elapsed_s: float
-    dollars: float | None  # None without a price
-    num_damaged: int
-
-    @property
-    def dollars_per_million(self) -> float | None:
-        """What a million trained tokens have cost."""
-        if self.dollars is None or not self.trained_tokens:
-            return None
-        return self.dollars / self.trained_tokens * 1e6
 
 
 class LiveTriage:
@@ -79,6 +55,7 @@ class LiveTriage:
             except HeadraceError as error:
                 found = str(error)
             except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
+                _log.exception("triage of %s", self._path)
                 found = f"This cannot be told: {type(error).__name__}: {error}"
             taken_s = time.monotonic() - begun_s
         with self._lock:
@@ -100,7 +77,6 @@ class LiveRun:
 
     @property
     def name(self) -> str:
-        """What the run is called on the page."""
         return self.path.name
 
     def facts(self) -> RunFacts:
@@ -111,39 +87,26 @@ class LiveRun:
             return self._facts
 
     def series(self) -> Series:
-        """The curves up to the newest row."""
         with self._lock:
             self._series = read_series(self.path, self._series)
             return self._series
 
     def lag_shares(self) -> LagShares:
-        """Trained tokens by step and lag."""
         with self._lock:
             update_lag_shares(self.path, self._lags)
             return replace(self._lags, tokens=self._lags.tokens.copy())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
-        """The run in a few numbers."""
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
-        series, books, elapsed_s = self.series(), read_accounts(self.path), read_elapsed_s(self.path)
-        trained = books.trained.tokens
-        decided = trained + sum(amount.tokens for amount in books.dropped.values())
+        elapsed_s = read_elapsed_s(self.path)
         return Overview(
             facts=facts,
-            steps=series.last_step,
-            trained_tokens=trained,
-            now_reward=series.now("reward_mean"),
-            now_goodput_tokens_per_s=series.goodput(RECENT_STEPS),
-            goodput_tokens_per_s=series.goodput(),
-            now_lag_mean=series.now("lag_mean"),
-            lag_max=int(max((lag for _, lag in series.curve("lag_max") if lag), default=0)),
-            now_step_s=series.now("wall_s", over="mean"),
-            useful_share=trained / decided if decided else None,
+            series=self.series(),
+            books=read_accounts(self.path),
             elapsed_s=elapsed_s,
             dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
-            num_damaged=series.num_damaged,
         )
 
     def triage(self) -> Triage | str:
@@ -178,7 +141,6 @@ class Site:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the directory is a run itself."""
         return is_run(self.root)
 
     def run(self, name: str) -> LiveRun:
