@@ -20,6 +20,7 @@ import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
@@ -76,52 +77,35 @@ def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
         return runner.run(main)
 
 
+@dataclass(slots=True, eq=False)
 class GroupPart:
     """Answers of one group that start together on one worker."""
 
-    __slots__ = ("lengths", "owner", "worker")
-
-    def __init__(self, owner: object, lengths: Sequence[int]) -> None:
-        self.owner = owner  # the group it belongs to
-        self.lengths = lengths  # of those that run or wait
-        self.worker: SimulatedEngine | None = None  # None while it waits
+    owner: object  # the group it belongs to
+    lengths: Sequence[int]  # of those that run or wait
+    worker: SimulatedEngine | None = None  # None while it waits
 
 
 Running = tuple[float, int, GroupPart, int]  # the worker's step at which it ends, a number, its part, its length
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedEngine:
     """One engine. Times are the pool's."""
 
-    __slots__ = (
-        "at_s",
-        "busy_s",
-        "context_s",
-        "down",
-        "ends",
-        "hold_s",
-        "level",
-        "number",
-        "sampled",
-        "slow",
-        "stamp",
-        "step_s",
-        "steps",
-    )
-
-    def __init__(self, number: int, slow: float, context_s: float) -> None:
-        self.number, self.slow = number, slow
-        self.context_s = slow * context_s  # of a decode step, for each token of its rows' contexts
-        self.level = 0.0  # tokens of these contexts, less one for each row and decode step so far
-        self.ends: list[Running] = []  # a heap of the rows
-        self.steps = 0.0  # decode steps so far
-        self.step_s = 0.0  # of the present batch
-        self.at_s = 0.0  # up to when `steps` is counted
-        self.hold_s = 0.0  # until when it does something else than decode
-        self.busy_s = 0.0
-        self.sampled = 0.0  # tokens
-        self.stamp = 0  # of the newest event
-        self.down = False
+    number: int
+    slow: float  # 1 is full speed
+    context_s: float  # of a decode step, for each token of its rows' contexts
+    ends: list[Running] = field(default_factory=list)  # a heap of the rows
+    level: float = 0.0  # tokens of the rows' contexts, less one for each row and decode step so far
+    steps: float = 0.0  # decode steps so far
+    step_s: float = 0.0  # of the present batch
+    at_s: float = 0.0  # up to when `steps` is counted
+    hold_s: float = 0.0  # until when it does something else than decode
+    busy_s: float = 0.0
+    sampled: float = 0.0  # tokens
+    stamp: int = 0  # of the newest event
+    down: bool = False
 
     def advance(self, now_s: float) -> None:
         """Count the decode steps up to now."""
@@ -182,7 +166,8 @@ class EnginePool:
         slow = set(rng.permutation(machine.rollout_workers)[: round(machine.straggler_share * machine.rollout_workers)])
         factor = machine.straggler_factor
         self.workers = [
-            SimulatedEngine(i, factor if i in slow else 1.0, machine.context_s) for i in range(machine.rollout_workers)
+            SimulatedEngine(i, by := factor if i in slow else 1.0, by * machine.context_s)
+            for i in range(machine.rollout_workers)
         ]
         self.num_failures = 0
         self._waiting: deque[GroupPart] = deque()

@@ -45,12 +45,7 @@ GRADIENT_BYTES = 4  # of a weight: each rank of this system's learner holds all 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A workload and what there is to run it on.
-
-    Example:
-        Question(model=model_shape("70B"), device=find_device("H100"), num_devices=64, num_prompts=64, num_samples=16,
-            lengths=LogNormal(mean=8000, cv=1.0), reward_s=4.0, max_lag=4)
-    """
+    """A workload and what there is to run it on."""
 
     model: ModelShape
     device: Accelerator
@@ -80,11 +75,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Who gets how many devices. Colocated: both get all.
-
-    Example:
-        Split(placement=Placement.OVERLAPPED, rollout_devices=48, learner_devices=16, tensor_parallel=4)
-    """
+    """Who gets how many devices. Colocated: both get all."""
 
     placement: Placement
     rollout_devices: int
@@ -98,14 +89,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """A layout and what it comes to.
-
-    Example:
-        LayoutPlan(layout=Split(...), max_lag=4, times=StageTimes(...), step_s=41.0, goodput=190_000.0,
-            bottleneck=Bottleneck.GENERATION, dollars_per_million=0.3, lag=1.4, rollout_bill=MemoryBill(...),
-            learner_bill=MemoryBill(...), num_running=96, recomputes=True, transfer=Transfer(...),
-            sync=SyncTimes(...), risks=("...",))
-    """
+    """A layout and what it comes to."""
 
     layout: Split
     max_lag: int

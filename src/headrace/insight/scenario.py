@@ -27,12 +27,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """Numbers that somebody typed; 0 where they said nothing.
-
-    Example:
-        Typed(mean_tokens=8000.0, cv=1.0, reward_s=1.0, reward_p95_s=4.0, decode_s=0.02, rollout_tokens_s=6000.0,
-            train_tokens_s=9000.0, publish_s=2.0)
-    """
+    """Numbers that somebody typed; 0 where they said nothing."""
 
     mean_tokens: float = 0.0
     cv: float = 0.0
@@ -53,11 +48,7 @@ class Typed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all of them.
-
-    Example:
-        Layout(gpus=1024, gpus_per_worker=8, rollout_share=0.75)
-    """
+    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all of them."""
 
     gpus: int = 1
     gpus_per_worker: int = 1
