@@ -96,7 +96,7 @@ def read_elapsed_s(run_dir: Path) -> float:
 
 
 def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
-    """About the last so many steps; an evaluation between them takes its part of the time."""
+    """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
     with looking_into(run_dir) as connection:
         (end_s,) = connection.execute("SELECT MAX(end_s) FROM spans").fetchone()
         (length_s,) = connection.execute(
