@@ -9,7 +9,7 @@ import pytest
 from insight_runs import hand_made_run
 from tiny_runs import rows_of
 
-from headrace.insight.metrics import Metric, metrics_text
+from headrace.insight.metrics import family_text, metrics_text
 from headrace.ledger.ledger import Ledger
 from headrace.types import STAGES, Drop
 
@@ -129,10 +129,7 @@ def test_names_that_users_gave_are_escaped(tmp_path: Path):
     ("number", "text"), [(2.0, "2"), (0.1, "0.1"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (1e300, "1e+300")]
 )
 def test_a_number_is_written_as_the_format_wants_it(number: float, text: str):
-    (sample,) = [
-        line for line in Metric(name="x", kind="gauge", help="h", samples={(): number}).lines() if line[0] == "x"
-    ]
-    assert sample == f"x {text}"
+    assert family_text("x", "h", number).splitlines()[2:] == [f"headrace_x {text}"]
 
 
 def test_a_real_run_is_told_as_its_rows_say(real_run: Path):

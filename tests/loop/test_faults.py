@@ -210,7 +210,7 @@ def test_nan_weights_stop_the_run_before_a_step_is_taken_with_them(
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "accumulate", on_call(3, Learner.accumulate, spoiled))
         run = break_off(
-            workshop, "nan-step", ModelError, r"step 3: the weights 'model.embed_tokens.weight' are not fin"
+            workshop, "nan-step", ModelError, r"step 3: the weights 'model.embed_tokens.weight' are no longer fin"
         )
     assert [row.step for row in rows_of(run)] == [1, 2]
     assert_resumes_to(run, unbroken4)

@@ -12,6 +12,7 @@ import typer
 
 from headrace.cli.app import Json, app, messages
 from headrace.cli.paper import Paper
+from headrace.cli.train import prepare_process
 from headrace.errors import ConfigError
 from headrace.insight.scenario import amount
 from headrace.runs.report import Table, count
@@ -29,6 +30,7 @@ def sync_command(
     as_json: Json = False,
 ) -> None:
     """Tell what it costs here to bring new weights to engines: every encoding by every transport, after a real step."""
+    prepare_process()
     with messages():
         num_params = int(amount(params, "--params"))
         if not 1 <= num_params <= _MAX_PARAMS:

@@ -43,7 +43,8 @@ class _Bar(Progress):
         for task in self.tasks:
             task.fields["clock"] = self._clock_text()
         yield from super().get_renderables()
-        yield Text(self._facts_text(), style="bold")
+        if facts := self._facts_text():
+            yield Text(facts, style="bold")
 
 
 class LiveDisplay:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from headrace import __version__
 from headrace.errors import RunError
+<<<<<<< HEAD
 from headrace.ledger.ledger import Amount, Books
 from headrace.row import ROW_METRICS
+=======
+from headrace.ledger.ledger import Books
+>>>>>>> page
 from headrace.runs.columns import RowColumns, reading
 from headrace.runs.facts import RunFacts, RunState, read_run
 from headrace.types import STAGES
@@ -24,117 +26,86 @@ from headrace.types import STAGES
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RECENT_STEPS = 10  # rates are over these, so that they follow the run without jumping
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One family of samples, by their labels."""
-
-    name: str
-    kind: Literal["counter", "gauge"]
-    help: str
-    samples: Mapping[tuple[tuple[str, str], ...], float] = field(default_factory=dict)
-
-    def lines(self) -> Iterator[str]:
-        yield f"# HELP {self.name} {_escaped(self.help)}"
-        yield f"# TYPE {self.name} {self.kind}"
-        for labels, value in self.samples.items():
-            inside = ",".join(f'{name}="{_escaped(text, quote=True)}"' for name, text in labels)
-            yield f"{self.name}{{{inside}}} {_number(value)}" if inside else f"{self.name} {_number(value)}"
+Labels = tuple[tuple[str, str], ...]
+Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, and the value, or the values by their labels
 
 
 def metrics_text(run_dir: Path) -> str:
-    """The exposition of a run, also while it goes on."""
-    return "".join(f"{line}\n" for metric in read_metrics(run_dir) for line in metric.lines())
-
-
-def read_metrics(run_dir: Path) -> list[Metric]:
-    """A run's numbers; what it has not measured yet is left out."""
+    """The exposition of a run, also while it goes on; what it has not measured yet is left out."""
     facts = read_run(run_dir)
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
     with reading(run_dir) as connection:
         rows = RowColumns.read(connection)
         accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts").fetchall()
-        lost = connection.execute(
+        restarts, redone, lost = connection.execute(
             "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0) FROM restarts"
         ).fetchone()
     books = Books.of({name: (tokens, trajectories) for name, tokens, trajectories in accounts})
-    restarts = (
-        _one("restarts_total", lost[0], "Times the run was resumed."),
-        _one("redone_steps_total", lost[1], "Steps that restarts took again."),
-        _one("lost_tokens_total", lost[2], "Tokens that were gone with a process that died."),
-    )
-    found: dict[str, Metric] = {}
-    for metric in (*_of_run(facts), *_of_books(books), *_of_rows(rows), *restarts):
-        found.setdefault(metric.name, metric)  # the accounts know their totals better than the rows
-    return list(found.values())
+    found: dict[str, str] = {}
+    for family in (
+        *_of_run(facts),
+        *_of_books(books),
+        *_of_rows(rows),
+        ("restarts_total", "Times the run was resumed.", restarts),
+        ("redone_steps_total", "Steps that restarts took again.", redone),
+        ("lost_tokens_total", "Tokens that were gone with a process that died.", lost),
+    ):
+        found.setdefault(family[0], family_text(*family))  # the accounts know their totals better than the rows
+    return "".join(found.values())
 
 
-def _of_run(facts: RunFacts) -> Iterator[Metric]:
+def family_text(name: str, help: str, samples: float | Mapping[Labels, float]) -> str:
+    """One family of samples as the format wants it; by its name it is a counter or a gauge."""
+    name = f"headrace_{name}"
+    lines = [f"# HELP {name} {_escaped(help)}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+    for labels, value in (samples if isinstance(samples, Mapping) else {(): samples}).items():
+        inside = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
+        lines.append(f"{name}{{{inside}}} {_number(value)}" if inside else f"{name} {_number(value)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _of_run(facts: RunFacts) -> Iterator[Family]:
     labels = (("run", facts.path.resolve().name), ("state", str(facts.state)), ("version", __version__))
-    yield Metric(
-        name="headrace_info",
-        kind="gauge",
-        help="The run, how it stands, and the version that tells it.",
-        samples={labels: 1.0},
-    )
-    yield _one("running", facts.state is RunState.RUNNING, "Whether a process trains the run.")
-    yield _one("step", facts.steps, "Steps that are complete.")
-    yield _one("steps_wanted", facts.wanted_steps, "Steps that the run is to take.")
+    yield "info", "The run, how it stands, and the version that tells it.", {labels: 1.0}
+    yield "running", "Whether a process trains the run.", facts.state is RunState.RUNNING
+    yield "step", "Steps that are complete.", facts.steps
+    yield "steps_wanted", "Steps that the run is to take.", facts.wanted_steps
     if facts.score_after is not None:
-        yield _one("held_out_score", facts.score_after, "Mean reward on held-out prompts, when last measured.")
+        yield "held_out_score", "Mean reward on held-out prompts, when last measured.", facts.score_after
 
 
-def _of_books(books: Books) -> Iterator[Metric]:
+def _of_books(books: Books) -> Iterator[Family]:
     """Tokens and trajectories of every account."""
     for unit in ("tokens", "trajectories"):
-
-        def held(amount: Amount, unit: str = unit) -> int:
-            return int(getattr(amount, unit))
-
-        yield _one(f"generated_{unit}_total", held(books.generated), f"{unit.capitalize()} generated.")
-        yield _one(f"trained_{unit}_total", held(books.trained), f"{unit.capitalize()} trained on.")
-        yield Metric(
-            name=f"headrace_dropped_{unit}_total",
-            kind="counter",
-            help=f"{unit.capitalize()} not trained on, by reason.",
-            samples={(("reason", reason),): held(amount) for reason, amount in sorted(books.dropped.items())},
-        )
-        yield _one(f"buffered_{unit}", held(books.buffered), f"{unit.capitalize()} scored and not yet trained on.")
-        yield _one(f"in_flight_{unit}", held(books.in_flight), f"{unit.capitalize()} being generated or scored.")
+        dropped: dict[Labels, float] = {
+            (("reason", reason),): getattr(held, unit) for reason, held in sorted(books.dropped.items())
+        }
+        title = unit.capitalize()
+        yield f"generated_{unit}_total", f"{title} generated.", getattr(books.generated, unit)
+        yield f"trained_{unit}_total", f"{title} trained on.", getattr(books.trained, unit)
+        yield f"dropped_{unit}_total", f"{title} not trained on, by reason.", dropped
+        yield f"buffered_{unit}", f"{title} scored and not yet trained on.", getattr(books.buffered, unit)
+        yield f"in_flight_{unit}", f"{title} being generated or scored.", getattr(books.in_flight, unit)
 
 
-def _of_rows(rows: RowColumns) -> Iterator[Metric]:
+def _of_rows(rows: RowColumns) -> Iterator[Family]:
     stage_s = rows.stage_total_s()
-    yield Metric(
-        name="headrace_stage_seconds_total",
-        kind="counter",
-        help="Seconds that each stage was busy.",
-        samples={(("stage", stage),): getattr(stage_s, stage) for stage in STAGES},
-    )
+    by_stage: dict[Labels, float] = {(("stage", stage),): getattr(stage_s, stage) for stage in STAGES}
+    yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():
-        values = rows.column(name)
+        values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"
         if metric.exported.endswith("_total"):
-            yield _one(metric.exported, float(values[np.isfinite(values)].sum()), _sentence(metric.help))
+            yield metric.exported, f"{help}.", float(values[np.isfinite(values)].sum())
         elif len(values):
-            yield _one(metric.exported or name, values[-1], _sentence(f"{metric.help}, of the last step"))
+            yield metric.exported or name, f"{help}, of the last step.", float(values[-1])
     if not len(rows):
         return
-    yield _one("step_seconds", rows.column("wall_s")[-1], "Seconds of the last step.")
+    yield "step_seconds", "Seconds of the last step.", float(rows.column("wall_s")[-1])
     wall_s = rows.column("wall_s")[-RECENT_STEPS:].sum()
     if wall_s > 0:
-        goodput = rows.column("trained_tokens")[-RECENT_STEPS:].sum() / wall_s
-        yield _one("goodput_tokens_per_second", goodput, f"Trained tokens per second, last {RECENT_STEPS} steps.")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _one(name: str, value: float, help: str) -> Metric:
-    """A metric without labels; by its name it is a counter or a gauge."""
-    kind: Literal["counter", "gauge"] = "counter" if name.endswith("_total") else "gauge"
-    return Metric(name=f"headrace_{name}", kind=kind, help=help, samples={(): value})
+        goodput = float(rows.column("trained_tokens")[-RECENT_STEPS:].sum() / wall_s)
+        yield "goodput_tokens_per_second", f"Trained tokens per second, last {RECENT_STEPS} steps.", goodput
 
 
 def _escaped(text: str, *, quote: bool = False) -> str:

@@ -34,6 +34,7 @@ from headrace.types import StageTimes
 SPLITS = 24  # ways to share devices out that are looked at
 PLAYED = 8  # layouts that are simulated
 PLAYED_ANSWERS = 512  # of a larger step that may lag a part is simulated
+LARGE_STEP = 4096  # answers: fewer such steps are simulated
 MOST_STEPS = 24  # simulated
 MICRO_BATCH_TOKENS = 8192
 LAG_TO_WATCH = 4.0  # others saw training suffer from four to eight versions on
@@ -71,6 +72,16 @@ class Question:
     def num_answers(self) -> int:
         """Answers of a step."""
         return self.num_prompts * self.num_samples
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Of a prompt with its answer, on average."""
+        return self.prompt_tokens + self.lengths.cut_mean
+
+    @property
+    def longest_tokens(self) -> float:
+        """Of the longest answer of a step, on average."""
+        return self.lengths.expected_max(self.num_answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +138,7 @@ def plan(question: Question) -> list[LayoutPlan]:
     if not any(_engine_sizes(question)):
         raise ConfigError(
             f"{question.model.name} cannot generate on {question.num_devices} x {question.device.name}: its weights "
-            f"and the cache of one answer of {_longest_tokens(question):,.0f} tokens, the longest of "
+            f"and the cache of one answer of {question.longest_tokens:,.0f} tokens, the longest of "
             f"{question.num_answers:,}, do not fit; take more or larger devices, or shorter answers"
         )
     if not fitting:
@@ -198,22 +209,12 @@ def _splits(question: Question) -> Iterator[Split]:
 
 def _engine_sizes(question: Question) -> Iterator[int]:
     """Devices of an engine: powers of two within a node that hold the weights and the longest answer."""
-    size = 1
-    while size <= min(question.device.num_per_node, question.num_devices):
-        bill = actor_bill(
-            question.model,
-            question.device,
-            num_running=1,
-            context_tokens=question.prompt_tokens + _longest_tokens(question),
-            tensor_parallel=size,
-        )
-        if bill.fits(question.device):
+    model, device, size = question.model, question.device, 1
+    context_tokens = question.prompt_tokens + question.longest_tokens
+    while size <= min(device.num_per_node, question.num_devices):
+        if actor_bill(model, device, num_running=1, context_tokens=context_tokens, tensor_parallel=size).fits(device):
             yield size
         size *= 2
-
-
-def _longest_tokens(question: Question) -> float:
-    return question.lengths.expected_max(question.num_answers)
 
 
 def _fitting(question: Question, split: Split) -> _Fitting | None:
@@ -271,7 +272,7 @@ def _num_running(question: Question, split: Split, resident: MemoryBill) -> int:
     weights = model.weight_bytes(device.number_bytes) / split.tensor_parallel
     held = resident.training_bytes + resident.weight_bytes  # activations come and go with the cache
     free = (USABLE_SHARE * device.memory_bytes - weights - held) * split.tensor_parallel
-    context = question.prompt_tokens + question.lengths.cut_mean
+    context = question.sequence_tokens
     room = int(free / (context * model.kv_bytes_per_token(device.number_bytes)))
     ahead = 1 if split.placement in (Placement.COLOCATED, Placement.STREAMED) else question.max_lag + 1
     return min(room, -(-question.num_answers * ahead // split.num_engines))
@@ -288,32 +289,25 @@ def _transfer(question: Question, split: Split) -> Transfer:
     )
     if question.adapter:
         return replace(full, encoding=WireFormat.ADAPTER)
-    sequence_tokens = question.prompt_tokens + question.lengths.cut_mean
-    training_s = train_s(
-        question.model,
-        question.device,
-        num_tokens=question.num_answers * sequence_tokens,
-        sequence_tokens=sequence_tokens,
-        num_devices=split.learner_devices,
-    )
-    taken_s = sync_times(question.model, question.device, full).total_s
+    model, device, tokens = question.model, question.device, question.sequence_tokens
+    training_s = train_s(model, device, num_tokens=question.num_answers * tokens, sequence_tokens=tokens)
+    taken_s = sync_times(model, device, full).total_s * split.learner_devices
     return replace(full, encoding=WireFormat.DELTA) if taken_s > SYNC_TO_MIND * training_s else full
 
 
 def _machine(question: Question, split: Split, num_running: int, recomputes: bool, sync: SyncTimes | None) -> Machine:
     model, device, learners = question.model, question.device, split.learner_devices
-    mean_tokens = question.lengths.cut_mean
     known = speeds(
         model,
         device,
         rows=num_running,
         prompt_tokens=question.prompt_tokens,
-        mean_tokens=mean_tokens,
+        mean_tokens=question.lengths.cut_mean,
         gpus_per_worker=split.tensor_parallel,
     )
     blank = Machine(rollout_workers=split.num_engines, rows_per_worker=num_running, decode_s=1.0)
     one = with_speeds(blank, known)
-    reference_s = forward_s(model, device, num_tokens=1, sequence_tokens=question.prompt_tokens + mean_tokens)
+    reference_s = forward_s(model, device, num_tokens=1, sequence_tokens=question.sequence_tokens)
     return replace(
         one,
         train_token_s=one.train_token_s / learners * (4 / 3 if recomputes else 1.0),  # the forward pass once more
@@ -334,7 +328,7 @@ def _least_s(question: Question, machine: Machine, *, may_lag: bool) -> float:
     learner_s += machine.publish_s
     if may_lag:
         return max(rollout_s, learner_s)
-    return max(rollout_s, _longest_tokens(question) * machine.decode_s) + learner_s
+    return max(rollout_s, question.longest_tokens * machine.decode_s) + learner_s
 
 
 def _full_step_s(question: Question, machine: Machine) -> float:
@@ -353,7 +347,7 @@ def _played(question: Question, found: _Fitting) -> LayoutPlan:
         question.model,
         question.device,
         num_running=machine.rows_per_worker,
-        context_tokens=question.prompt_tokens + question.lengths.cut_mean,
+        context_tokens=question.sequence_tokens,
         tensor_parallel=split.tensor_parallel,
     )
     made = LayoutPlan(
@@ -406,7 +400,7 @@ def _simulated(question: Question, machine: Machine, max_lag: int) -> tuple[Simu
         reward_s=verdict_s(0.0, question.reward_s),
         prompt_tokens=question.prompt_tokens,
     )
-    steps = min(2 * max_lag + 4, MOST_STEPS) if max_lag else 3
+    steps = min(2 * max_lag + 4, MOST_STEPS) if max_lag else 3 if question.num_answers <= LARGE_STEP else 2
     return simulate(work, machine, max_lag=max_lag, steps=steps), parts
 
 

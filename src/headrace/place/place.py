@@ -76,12 +76,9 @@ class Place:
         self._model = model.model_copy(update={"path": str(Path(model.path).absolute())})
         self.ranks = Ranks(cluster, self._spawn_ranks(), config.learner)
         self.facts = self.device.call(self.ranks.facts)
-        self.prompts = PromptStream(
-            config.prompts,
-            load_tokenizer(self._model),
-            config.run.seed,
-            room_tokens=room_for_prompts(config, self.facts.max_context),
-        )
+        room_tokens = room_for_prompts(config, self.facts.max_context)
+        tokenizer = load_tokenizer(self._model)
+        self.prompts = PromptStream(config.prompts, tokenizer, config.run.seed, room_tokens=room_tokens)
         self._sieve = Sieve(config.buffer)
         self.scorer = Scorer(
             config.reward,
@@ -110,13 +107,8 @@ class Place:
             spawn=self._spawn_rollout,
             publisher=lambda: self.publisher,
         )
-        self.publisher = WeightPublisher(
-            self.ranks,
-            config.publish,
-            self.clock,
-            workers=lambda: self.pool.workers,
-            give_up=self.elastic.give_up,
-        )
+        give_up, workers = self.elastic.give_up, lambda: self.pool.workers
+        self.publisher = WeightPublisher(self.ranks, config.publish, self.clock, workers=workers, give_up=give_up)
         self._names = itertools.count()
         # where nothing has to be loaded, before anything takes long: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
