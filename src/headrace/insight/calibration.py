@@ -88,8 +88,7 @@ def calibrate(run_dir: Path) -> Calibration:
         return its["start_s"], its["end_s"]
 
     apart = config.place.cluster == "ray" and config.place.layout == "disaggregated"
-    workers = config.rollout.workers if apart else 1
-    passes = _passes(spans)
+    workers, passes = config.rollout.workers if apart else 1, _passes(spans)
     mean_token_s = np.nansum(passes[0][passes[1] > 0]) / max(1.0, np.nansum(passes[1]))
     running = answers["started_s"], answers["finished_s"]
     decode_s, decode_row_s = decode_speed(
@@ -100,8 +99,8 @@ def calibrate(run_dir: Path) -> Calibration:
     )
     optimizer_s, pass_s, token_s = training_speed(*passes, num_steps, like_pass_s=PASS_STEPS * decode_s)
     groups = _groups(answers)
-    forward_s = token_s / 3  # the backward pass has twice the products
-    prefill_s, prefill_token_s = _prefill(groups, running, of("rollout"), forward_s)
+    # a forward pass has a third of the products
+    prefill_s, prefill_token_s = _prefill(groups, running, of("rollout"), token_s / 3)
     scored = answers.where(np.isfinite(answers["scored_s"]))
     everything = _joined(running, (scored["finished_s"], scored["scored_s"]), of(*_STAGES))
     host_s = rows.column("wall_s").sum() - (_length(everything) - _length(of("evaluate")))

@@ -13,12 +13,8 @@ import numpy as np
 
 from headrace import __version__
 from headrace.errors import RunError
-<<<<<<< HEAD
-from headrace.ledger.ledger import Amount, Books
-from headrace.row import ROW_METRICS
-=======
 from headrace.ledger.ledger import Books
->>>>>>> page
+from headrace.row import ROW_METRICS
 from headrace.runs.columns import RowColumns, reading
 from headrace.runs.facts import RunFacts, RunState, read_run
 from headrace.types import STAGES
