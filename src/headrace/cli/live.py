@@ -30,7 +30,7 @@ PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal
 PLOT_ROWS = 9  # odd, so that one of them is the middle
 
 
-class _Bar(Progress):
+class _ProgressLine(Progress):
     """The bar of a phase, with a line of facts below it."""
 
     def __init__(self, console: Console, clock: Callable[[], str], facts: Callable[[], str]) -> None:
@@ -62,7 +62,7 @@ class LiveDisplay:
         self._rows: list[Row] = []
         self._score: float | None = None
         self._run_dir: Path | str = ""
-        self._bar: _Bar | None = None
+        self._bar: _ProgressLine | None = None
         self._quarter = 0
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ class LiveDisplay:
         if self._bar is None:
             training = bool(self._rows)
             clock = self._clock_text if training else str
-            self._bar = _Bar(self.paper.console, clock, self._facts_text if training else str)
+            self._bar = _ProgressLine(self.paper.console, clock, self._facts_text if training else str)
             self._bar.add_task(text, clock="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total, refresh=True)
