@@ -1,4 +1,4 @@
-"""Whether triage and the simulator are right: runs with different walls, predicted and then measured.
+"""Whether triage and the simulator are right: runs with different bottlenecks, predicted and then measured.
 
     python benchmarks/insight.py walls                # trains six short runs, about four minutes on two quiet cores
     python benchmarks/insight.py speed                # 1,024 GPUs for 100 steps
@@ -21,15 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from headrace.insight.model_shape import model_shape
-from headrace.insight.walls import Wall
 
 from headrace.cli.app import settings_from
-from headrace.insight.hardware import find_device
+from headrace.insight.equation import Bottleneck
+from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import triage
-from headrace.insight.workload import Cluster, Drawn, Workload
+from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.ledger.ledger import Ledger
 
 STEPS, WARM_UP = 14, 2
@@ -39,13 +38,13 @@ REWARD = Path(__file__).with_name("insight_reward.py")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run that is built to have a wall.
+    """A run that is built to have a bottleneck.
 
     Example:
-        Case(wall=Wall.REWARD, prompt_tokens=16, answer_tokens=16, reward_s=0.05, settings=())
+        Case(bottleneck=Bottleneck.REWARD, prompt_tokens=16, answer_tokens=16, reward_s=0.05, settings=())
     """
 
-    wall: Wall
+    bottleneck: Bottleneck
     prompt_tokens: int  # mean; from half to one and a half of it
     answer_tokens: int  # of every answer
     reward_s: float
@@ -53,12 +52,16 @@ class Case:
 
 
 CASES = {
-    "slow reward": Case(Wall.REWARD, prompt_tokens=16, answer_tokens=24, reward_s=0.05),
+    "slow reward": Case(Bottleneck.REWARD, prompt_tokens=16, answer_tokens=24, reward_s=0.05),
     "long outputs": Case(
-        Wall.GENERATION, prompt_tokens=16, answer_tokens=192, reward_s=0.001, settings=("rollout.max_running=16",)
+        Bottleneck.GENERATION, prompt_tokens=16, answer_tokens=192, reward_s=0.001, settings=("rollout.max_running=16",)
     ),
     "heavy training": Case(
-        Wall.LEARNER, prompt_tokens=192, answer_tokens=24, reward_s=0.001, settings=("learner.micro_batch_tokens=384",)
+        Bottleneck.LEARNER,
+        prompt_tokens=192,
+        answer_tokens=24,
+        reward_s=0.001,
+        settings=("learner.micro_batch_tokens=384",),
     ),
 }
 
@@ -71,14 +74,16 @@ def walls(directory: Path) -> None:
 
     build(directory / "model", endless=True)
     runs = {}
-    print("| run | wall | first move | predicted gain | measured gain | off by |\n|---|---|---|---|---|---|")
+    print("| run | bottleneck | first move | predicted gain | measured gain | off by |\n|---|---|---|---|---|---|")
     for name, case in CASES.items():
         runs[name] = run = train(directory, name, case)
         found = triage(run)
         move = found.moves[0]
         moved = train(directory, f"{name}, moved", case, move.settings)
         gain = goodput(moved) / goodput(run)
-        named = f"{found.wall}" if found.wall is case.wall else f"{found.wall} (built to be {case.wall})"
+        named = str(found.bottleneck)
+        if found.bottleneck is not case.bottleneck:
+            named += f" (built to be {case.bottleneck})"
         change = f"`{' '.join(move.settings)}`" if move.settings else move.text
         print(
             f"| {name} | {named} | {change} | {move.gain:.2f}x | {gain:.2f}x | {move.gain / gain - 1:+.0%} |",
@@ -143,8 +148,8 @@ def predict(case: Case, words: list[str], run: Path, *, own: bool) -> float:
     """Seconds of a step with these settings, at the speeds of another run."""
     config = settings_from(words)
     known = Typed(mean_tokens=case.answer_tokens, prompt_tokens=case.prompt_tokens, reward_s=case.reward_s)
-    work, cluster = scenario(config, Typed() if own else known, Layout(), run)
-    return simulate(work, cluster, max_lag=config.loop.max_lag, steps=24).step_s
+    work, machine = scenario(config, Typed() if own else known, Layout(), run)
+    return simulate(work, machine, max_lag=config.loop.max_lag, steps=24).step_s
 
 
 # ---- speed
@@ -152,11 +157,11 @@ def predict(case: Case, words: list[str], run: Path, *, own: bool) -> float:
 
 def speed() -> None:
     """A thousand GPUs: 96 engines of 8 each, and 256 that train."""
-    tokens = Drawn(mean=8192.0, cv=1.0, cap=32768.0)
+    tokens = LogNormal(mean=8192.0, cv=1.0, cap=32768.0)
     work = Workload(
-        groups_per_step=512, samples=16, tokens=tokens, reward_s=Drawn.of_p95(2.0, 4.0), prompt_tokens=512.0
+        groups_per_step=512, samples=16, tokens=tokens, reward_s=LogNormal.of_p95(2.0, 4.0), prompt_tokens=512.0
     )
-    cluster = Cluster(
+    machine = Machine(
         rollout_workers=96,
         rows_per_worker=256,
         decode_s=0.02,
@@ -165,16 +170,14 @@ def speed() -> None:
         train_token_s=2e-7,
         optimizer_s=0.5,
         publish_s=2.0,
-        publish="relay",
-        pull_s=0.4,
         reward_workers=1024,
     )
     print("| max_lag | simulated | answers | seconds of one core |\n|---|---|---|---|")
     for lag in (0, 1, 4, 8):
         started = time.process_time()
-        found = simulate(work, cluster, max_lag=lag, steps=100)
+        found = simulate(work, machine, max_lag=lag, steps=100)
         taken_s = time.process_time() - started
-        print(f"| {lag} | {found.wall_s / 3600:.1f} h | {100 * 512 * 16:,} | {taken_s:.0f} |", flush=True)
+        print(f"| {lag} | {found.bottleneck_s / 3600:.1f} h | {100 * 512 * 16:,} | {taken_s:.0f} |", flush=True)
 
 
 # ---- published
@@ -209,9 +212,9 @@ def areal(mean_tokens: float, *, asynchronous: bool) -> float:
     )
     layout = Layout(gpus=128, rollout_share=0.75, colocated=not asynchronous)
     typed = worked_out(Typed(mean_tokens=mean_tokens, cv=1.0), config, layout, model_shape("1.5B"), find_device("H100"))
-    work, cluster = scenario(config, typed, layout)
-    cluster = replace(cluster, batchwise=not asynchronous, reward_workers=0)
-    return simulate(work, cluster, max_lag=4 if asynchronous else 0, steps=24).step_s
+    work, machine = scenario(config, typed, layout)
+    machine = replace(machine, batchwise=not asynchronous, reward_workers=0)
+    return simulate(work, machine, max_lag=4 if asynchronous else 0, steps=24).step_s
 
 
 def verl(lag: int) -> float:
@@ -220,9 +223,9 @@ def verl(lag: int) -> float:
     Lengths are log-normal around 4k tokens with the limit they set, and a decode step takes what makes the batch last
     as long as theirs: one answer of 28k tokens, beside 63 others at first.
     """
-    tokens = Drawn(mean=4096.0, cv=1.0, cap=28672.0)
+    tokens = LogNormal(mean=4096.0, cv=1.0, cap=28672.0)
     work = Workload(groups_per_step=512, samples=16, tokens=tokens)
-    sync = Cluster(rollout_workers=128, rows_per_worker=256, decode_s=0.005, decode_row_s=2e-5, batchwise=True)
+    sync = Machine(rollout_workers=128, rows_per_worker=256, decode_s=0.005, decode_row_s=2e-5, batchwise=True)
     factor = 177.85 / simulate(work, replace(sync, colocated=True), max_lag=0, steps=8).step_s
     apart = replace(
         sync,

@@ -32,13 +32,13 @@ def setting(default: Any, doc: str, *, most: float | None = None) -> Any:
     return Field(default=default, description=doc, le=MOST if most is None and type(default) is int else most)
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """Frozen and strict: an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-class RunSection(Section):
+class RunSection(SettingsSection):
     """Where the run lives and what makes it repeatable."""
 
     dir: Name = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
@@ -46,7 +46,7 @@ class RunSection(Section):
     overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
 
 
-class ModelSection(Section):
+class ModelSection(SettingsSection):
     """The policy."""
 
     path: Name = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
@@ -59,7 +59,7 @@ class ModelSection(Section):
     exact: bool = setting(False, "same bits in engine and learner; slower")
 
 
-class PromptsSection(Section):
+class PromptsSection(SettingsSection):
     """Where prompts come from."""
 
     source: Name = setting(
@@ -80,7 +80,7 @@ class PromptsSection(Section):
     eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
 
 
-class RolloutSection(Section):
+class RolloutSection(SettingsSection):
     """Generation."""
 
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
@@ -114,7 +114,7 @@ class RolloutSection(Section):
     )
 
 
-class RewardSection(Section):
+class RewardSection(SettingsSection):
     """Scoring."""
 
     function: Name = setting(
@@ -133,7 +133,7 @@ class RewardSection(Section):
     overlong_penalty: NonNegativeFloat = setting(1.0, "what is taken off the reward at max_new_tokens", most=MOST)
 
 
-class BufferSection(Section):
+class BufferSection(SettingsSection):
     """Which groups are trained on."""
 
     drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
@@ -145,7 +145,7 @@ class BufferSection(Section):
     patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
 
 
-class LearnerSection(Section):
+class LearnerSection(SettingsSection):
     """Advantages, loss, optimizer."""
 
     lr: NonNegativeFloat = setting(1e-6, "learning rate", most=MOST)
@@ -186,7 +186,7 @@ class LearnerSection(Section):
     lora_alpha: PositiveFloat = setting(32.0, "what adapters add is multiplied by lora_alpha / lora_rank", most=MOST)
 
 
-class LoopSection(Section):
+class LoopSection(SettingsSection):
     """How much, how far ahead, how often."""
 
     steps: NonNegativeInt = setting(60, "optimizer steps")
@@ -204,7 +204,7 @@ class LoopSection(Section):
     )
 
 
-class WarmstartSection(Section):
+class WarmstartSection(SettingsSection):
     """Supervised steps on worked examples before RL (records with a `worked` field)."""
 
     steps: NonNegativeInt = setting(0, "supervised optimizer steps; 0 is off")
@@ -212,7 +212,7 @@ class WarmstartSection(Section):
     examples: PositiveInt = setting(64, "worked examples per supervised step", most=100_000)
 
 
-class RecoverySection(Section):
+class RecoverySection(SettingsSection):
     """What a restart finds, and what it does."""
 
     every_steps: PositiveInt = setting(10, "write a checkpoint after every so many steps")
@@ -230,14 +230,14 @@ class RecoverySection(Section):
     )
 
 
-class LedgerSection(Section):
+class LedgerSection(SettingsSection):
     """Export of the run's rows."""
 
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "also write rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
 
 
-class PublishSection(Section):
+class PublishSection(SettingsSection):
     """How new weights reach engines in other processes."""
 
     encoding: Literal["full", "delta", "adapter"] = setting(
@@ -252,7 +252,7 @@ class PublishSection(Section):
     )
 
 
-class PlaceSection(Section):
+class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
@@ -264,7 +264,7 @@ class PlaceSection(Section):
     )
 
 
-class Config(Section):
+class Config(SettingsSection):
     """The whole tree; section by section it is what `headrace train my.toml section.key=value` may set."""
 
     run: RunSection = RunSection()

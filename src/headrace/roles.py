@@ -251,7 +251,7 @@ class Device(Protocol):
         ...
 
 
-class Answer(Protocol[R_co]):
+class Reply(Protocol[R_co]):
     """The pending result of a call to a worker."""
 
     def __await__(self) -> Generator[Any, None, R_co]: ...
@@ -274,12 +274,12 @@ class Worker(Protocol[Port_co]):
         method: Callable[Concatenate[Port_co, P], Coroutine[Any, Any, R]],
         *args: P.args,
         **named: P.kwargs,
-    ) -> Answer[R]: ...
+    ) -> Reply[R]: ...
 
     @overload
-    def ask(self, method: Callable[Concatenate[Port_co, P], R], *args: P.args, **named: P.kwargs) -> Answer[R]: ...
+    def ask(self, method: Callable[Concatenate[Port_co, P], R], *args: P.args, **named: P.kwargs) -> Reply[R]: ...
 
-    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> Answer[Any]:
+    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> Reply[Any]:
         """Call the object's method of that name."""
         ...
 
@@ -315,7 +315,7 @@ class Cluster(Protocol):
         """A worker that serves `make(device, *args)`. May return early: the first call raises a start-up error."""
         ...
 
-    def gather(self, answers: Sequence[Answer[R]], timeout_s: float | None = None) -> list[R]:
+    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
         """All results, in a thread; the first failure is raised without waiting for the others."""
         ...
 

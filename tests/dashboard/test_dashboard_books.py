@@ -10,11 +10,11 @@ import pytest
 from tiny_runs import select
 
 from headrace.dashboard import books as module
-from headrace.dashboard.answers import read_answer
 from headrace.dashboard.books import (
     LagShares,
     Wanted,
     read_accounts,
+    read_answer,
     read_page,
     read_rewards,
     read_timeline,
@@ -22,9 +22,9 @@ from headrace.dashboard.books import (
 )
 from headrace.ledger.ledger import Ledger
 from headrace.runs.audit import books
-from headrace.runs.show import read_trajectory
-from headrace.runs.tables import accounts
-from headrace.types import StageSpan
+from headrace.runs.show import TokenTexts, TrajectoryDetails
+from headrace.runs.tables import accounts, prompt_ids, tokens, trajectory_facts, why_no_tokens
+from headrace.types import StageSpan, Trajectory
 
 
 def test_accounts_add_up_to_what_was_generated(real_run: Path):
@@ -68,10 +68,10 @@ def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkey
     shares = LagShares()
     update_lag_shares(real_run, shares)
     expected: Counter[tuple[int, int]] = Counter()
-    for step, lag, tokens in select(
+    for step, lag, num_tokens in select(
         real_run, "SELECT trained_step, lag, num_tokens FROM trajectories WHERE state = 'trained'"
     ):
-        expected[(step - 1) // 2, lag] += tokens
+        expected[(step - 1) // 2, lag] += num_tokens
     assert shares.width == 2
     assert shares.tokens == expected
     update_lag_shares(real_run, shares)
@@ -117,53 +117,60 @@ def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, mon
     page, seen = read_page(real_run, Wanted()), []
     assert not page.has_newer
     while True:
-        seen += [line.rowid for line in page.lines]
+        seen += page.places
         if not page.has_older:
             break
-        page = read_page(real_run, Wanted(older_than=page.lines[-1].rowid))
+        page = read_page(real_run, Wanted(older_than=page.places[-1]))
     assert seen == places
-    back = list(page.lines)
+    back = list(page.places)
     while page.has_newer:
-        page = read_page(real_run, Wanted(newer_than=page.lines[0].rowid))
-        back = [*page.lines, *back]
-    assert [line.rowid for line in back] == places
+        page = read_page(real_run, Wanted(newer_than=page.places[0]))
+        back = [*page.places, *back]
+    assert back == places
 
 
 def test_pages_are_filtered(real_run: Path):
-    assert {line.state for line in read_page(real_run, Wanted(state="trained")).lines} == {"trained"}
-    dull = read_page(real_run, Wanted(state="dropped", reason="no_signal")).lines
-    assert {line.drop_reason for line in dull} == {"no_signal"}
-    assert {line.trained_step for line in read_page(real_run, Wanted(step=3)).lines} == {3}
-    assert read_page(real_run, Wanted(state="'; DROP TABLE rows")).lines == []
+    def column(title: str, wanted: Wanted) -> set[str]:
+        return {row[module.PAGE_COLUMNS.index(title)] for row in read_page(real_run, wanted).rows}
+
+    assert column("fate", Wanted(state="trained")) == {"trained"}
+    assert column("fate", Wanted(state="dropped", reason="no_signal")) == {"dropped: no_signal"}
+    assert column("step", Wanted(step=3)) == {"3"}
+    assert column("answer", Wanted(state="'; DROP TABLE rows")) == set()
+
+
+def longest_answer(run: Path) -> tuple[TrajectoryDetails, TokenTexts, Trajectory]:
+    id = select(run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
+    found, texts = read_answer(run, id)
+    assert texts is not None
+    assert found.whole is not None
+    return found, texts, found.whole
 
 
 def test_an_answer_has_its_tokens_with_version_mask_and_log_prob(real_run: Path):
-    id = select(real_run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    answer, whole = read_answer(real_run, id), read_trajectory(real_run, id).whole
-    assert whole is not None
-    assert [token.id for token in answer.tokens] == whole.token_ids.tolist()
-    assert [token.logprob is not None for token in answer.tokens] == whole.sampled.tolist()
-    assert [token.logprob or 0.0 for token in answer.tokens] == whole.logprobs.tolist()
+    found, texts, whole = longest_answer(real_run)
+    shown, told = list(tokens(whole, texts)), trajectory_facts(found)
+    assert [token.id for token in shown] == whole.token_ids.tolist()
+    assert [token.logprob is not None for token in shown] == whole.sampled.tolist()
+    assert [token.logprob or 0.0 for token in shown] == whole.logprobs.tolist()
     versions = [span.version for span in whole.spans for _ in range(span.end - span.start)]
-    assert [token.version for token in answer.tokens if token.logprob is not None] == versions
-    assert "".join(token.text for token in answer.tokens).startswith(answer.prompt or "-")
-    assert "trained on in step" in answer.facts["fate"]
-    reward = answer.facts["reward"].split()[0]
-    assert answer.facts["reward"] == f"{reward}  (score {reward})"
+    assert [token.version for token in shown if token.logprob is not None] == versions
+    assert "".join(token.text for token in shown).startswith(texts.text(prompt_ids(whole)) or "-")
+    assert "trained on in step" in told["fate"]
+    reward = told["reward"].split()[0]
+    assert told["reward"] == f"{reward}  (score {reward})"
 
 
-def test_a_long_answer_is_shown_in_pieces(real_run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.dashboard.answers.TOKENS_SHOWN", 4)
-    id = select(real_run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    whole = read_trajectory(real_run, id).whole
-    assert whole is not None
-    pieces = [read_answer(real_run, id, start).tokens for start in range(0, len(whole.token_ids), 4)]
-    assert [token.id for piece in pieces for token in piece] == whole.token_ids.tolist()
-    assert read_answer(real_run, id, 10**9).tokens == pieces[-1]
+def test_a_long_answer_is_shown_in_pieces(real_run: Path):
+    _, texts, whole = longest_answer(real_run)
+    pieces = [list(tokens(whole, texts, start, 4)) for start in range(0, len(whole.token_ids), 4)]
+    assert [token for piece in pieces for token in piece] == list(tokens(whole, texts))
+    assert {len(piece) for piece in pieces[:-1]} == {4}
 
 
 def test_an_answer_that_was_dropped_says_why(real_run: Path):
     id = select(real_run, "SELECT id FROM trajectories WHERE drop_reason = 'no_signal'")[0][0]
-    answer = read_answer(real_run, id)
-    assert "all answers of its group got the same reward" in answer.facts["fate"]
-    assert "never reached the buffer" in answer.why_no_tokens
+    found, _ = read_answer(real_run, id)
+    assert "all answers of its group got the same reward" in trajectory_facts(found)["fate"]
+    assert found.whole is None
+    assert "never reached the buffer" in why_no_tokens(found)

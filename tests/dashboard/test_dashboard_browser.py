@@ -262,8 +262,6 @@ def test_what_a_policy_writes_is_never_markup(browser: Any, server: Server, real
         ledger.sampled(9)
         ledger.buffered(written)
     id = written.trajectories[0].id
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
-        connection.execute("UPDATE trajectories SET finish = ? WHERE id = ?", (nasty, id))
     shown = nasty.replace("\x1b", "\\x1b")
     for path in (f"/run/nasty/trajectory?id={id}", "/run/nasty/trajectories"):
         page = tab.open(path, "table")
@@ -271,6 +269,8 @@ def test_what_a_policy_writes_is_never_markup(browser: Any, server: Server, real
         assert shown in text_of(page)
         assert page.query_selector(".page img, .page script") is None
         assert "\x1b" not in page.content()
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:  # for the second page
+            connection.execute("UPDATE trajectories SET finish = ? WHERE id = ?", (nasty, id))
     tab.close()
 
 
@@ -324,6 +324,8 @@ def test_the_plan_follows_its_sliders(browser: Any, server: Server):
 def test_the_plan_answers_what_is_typed_and_says_what_is_wrong_beside_it(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
+    page.set_default_timeout(DEADLINE_S * 1000)  # layouts are simulated
+    page.wait_for_function(says("If not Headrace"))
     text = text_of(page)
     said = ("7B on 8 x H100", "placement", "goodput", "dollars a million", "loop.max_lag", "of 80 GB", "publish")
     said += ("Take this", "The bottleneck", "Other layouts", "If not Headrace")

@@ -38,7 +38,7 @@ def test_every_step_is_a_point_while_they_are_few(grow: Callable[..., Path]):
     found = read_series(run, Series())
     assert found.curve("reward_mean") == [(step, step / 10) for step in range(1, 6)]
     assert found.curve("stage_s.rollout") == [(step, 1.5) for step in range(1, 6)]
-    assert found.goodput_curve() == [(step, step / 2.0) for step in range(1, 6)]
+    assert found.curve("goodput") == [(step, step / 2.0) for step in range(1, 6)]
     assert found.goodput() == 15 / 10.0
     assert found.goodput(2) == 9 / 4.0
     assert found.now("reward_mean") == pytest.approx(0.3)

@@ -234,7 +234,7 @@ def test_a_port_in_use_is_named(tmp_path: Path):
 def test_reading_for_the_page_needs_neither_torch_nor_nicegui():
     code = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None, 'nicegui': None}; "
-        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.answers, "
+        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books, "
         "headrace.dashboard.plan, headrace.dashboard.curves, headrace.dashboard.overview"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

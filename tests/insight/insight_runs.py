@@ -1,9 +1,10 @@
-"""A run of three steps in which every second and every token is known."""
+"""Runs made by hand: one of three steps in which every second and every token is known, and ones with given speeds."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from hand_made import group_of, trajectory
@@ -141,3 +142,81 @@ def _row(step: int, generated_tokens: int) -> Row:
         "stage_s": stage_s,
     }
     return row_from_json(json.dumps(known))
+
+
+def made_up_run(
+    run_dir: Path,
+    *,
+    lengths: tuple[int, ...] = (20,) * 8,
+    decode_s: float = 0.01,
+    verdict_s: float = 0.001,
+    train_token_s: float = 1e-4,
+    publish_s: float = 0.001,
+    publish_parts: int = 1,
+    barren: int = 0,
+    settings: tuple[str, ...] = (),
+    num_steps: int = 6,
+) -> Path:
+    """A run at lag 0 with these speeds: pairs of answers are generated, scored by one worker, trained on, published.
+
+    In each step `barren` more pairs got equal rewards and were dropped. A cluster books publishing in several parts.
+    """
+    run_dir.mkdir(parents=True)
+    given = [
+        f"loop.steps={num_steps}",
+        f"loop.groups_per_step={len(lengths) // 2}",
+        "rollout.samples=2",
+        "rollout.max_new_tokens=1000",
+    ]
+    dump(load_config(None, [*given, *settings]), run_dir / "config.toml")
+    clock = SetClock()
+    with Ledger.create(run_dir, clock=clock) as ledger:
+        for step in range(1, num_steps + 1):
+            begin_s, serial = clock.now_s, 100 * step
+            ends_s = [begin_s + (length - 1) * decode_s for length in (*lengths, *lengths[: 2 * barren])]
+            scored_s = _scored_s(ends_s, verdict_s)
+            answers = [
+                (length, float(i % 2 and i < len(lengths)), end_s - begin_s, at_s - begin_s)
+                for i, (length, end_s, at_s) in enumerate(zip((*lengths, *lengths), ends_s, scored_s, strict=False))
+            ]
+            pairs = [tuple(answers[i : i + 2]) for i in range(0, len(answers), 2)]
+            groups = [_group(serial + i, step - 1, begin_s, pair) for i, pair in enumerate(pairs)]
+            trained, dropped = groups[: len(lengths) // 2], groups[len(lengths) // 2 :]
+            for group in groups:
+                ledger.started(2, Attempt(serial=group.serial, number=1, prompt_id="p", wave=step, version=step - 1))
+                ledger.sampled(group.num_sampled_tokens)
+            clock.now_s = max(scored_s)
+            for group in dropped:
+                drops = [replace(_drop(t), num_tokens=t.num_sampled_tokens) for t in group.trajectories]
+                ledger.dropped(drops, source="in_flight", trajectories=group.trajectories, of=(group.serial, 1))
+                ledger.closed(group.serial, 1)
+            spans = [StageSpan(stage="rollout", start_s=begin_s, end_s=max(ends_s), version=step - 1)]
+            for end_s, at_s in zip(ends_s, scored_s, strict=True):
+                spans.append(StageSpan(stage="reward", start_s=end_s, end_s=at_s, version=step - 1))
+            for group in trained:
+                ledger.buffered(group)
+                num_tokens = sum(len(t.token_ids) for t in group.trajectories)
+                spans.append(_next_span(clock, "train", num_tokens * train_token_s, step - 1, f"{num_tokens} tokens"))
+            spans.append(_next_span(clock, "train", 1e-3, step - 1))
+            spans += [_next_span(clock, "publish", publish_s / publish_parts, step) for _ in range(publish_parts)]
+            for group in trained:
+                ledger.trained(group, step=step, lag_of=lambda t: 0)
+            ledger.spans(sorted(spans, key=lambda span: span.end_s))
+            row = _row(step, sum(group.num_sampled_tokens for group in groups))
+            tokens = sum(group.num_sampled_tokens for group in trained)
+            ledger.row(replace(row, wall_s=clock.now_s - begin_s, trained_tokens=tokens))
+    return run_dir
+
+
+def _scored_s(ends_s: list[float], verdict_s: float) -> list[float]:
+    """When one worker, first come, first served, has scored each."""
+    order = sorted(range(len(ends_s)), key=lambda i: ends_s[i])
+    done_s = accumulate((ends_s[i] for i in order), lambda free_s, end_s: max(free_s, end_s) + verdict_s, initial=0.0)
+    by_answer = dict(zip(order, list(done_s)[1:], strict=True))
+    return [by_answer[i] for i in range(len(ends_s))]
+
+
+def _next_span(clock: SetClock, stage: str, seconds: float, version: int, detail: str = "") -> StageSpan:
+    """A span from now on; the clock goes on to its end."""
+    start_s, clock.now_s = clock.now_s, clock.now_s + seconds
+    return StageSpan(stage=stage, start_s=start_s, end_s=clock.now_s, version=version, detail=detail)

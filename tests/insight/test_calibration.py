@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
-from headrace.insight.model_shape import model_shape
 from tiny_runs import Workshop
 from typer.testing import CliRunner
 
@@ -16,7 +15,7 @@ from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import calibrate, decode_speed, service_seconds, training_speed
-from headrace.insight.hardware import find_device
+from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.roofline import decode_step_s, train_s
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 
@@ -103,7 +102,7 @@ def test_speeds_are_worked_out_from_a_model_and_a_device():
     typed = worked_out(Typed(publish_s=3.0), config, Layout(gpus=16, gpus_per_worker=2), model, device)
     assert (typed.mean_tokens, typed.prompt_tokens, typed.publish_s) == (4096.0, 512.0, 3.0)
     full_s = decode_step_s(model, device, batch=256, context_tokens=512 + 2048, tensor_parallel=2)
-    assert typed.rollout_tokens_s == pytest.approx(256 / full_s)
+    assert 256 / typed.rollout_tokens_s + 256 * 2560 * typed.context_s == pytest.approx(full_s)
     assert 1 / typed.train_tokens_s == pytest.approx(train_s(model, device, num_tokens=1, sequence_tokens=4608))
 
 
@@ -185,10 +184,10 @@ def test_a_layout_shares_out_its_gpus():
     assert (layout.rollout_workers, layout.learner_gpus, layout.turns) == (96, 256, False)
     assert Layout(gpus=64, colocated=True).learner_gpus == 64
     typed = Typed(mean_tokens=1000.0, rollout_tokens_s=5120.0, decode_s=0.025, train_tokens_s=1000.0)
-    work, cluster = scenario(load_config(None, ["prompts.source=x.jsonl", "model.path=m"]), typed, layout)
-    assert cluster.decode_s + 256 * cluster.decode_row_s == pytest.approx(256 / 5120)
-    assert cluster.decode_s + cluster.decode_row_s == pytest.approx(0.025)
-    assert cluster.train_token_s == pytest.approx(1 / 1000 / 256)
+    work, machine = scenario(load_config(None, ["prompts.source=x.jsonl", "model.path=m"]), typed, layout)
+    assert machine.decode_s + 256 * machine.decode_row_s == pytest.approx(256 / 5120)
+    assert machine.decode_s + machine.decode_row_s == pytest.approx(0.025)
+    assert machine.train_token_s == pytest.approx(1 / 1000 / 256)
     assert (work.groups_per_step, work.samples) == (16, 8)
     with pytest.raises(ConfigError, match="how fast is the machine"):
         scenario(load_config(None, ["prompts.source=x.jsonl", "model.path=m"]), Typed(mean_tokens=5.0), layout)

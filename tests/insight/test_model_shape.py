@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ModelError
-from headrace.insight.model_shape import ModelShape, from_config, model_shape
+from headrace.insight.hardware import ModelShape, from_config, model_shape
 
 QWEN3_06B = {
     "hidden_size": 1024,

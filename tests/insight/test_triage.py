@@ -1,56 +1,69 @@
-"""Triage: the wall of runs that were built to have one, and the moves against it."""
+"""Triage: the bottleneck of runs whose seconds are made up to have one, and the moves against it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny_runs import Workshop, write_prompts
+from insight_runs import made_up_run
 
-from headrace import api
 from headrace.config import Config, LearnerSection, LoopSection, RolloutSection
 from headrace.errors import ConfigError, RunError
 from headrace.insight.calibration import Calibration
-from headrace.insight.equation import Placement
+from headrace.insight.equation import Bottleneck, Placement
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import Move, _moves, _ranked, triage, triage_typed
-from headrace.insight.walls import Wall
-from headrace.insight.workload import Cluster, Drawn, Workload
+from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.types import StageTimes
 
-STEPS = ("loop.steps=5", "prompts.shuffle=false")
+# A step as it is made up: 0.2 s to generate, 8 ms to score, some 20 ms to train, 1 ms to publish.
+SLOW: dict[Bottleneck, dict[str, Any]] = {
+    Bottleneck.GENERATION: {"decode_s": 0.1},
+    Bottleneck.TAIL: {"lengths": (10,) * 7 + (400,)},
+    Bottleneck.REWARD: {"verdict_s": 0.5},
+    Bottleneck.LEARNER: {"train_token_s": 0.02},
+    Bottleneck.SYNC: {"publish_s": 2.0},
+    Bottleneck.SPARSE: {"barren": 4, "decode_s": 0.001, "lengths": (20,) * 8, "verdict_s": 0.2},
+}
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("walls"))
+@pytest.mark.parametrize("bottleneck", [name for name in SLOW if name is not Bottleneck.SPARSE])
+def test_what_is_slow_is_named(bottleneck: Bottleneck, tmp_path: Path) -> None:
+    found = triage(made_up_run(tmp_path / "run", **SLOW[bottleneck]))
+    assert found.bottleneck is bottleneck
+    measured_s = found.reading.step_s
+    assert measured_s is not None
+    # which groups come together is drawn, so the long answer is not in every simulated step
+    assert found.simulated_s == pytest.approx(measured_s.mean, rel=0.5 if bottleneck is Bottleneck.TAIL else 0.1)
 
 
-def wall_of(workshop: Workshop, name: str, *settings: str, reward: str = "dense") -> tuple[Wall, tuple[Move, ...]]:
-    api.train(workshop.config(name, *STEPS, *settings, reward=reward))
-    found = triage(workshop.directory / name)
-    return found.wall, found.moves
+def test_groups_without_signal_cost_their_part(tmp_path: Path) -> None:
+    """Half of the groups are dropped: with signal in all of them a step would score half as many answers."""
+    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.SPARSE]))
+    assert found.reading.no_signal_share == 0.5
+    assert found.without[Bottleneck.SPARSE] < 0.7 * found.simulated_s
 
 
-def test_slow_verdicts_are_named_and_more_workers_proposed(workshop: Workshop) -> None:
-    prompts = write_prompts(workshop.directory / "late.jsonl", late=[0.5])
-    wall, moves = wall_of(workshop, "slow", f"prompts.source={prompts}", reward="late")
-    assert wall is Wall.REWARD
-    assert moves[0].settings[-1].startswith("reward.workers=")
-    assert moves[0].gain > 1.5
+def test_against_slow_verdicts_more_workers_are_proposed(tmp_path: Path) -> None:
+    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.REWARD]))
+    assert found.moves[0].settings[-1].startswith("reward.workers=")
+    assert found.moves[0].gain > 1.5
 
 
-def test_long_answers_are_named(workshop: Workshop) -> None:
-    wall, _ = wall_of(workshop, "long", "rollout.max_new_tokens=200", "rollout.stop=[]", "rollout.max_running=4")
-    assert wall in (Wall.GENERATION, Wall.TAIL)
+def test_on_a_cluster_publishing_is_counted_by_version_and_workers_are_apart(tmp_path: Path) -> None:
+    """Its publisher books five spans for every version."""
+    cluster = ("place.cluster=ray", "place.layout=disaggregated", "rollout.workers=2")
+    found = triage(made_up_run(tmp_path / "run", publish_s=2.0, publish_parts=5, settings=cluster))
+    assert found.bottleneck is Bottleneck.SYNC
+    measured_s = found.reading.step_s
+    assert measured_s is not None
+    assert found.simulated_s == pytest.approx(measured_s.mean, rel=0.15)
+    assert found.reading.occupancy is not None
+    assert found.reading.occupancy.num_steps == 4
 
 
-def test_heavy_training_is_named(workshop: Workshop) -> None:
-    settings = ("learner.micro_batch_tokens=8", "rollout.max_new_tokens=4", "loop.groups_per_step=8")
-    assert wall_of(workshop, "heavy", *settings)[0] is Wall.LEARNER
-
-
-def test_a_run_without_a_step_says_so(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunError):
         triage(tmp_path)
 
@@ -59,13 +72,13 @@ def test_the_worked_example() -> None:
     """30 + 3 against 8, and 1 to publish: 34 s; a learner twice as fast changes nothing."""
     found = triage_typed(StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0), Placement.OVERLAPPED)
     assert found.step_s[Placement.OVERLAPPED] == 34.0
-    assert found.wall is Wall.GENERATION
+    assert found.bottleneck is Bottleneck.GENERATION
     assert found.moves[0].text == "rollout in half the time"
     assert found.moves[0].step_s == 19.0  # 15 + 3 + 1
-    assert not any("train in half" in move.text for move in found.moves)
+    assert "train in half the time" not in [move.text for move in found.moves]
 
 
-def test_a_step_that_takes_no_time_has_no_wall() -> None:
+def test_a_step_that_takes_no_time_has_no_bottleneck() -> None:
     with pytest.raises(ConfigError, match="every stage takes 0 s"):
         triage_typed(StageTimes(), Placement.COLOCATED)
 
@@ -89,12 +102,12 @@ def test_fuller_passes_are_proposed_where_passes_cost_more_than_tokens() -> None
         loop=LoopSection(groups_per_step=4),
         learner=LearnerSection(micro_batch_tokens=20),
     )
-    cluster = Cluster(
+    machine = Machine(
         rollout_workers=1, rows_per_worker=16, decode_s=1e-3, train_pass_s=0.01, pass_tokens=20, colocated=True
     )
-    work = Workload(groups_per_step=4, samples=4, tokens=Drawn(mean=20.0))
-    calibration = Calibration(workload=work, cluster=cluster, max_lag=0, num_steps=1, step_s=0.18)
-    now = simulate(work, cluster, max_lag=0)
+    work = Workload(groups_per_step=4, samples=4, tokens=LogNormal(mean=20.0))
+    calibration = Calibration(workload=work, machine=machine, max_lag=0, num_steps=1, step_s=0.18)
+    now = simulate(work, machine, max_lag=0)
     found = {move.settings: move for move in _moves(calibration, config, now)}
     fuller = found[("learner.micro_batch_tokens=80",)]
     assert now.step_s - fuller.step_s == pytest.approx(0.12)

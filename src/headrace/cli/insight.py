@@ -223,14 +223,9 @@ def plan_json(question: Question, found: Sequence[LayoutPlan], others: Sequence[
         "model": asdict(question.model),
         "device": question.device.name,
         "num_devices": question.num_devices,
-        "plans": [_plan_plain(plan) for plan in found],
+        "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
         "others": [other.name for other in others],
     }
-
-
-def _plan_plain(plan: LayoutPlan) -> dict[str, Any]:
-    known = asdict(plan)
-    return known | {"wall": known.pop("bottleneck")}
 
 
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
@@ -242,10 +237,10 @@ def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Seq
 
 
 def _plain(one: Simulated) -> dict[str, Any]:
-    return {
-        "max_lag": one.max_lag,
+    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share", "generated_tokens"]
+    same += ["trained_tokens", "buffered_tokens", "in_flight_tokens"]
+    return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
-        "step_s": one.step_s,
         "step_p50_s": one.step_quantile_s(0.5),
         "step_p95_s": one.step_quantile_s(0.95),
         "stage_s": asdict(one.stage_s),
@@ -253,14 +248,6 @@ def _plain(one: Simulated) -> dict[str, Any]:
         "rollout_idle": 1 - one.rollout_busy,
         "learner_idle": 1 - one.learner_busy,
         "reward_idle": None if math.isnan(one.reward_busy) else 1 - one.reward_busy,
-        "lag_mean": one.lag_mean,
-        "lag_max": one.lag_max,
-        "lag_shares": one.lag_shares,
-        "useful_share": one.useful_share,
-        "generated_tokens": one.generated_tokens,
-        "trained_tokens": one.trained_tokens,
         "dropped_tokens": dict(one.dropped_tokens),
-        "buffered_tokens": one.buffered_tokens,
-        "in_flight_tokens": one.in_flight_tokens,
         "failures": one.num_failures,
     }

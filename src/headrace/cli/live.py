@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
@@ -274,16 +274,11 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 def _resample(values: Sequence[float], num_columns: int) -> list[float]:
     """One value per column: means of many, or straight lines between few."""
-    if len(values) > num_columns:
-        edges = [i * len(values) // num_columns for i in range(num_columns + 1)]
-        return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    resampled = []
-    for i in range(num_columns):
-        position = i * (len(values) - 1) / max(num_columns - 1, 1)
-        before = int(position)
-        after = min(before + 1, len(values) - 1)
-        resampled.append(values[before] + (position - before) * (values[after] - values[before]))
-    return resampled
+    if len(values) <= num_columns:
+        places = np.linspace(0, len(values) - 1, num_columns)
+        return list(np.interp(places, np.arange(len(values)), values).tolist())
+    edges = np.arange(num_columns + 1) * len(values) // num_columns
+    return list((np.add.reduceat(values, edges[:-1]) / np.diff(edges)).tolist())
 
 
 def _braille(lifted: Sequence[int], columns: int) -> list[str]:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import rich.table
 from rich.console import Console, RenderableType
@@ -30,6 +31,7 @@ class Glyphs:
 
 FINE = Glyphs(full="█", empty="░", mark="▸", arrow="→", upright="┤", corner="└", level="─")
 ASCII = Glyphs(full="#", empty=".", mark=">", arrow="->", upright="|", corner="+", level="-")
+TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
 
 
 class Paper:
@@ -68,14 +70,19 @@ class Paper:
             self.paragraph(f"{name:<{column}}{value}", hang=column)
 
     def table(self, table: Table, *, indent: int = 2, whole: frozenset[int] = frozenset()) -> None:
-        """Numbers, and the columns in `whole`, are never broken into lines."""
+        """Numbers, and the columns in `whole`, are not broken into lines; where it is tight, their titles are."""
         if table.title:
             self.paragraph(table.title, indent=indent)
-        shown = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        whole, last = whole | table.numeric, len(table.columns) - 1
+        room = self.console.width - indent
         for place, name in enumerate(table.columns):
-            column = rich.table.Column(Text(name), no_wrap=place in table.numeric | whole, overflow="fold")
-            column.justify = "right" if place in table.numeric else "left"
-            shown.columns.append(column)
+            widest = max(map(len, (name, *(row[place] for row in table.rows if place < len(row)))))
+            room -= widest if place in whole else min(widest, TEXT_COLUMNS)
+        shown = rich.table.Table(box=None, pad_edge=False, padding=(0, 2 if room >= 2 * last else 1, 0, 0))
+        for place, name in enumerate(table.columns):
+            title = name.replace(" ", "\n") if place in whole and room < last else name
+            justify: Literal["left", "right"] = "right" if place in table.numeric else "left"
+            shown.add_column(Text(title), justify=justify, no_wrap=place in whole, overflow="fold")
         for row in table.rows:
             shown.add_row(*map(Text, row))
         self.indented(shown, indent)

@@ -94,7 +94,9 @@ def dash(
 def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
     """A line for each, and below what can be done about those that did not finish."""
     rows = tuple(run_row(facts, paper.glyphs.arrow) for facts in found)
-    paper.table(Table(columns=RUN_COLUMNS, rows=rows, numeric=frozenset(range(2, 6))), indent=0)
+    paper.table(
+        Table(columns=RUN_COLUMNS, rows=rows, numeric=frozenset(range(2, 6))), indent=0, whole=frozenset({1, 6})
+    )
     lost = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE) and not f.can_be_resumed]
     for facts in lost[:MOST_PROBLEMS]:
         paper.print()

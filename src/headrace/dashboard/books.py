@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from headrace.dashboard.series import looking_into, when_created
+from headrace.errors import HeadraceError
 from headrace.ledger.ledger import Books
 from headrace.runs.columns import Columns, Numbers, read_spans, read_trajectories, union
+from headrace.runs.show import TokenTexts, TrajectoryDetails, read_trajectory, token_texts
 from headrace.types import STAGES
 
 MOST_SPANS = 20_000  # of a timeline
@@ -24,6 +26,7 @@ MOST_LAG_BUCKETS = 32
 NUM_REWARDS = 1000  # of the first and of the newest answers
 MOST_BARS = 20  # of a histogram
 PAGE_SIZE = 25
+PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,25 +84,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One trajectory in a list; the names are those of its columns."""
-
-    rowid: int
-    id: str
-    num_tokens: int
-    reward: float | None
-    finish: str | None
-    state: str
-    drop_reason: str | None
-    lag: int | None
-    trained_step: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some lines, the newest first, and whether there are more on either side."""
+    """Some trajectories, the newest first, and whether there are more on either side."""
 
-    lines: Sequence[Line]
+    places: Sequence[int]  # in the list of all
+    rows: Sequence[tuple[str, ...]]  # under PAGE_COLUMNS
     has_newer: bool
     has_older: bool
 
@@ -197,20 +186,31 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     }
     given = {text: value for text, value in conditions.items() if value is not None}
     backwards = wanted.newer_than is not None
-    names = [field.name for field in fields(Line)]
     query = (
-        f"SELECT {', '.join(names)} FROM trajectories WHERE {' AND '.join(given) or '1'} "
-        f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
+        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish FROM trajectories "
+        f"WHERE {' AND '.join(given) or '1'} ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
     )
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
     more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
-    lines = [Line(**dict(zip(names, values, strict=True))) for values in (found[::-1] if backwards else found)]
-    return Page(
-        lines=lines,
-        has_newer=more if backwards else wanted.older_than is not None,
-        has_older=True if backwards else more,
-    )
+    found = found[::-1] if backwards else found
+    rows = []
+    for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
+        fate = f"dropped: {reason}" if state == "dropped" else state
+        known = ("" if number is None else str(number) for number in (step, lag))
+        rows.append((id, "-" if reward is None else f"{reward:g}", f"{num_tokens:,}", fate, *known, finish or "-"))
+    newer = more if backwards else wanted.older_than is not None
+    return Page(places=[line[0] for line in found], rows=rows, has_newer=newer, has_older=backwards or more)
+
+
+def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts | None]:
+    """One trajectory, and what its tokens say; None where the run's tokenizer cannot be read."""
+    with looking_into(run_dir):  # what is wrong with the file is said in words
+        found = read_trajectory(run_dir, id)
+    try:
+        return found, token_texts(run_dir)
+    except HeadraceError:
+        return found, None  # the settings, which say where the tokenizer is, cannot be read
 
 
 def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:

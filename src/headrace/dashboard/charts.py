@@ -44,8 +44,10 @@ def lines(curves: Mapping[str, tuple[Points, str]], *, y: str, low: float | None
     return _plane([_line(name, *curve) for name, curve in curves.items()], y=y, low=low)
 
 
-def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], y: str, colour: str) -> Options:
-    """A curve, and a shaded band around it from `low` to `high`; `names` are of the two."""
+def add_band(options: Options, name: str, low: Points, high: Points) -> None:
+    """A shaded band from `low` to `high`, in the colour of the chart's first line."""
+    line = options["series"][0]
+    colour = line["lineStyle"]["color"]
     spread = [
         (place, None if top is None or bottom is None else top - bottom)
         for (place, bottom), (_, top) in zip(low, high, strict=True)
@@ -53,23 +55,17 @@ def band(middle: Points, low: Points, high: Points, *, names: tuple[str, str], y
     unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "lineStyle": {"opacity": 0}}
     unseen |= {"silent": True, "tooltip": {"show": False}}
     shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
-    series = [
-        _line("", low, colour) | unseen,
-        _line(names[1], spread, colour) | unseen | shade,
-        _line(names[0], middle, colour),
-    ]
-    options = _plane(series, y=y, low=None)
-    options["legend"]["data"] = list(names)
-    return options
+    options["series"] = [_line("", low, colour) | unseen, _line(name, spread, colour) | unseen | shade, line]
+    options["legend"] |= {"show": True, "data": [line["name"], name]}
+    options["grid"] = {"top": 60}
 
 
-def with_points(options: Options, name: str, points: Points, colour: str) -> Options:
-    """The chart with single points on top, where there is a value."""
+def add_points(options: Options, name: str, points: Points, colour: str) -> None:
+    """Single points on top, where there is a value."""
     known = [list(point) for point in points if point[1] is not None]
     if known:
         options["series"].append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
         options["legend"]["data"].append(name)
-    return options
 
 
 def sankey(accounts: Sequence[Account]) -> Options:

@@ -140,16 +140,17 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def choice(options: Any, value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
+def choice(options: list[str] | dict[Any, str], value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
     """A list to choose from; `on_change` is told what was chosen."""
     known = value if value in options else None
     chosen = ui.select(options, value=known, label=label, on_change=lambda event: on_change(event.value))
     return chosen.classes("field").props("outlined dense options-dense")
 
 
-def panel(read: Callable[[], Any], draw: Callable[[Any], None]) -> Panel:
-    """What `draw` makes of what `read` found, made anew when that changes."""
-    box = ui.element("div").classes("bare")
+def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str = "") -> Panel:
+    """What `draw` makes of what `read` found, made anew when that changes; before that, the words `meanwhile`."""
+    with ui.element("div").classes("bare") as box:
+        ui.label(meanwhile)
 
     def show(found: Any) -> None:
         box.clear()

@@ -55,15 +55,12 @@ def register(site: Site) -> None:
         "/compare": partial(nicegui_runs.compare, site),
         "/plan": partial(nicegui_plan.plan, site),
         "/run/{name}": partial(nicegui_run.overview, site),
-        "/run/{name}/overview": partial(nicegui_run.overview, site),
-        "/run/{name}/timeline": partial(nicegui_run.timeline, site),
-        "/run/{name}/tokens": partial(nicegui_run.tokens, site),
-        "/run/{name}/lag": partial(nicegui_run.lag, site),
-        "/run/{name}/publish": partial(nicegui_run.publish, site),
-        "/run/{name}/rewards": partial(nicegui_run.rewards, site),
         "/run/{name}/trajectories": partial(nicegui_trajectories.trajectories, site),
         "/run/{name}/trajectory": partial(nicegui_trajectories.trajectory, site),
     }
+    views = (nicegui_run.overview, nicegui_run.timeline, nicegui_run.tokens)
+    for view in (*views, nicegui_run.lag, nicegui_run.publish, nicegui_run.rewards):
+        pages[f"/run/{{name}}/{view.__name__}"] = partial(view, site)
     for path, build in pages.items():
         ui.page(path, response_timeout=BUILD_S)(_clearly(build))
     app.on_page_exception(_unexpected)

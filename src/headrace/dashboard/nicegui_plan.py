@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -59,7 +58,8 @@ async def plan(site: Site, run: str = "") -> None:
             with card("What to change first"):
                 sliders.results()
         form = _Form()
-        await asyncio.gather(sliders.panel.refresh(), form.panel.refresh())
+        await sliders.panel.refresh()
+        ui.timer(0.1, form.changed, once=True)  # layouts are simulated: the page does not wait for that
 
 
 class _Sliders:
@@ -119,8 +119,6 @@ class _Sliders:
 class _Form:
     """A workload, GPUs, and the layout that suits them."""
 
-    panel: Panel
-
     def __init__(self) -> None:
         with card(
             "What would a run need?",
@@ -128,23 +126,23 @@ class _Form:
             "with the speeds of datasheets: the shape of an answer, before anything is paid for.",
         ):
             with ui.element("div").classes("form"):
-                self._device = choice(list(built_in()), "H100", "kind of GPU", self._changed)
+                self._device = choice(list(built_in()), "H100", "kind of GPU", self.changed)
                 self._device.props("hint='to run it on'")
                 self._texts = {
-                    name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self._changed)
+                    name: ui.input(field.label, value=field.value, validation=field.problem, on_change=self.changed)
                     for name, field in FIELDS.items()
                 }
                 for name, field in FIELDS.items():
                     self._texts[name].props(f"outlined dense debounce=200 hint='{field.says}'")
             with ui.element("div").classes("line"):
-                self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self._changed)
-                self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self._changed)
+                self._reference = ui.checkbox("KL penalty (needs a reference policy)", on_change=self.changed)
+                self._adapter = ui.checkbox("train a low-rank adapter only", on_change=self.changed)
         with ui.element("div") as self._results:
-            self.panel = panel(self._read, report)
+            self._panel = panel(self._read, report, "Being worked out: layouts are simulated. That takes some seconds.")
 
-    async def _changed(self, _: object = None) -> None:
+    async def changed(self, _: object = None) -> None:
         self._results.classes("waiting")
-        if await self.panel.changed():
+        if await self._panel.changed():
             self._results.classes(remove="waiting")
 
     def _read(self) -> Report:

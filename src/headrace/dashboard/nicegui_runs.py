@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nicegui import ui
 
 from headrace.config_file import changed, explain
@@ -11,7 +9,6 @@ from headrace.dashboard import charts
 from headrace.dashboard.charts import RUN_COLOURS, Options
 from headrace.dashboard.nicegui_elements import Listing, chart_panel, choice, table_panel
 from headrace.dashboard.nicegui_frame import Panel, card, follow, frame, message
-from headrace.dashboard.series import Series
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
 from headrace.ledger.files import run_config
@@ -19,12 +16,11 @@ from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.report import Section, Table, duration, percent
 from headrace.runs.tables import RUN_COLUMNS, run_row
 
-Points = Callable[[Series], list[tuple[int, float | None]]]
-CURVES: tuple[tuple[str, str, Points], ...] = (
-    ("Reward", "mean reward", lambda series: series.curve("reward_mean")),
-    ("Goodput", "trained tokens per second", Series.goodput_curve),
-    ("Step time", "seconds per step", lambda series: series.curve("wall_s", over="mean")),
-    ("Lag", "mean lag of trained tokens", lambda series: series.curve("lag_mean")),
+CURVES = (  # title, what the axis says, column
+    ("Reward", "mean reward", "reward_mean"),
+    ("Goodput", "trained tokens per second", "goodput"),
+    ("Step time", "seconds per step", "wall_s"),
+    ("Lag", "mean lag of trained tokens", "lag_mean"),
 )
 
 
@@ -103,10 +99,10 @@ def settings_listing(chosen: list[LiveRun]) -> Listing:
     return Listing(table=Table(columns=columns, rows=tuple(rows)), instead="All settings are the same.")
 
 
-def _both(chosen: list[LiveRun], title: str, y: str, curve: Points) -> Panel:
+def _both(chosen: list[LiveRun], title: str, y: str, column: str) -> Panel:
     def read() -> tuple[Options, str]:
         curves = {
-            f"{place}: {live.name}": (curve(live.series()), colour)
+            f"{place}: {live.name}": (live.series().curve(column, over="mean"), colour)
             for place, live, colour in zip((1, 2), chosen, RUN_COLOURS, strict=True)
         }
         return charts.lines(curves, y=y), ""

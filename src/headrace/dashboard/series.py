@@ -23,8 +23,10 @@ from headrace.types import STAGES, StageTimes
 MOST_POINTS = 400  # of a curve
 RECENT_STEPS = 20  # what "now" is in the overview
 
+_DERIVED = {"reward_low": -1, "reward_high": 1}  # the mean reward, and so many standard deviations
 # How the numbers of several rows become one.
-_OVER = {name: metric.over for name, metric in ROW_METRICS.items()} | {f"stage_s.{stage}": "mean" for stage in STAGES}
+_OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
+_OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,10 @@ class Series:
         return int(2 ** max(0, math.ceil(math.log2(max(self.last_step, 1) / MOST_POINTS))))
 
     def curve(self, name: str, scale: float = 1.0, over: str = "") -> list[tuple[int, float | None]]:
-        """The points of one curve; a gap where nothing was measured."""
+        """The points of one curve; a gap where nothing was measured. `goodput` is trained tokens per second."""
+        if name == "goodput":
+            both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
+            return [(step, tokens / wall_s if tokens and wall_s else tokens) for (step, tokens), (_, wall_s) in both]
         steps = self.columns["step"].astype(np.int64)
         begins = np.flatnonzero(np.diff((steps - 1) // self.width, prepend=-1))
         last = steps[np.append(begins[1:], len(steps))[: len(begins)] - 1]
@@ -54,12 +59,6 @@ class Series:
         return [
             (step, value if math.isfinite(value) else None)
             for step, value in zip(last.tolist(), values.tolist(), strict=True)
-        ]
-
-    def goodput_curve(self) -> list[tuple[int, float | None]]:
-        both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
-        return [
-            (step, tokens / wall_s if tokens is not None and wall_s else None) for (step, tokens), (_, wall_s) in both
         ]
 
     def goodput(self, num_steps: int = 0) -> float | None:
@@ -87,7 +86,10 @@ def read_series(run_dir: Path, before: Series) -> Series:
         if last_step == before.last_step:
             return before
         rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
-        columns = {name: np.append(known, rows.column(name)) for name, known in before.columns.items()}
+        new = {name: rows.column(name) for name in ("step", *_OVER) if name not in _DERIVED}
+        for name, sign in _DERIVED.items():
+            new[name] = new["reward_mean"] + sign * new["reward_std"]
+        columns = {name: np.append(known, new[name]) for name, known in before.columns.items()}
         num_damaged = before.num_damaged + int(rows.damaged.sum())
         return Series(created=created, columns=columns, last_step=last_step, num_damaged=num_damaged)
 

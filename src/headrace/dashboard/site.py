@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
+_log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()  # runs are triaged
 
 
@@ -53,6 +55,7 @@ class LiveTriage:
             except HeadraceError as error:
                 found = str(error)
             except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
+                _log.exception("triage of %s", self._path)
                 found = f"This cannot be told: {type(error).__name__}: {error}"
             taken_s = time.monotonic() - begun_s
         with self._lock:

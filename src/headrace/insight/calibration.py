@@ -37,12 +37,7 @@ PASS_STEPS = 5  # a pass of the learner, forward and backward, costs about as mu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What a run consisted of, and how fast its machine was.
-
-    Example:
-        Calibration(workload=Workload(...), machine=Machine(rollout_workers=1, ..., colocated=True), max_lag=0,
-            num_steps=60, step_s=1.31)
-    """
+    """What a run consisted of, and how fast its machine was."""
 
     workload: Workload
     machine: Machine

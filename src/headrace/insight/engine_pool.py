@@ -1,9 +1,9 @@
 """Rollout workers in a simulation, and the virtual clock that they run on.
 
 Only the starts and ends of answers are events, not the tokens between them. All rows of a worker advance together, one
-token in each decode step, and a step's seconds follow from the number of rows. So a worker is a counter of decode
-steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first token comes with its prompt). When rows
-come or go, only the counter's speed changes.
+token in each decode step, and a step's seconds follow from the number of rows and the length of their contexts. So a
+worker is a counter of decode steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first token
+comes with its prompt). When rows come or go, only the counter's speed changes.
 
 The pool has a clock of its own that stands still while it is paused: then nothing has to be scheduled again.
 
@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
@@ -75,58 +77,59 @@ def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
         return runner.run(main)
 
 
+@dataclass(slots=True, eq=False)
 class GroupPart:
     """Answers of one group that start together on one worker."""
 
-    __slots__ = ("lengths", "owner", "worker")
-
-    def __init__(self, owner: object, lengths: Sequence[int]) -> None:
-        self.owner = owner  # the group it belongs to
-        self.lengths = lengths  # of those that run or wait
-        self.worker: SimulatedEngine | None = None  # None while it waits
+    owner: object  # the group it belongs to
+    lengths: Sequence[int]  # of those that run or wait
+    worker: SimulatedEngine | None = None  # None while it waits
 
 
 Running = tuple[float, int, GroupPart, int]  # the worker's step at which it ends, a number, its part, its length
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedEngine:
     """One engine. Times are the pool's."""
 
-    __slots__ = (
-        "at_s",
-        "busy_s",
-        "down",
-        "ends",
-        "hold_s",
-        "number",
-        "sampled",
-        "slow",
-        "stamp",
-        "step_s",
-        "steps",
-    )
-
-    def __init__(self, number: int, slow: float) -> None:
-        self.number, self.slow = number, slow
-        self.ends: list[Running] = []  # a heap of the rows
-        self.steps = 0.0  # decode steps so far
-        self.step_s = 0.0  # of the present batch
-        self.at_s = 0.0  # up to when `steps` is counted
-        self.hold_s = 0.0  # until when it does something else than decode
-        self.busy_s = 0.0
-        self.sampled = 0.0  # tokens
-        self.stamp = 0  # of the newest event
-        self.down = False
+    number: int
+    slow: float  # 1 is full speed
+    context_s: float  # of a decode step, for each token of its rows' contexts
+    ends: list[Running] = field(default_factory=list)  # a heap of the rows
+    level: float = 0.0  # tokens of the rows' contexts, less one for each row and decode step so far
+    steps: float = 0.0  # decode steps so far
+    step_s: float = 0.0  # of the present batch
+    at_s: float = 0.0  # up to when `steps` is counted
+    hold_s: float = 0.0  # until when it does something else than decode
+    busy_s: float = 0.0
+    sampled: float = 0.0  # tokens
+    stamp: int = 0  # of the newest event
+    down: bool = False
 
     def advance(self, now_s: float) -> None:
         """Count the decode steps up to now."""
         since_s = max(self.at_s, self.hold_s)
         if now_s > since_s and self.ends:
-            steps = (now_s - since_s) / self.step_s
+            steps = self._steps_in(now_s - since_s)
             self.steps += steps
             self.sampled += steps * len(self.ends)
             self.busy_s += now_s - since_s
         self.at_s = max(self.at_s, now_s)
+
+    def seconds_of(self, steps: float) -> float:
+        """Of the next decode steps with these rows; each makes every context longer by a token."""
+        rows = len(self.ends)
+        return steps * (self.step_s + self.context_s * (self.level + rows * (self.steps + steps / 2)))
+
+    def _steps_in(self, seconds: float) -> float:
+        """The inverse of `seconds_of`."""
+        rows = len(self.ends)
+        first_s = self.step_s + self.context_s * (self.level + rows * self.steps)
+        growth_s = self.context_s * rows
+        if growth_s * seconds < 1e-12 * first_s**2:
+            return seconds / first_s
+        return (math.sqrt(first_s**2 + 2 * growth_s * seconds) - first_s) / growth_s
 
     def hold(self, seconds: float) -> None:
         """Decode nothing for `seconds`, after what holds it already."""
@@ -149,7 +152,7 @@ class EnginePool:
         machine: Machine,
         rng: np.random.Generator,
         *,
-        prefill_s: float,
+        prompt_tokens: float,
         on_begin: Callable[[GroupPart], None],
         on_end: Callable[[GroupPart, int], None],
         on_lost: Callable[[GroupPart, float], None],
@@ -157,11 +160,15 @@ class EnginePool:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
-        self._machine, self._rng, self._prefill_s = machine, rng, prefill_s
+        self._machine, self._rng, self._prompt_tokens = machine, rng, prompt_tokens
+        self._prefill_s = machine.prefill_s + machine.prefill_token_s * prompt_tokens
         self._on_begin, self._on_end, self._on_lost = on_begin, on_end, on_lost
         slow = set(rng.permutation(machine.rollout_workers)[: round(machine.straggler_share * machine.rollout_workers)])
         factor = machine.straggler_factor
-        self.workers = [SimulatedEngine(i, factor if i in slow else 1.0) for i in range(machine.rollout_workers)]
+        self.workers = [
+            SimulatedEngine(i, by := factor if i in slow else 1.0, by * machine.context_s)
+            for i in range(machine.rollout_workers)
+        ]
         self.num_failures = 0
         self._waiting: deque[GroupPart] = deque()
         self._events: list[tuple[float, int, int]] = []  # when, worker, its stamp: others than the newest are void
@@ -283,6 +290,7 @@ class EnginePool:
         ended = []
         while worker.ends and worker.ends[0][0] <= due + _SAME:
             ended.append(heapq.heappop(worker.ends))
+            worker.level -= self._level(ended[-1])
         self._rows_changed(worker, -len(ended))
         for _, _, part, length in ended:
             self._on_end(part, length)
@@ -300,7 +308,9 @@ class EnginePool:
             worker.sampled += len(part.lengths)
             part.worker = worker
             for length in part.lengths:
-                heapq.heappush(worker.ends, (worker.steps + length - 1, next(self._numbers), part, length))
+                row = (worker.steps + length - 1, next(self._numbers), part, length)
+                heapq.heappush(worker.ends, row)
+                worker.level += self._level(row)
             self._rows_changed(worker, len(part.lengths))
             self._on_begin(part)
 
@@ -317,8 +327,12 @@ class EnginePool:
     def _set_rows(self, worker: SimulatedEngine, rows: list[Running]) -> None:
         change = len(rows) - len(worker.ends)
         worker.ends = rows
+        worker.level = sum(map(self._level, rows))
         heapq.heapify(rows)
         self._rows_changed(worker, change)
+
+    def _level(self, row: Running) -> float:
+        return self._prompt_tokens + row[3] - row[0]
 
     def _rows_changed(self, worker: SimulatedEngine, change: int) -> None:
         """The worker has `change` rows more, and another speed."""
@@ -336,7 +350,7 @@ class EnginePool:
         worker.stamp += 1
         if worker.ends:
             start_s = max(worker.at_s, worker.hold_s)
-            at_s = start_s + max(0.0, worker.ends[0][0] - worker.steps) * worker.step_s
+            at_s = start_s + worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
             heapq.heappush(self._events, (at_s, worker.number, worker.stamp))
 
     def _disarm(self) -> None:

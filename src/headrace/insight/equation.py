@@ -66,11 +66,7 @@ BOTTLENECK_OF_STAGE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a bottleneck looks like and what to try, the first first.
-
-    Example:
-        Advice(sign="the learner waits while few answers are still being decoded", moves=("loop.max_lag=1: ...",))
-    """
+    """What a bottleneck looks like and what to try, the first first."""
 
     sign: str
     moves: tuple[str, ...]

@@ -11,12 +11,7 @@ SMALL, LARGE = 7e9, 70e9  # weights: what one GPU trains comfortably, and what n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """One system and the workload it was made for.
-
-    Example:
-        Framework(name="AReaL", bottlenecks=(Bottleneck.TAIL,), fits="long reasoning",
-            mind="watch the reward at equal compute")
-    """
+    """One system and the workload it was made for."""
 
     name: str
     bottlenecks: tuple[Bottleneck, ...]  # that it attacks, the first most of all

@@ -34,12 +34,7 @@ from headrace.errors import ConfigError, ModelError
 
 
 class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """One accelerator, or one core of a CPU.
-
-    Example:
-        Accelerator(name="H100", memory_bytes=80e9, memory_bytes_per_s=3.35e12, flops_per_s=989e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=50e9, dollars_per_hour=3.0)
-    """
+    """One accelerator, or one core of a CPU."""
 
     name: str
     memory_bytes: PositiveFloat
@@ -147,12 +142,7 @@ def _letters(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A dense model, or a mixture of experts.
-
-    Example:
-        ModelShape(name="7B", num_params=7.62e9, num_active_params=7.62e9, num_layers=28, hidden_size=3584,
-                   attention_size=3584, kv_size=1024)
-    """
+    """A dense model, or a mixture of experts."""
 
     name: str
     num_params: float

@@ -27,12 +27,7 @@ RECENT_STEPS = 10  # rates are over these, so that they follow the run without j
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One family of samples, by their labels.
-
-    Example:
-        Metric(name="headrace_dropped_tokens_total", kind="counter", help="Tokens not trained on, by reason.",
-            samples={(("reason", "stale"),): 5120.0})
-    """
+    """One family of samples, by their labels."""
 
     name: str
     kind: Literal["counter", "gauge"]

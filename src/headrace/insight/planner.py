@@ -45,12 +45,7 @@ GRADIENT_BYTES = 4  # of a weight: each rank of this system's learner holds all 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A workload and what there is to run it on.
-
-    Example:
-        Question(model=model_shape("70B"), device=find_device("H100"), num_devices=64, num_prompts=64, num_samples=16,
-            lengths=LogNormal(mean=8000, cv=1.0), reward_s=4.0, max_lag=4)
-    """
+    """A workload and what there is to run it on."""
 
     model: ModelShape
     device: Accelerator
@@ -80,11 +75,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Who gets how many devices. Colocated: both get all.
-
-    Example:
-        Split(placement=Placement.OVERLAPPED, rollout_devices=48, learner_devices=16, tensor_parallel=4)
-    """
+    """Who gets how many devices. Colocated: both get all."""
 
     placement: Placement
     rollout_devices: int
@@ -98,14 +89,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """A layout and what it comes to.
-
-    Example:
-        LayoutPlan(layout=Split(...), max_lag=4, times=StageTimes(...), step_s=41.0, goodput=190_000.0,
-            bottleneck=Bottleneck.GENERATION, dollars_per_million=0.3, lag=1.4, rollout_bill=MemoryBill(...),
-            learner_bill=MemoryBill(...), num_running=96, recomputes=True, transfer=Transfer(...),
-            sync=SyncTimes(...), risks=("...",))
-    """
+    """A layout and what it comes to."""
 
     layout: Split
     max_lag: int
@@ -342,14 +326,21 @@ def _machine(question: Question, split: Split, num_running: int, recomputes: boo
 def _least_s(question: Question, machine: Machine, *, may_lag: bool) -> float:
     """A step takes at least what generation or the learner alone takes; without lag, both."""
     prompt_tokens = question.num_prompts * question.prompt_tokens
-    decode_s = (machine.decode_s + machine.decode_row_s * machine.rows_per_worker) / machine.rows_per_worker
     tokens = question.num_answers * question.lengths.cut_mean
-    rollout_s = (tokens * decode_s + prompt_tokens * machine.prefill_token_s) / machine.rollout_workers
+    rollout_s = (
+        tokens * _full_step_s(question, machine) / machine.rows_per_worker + prompt_tokens * machine.prefill_token_s
+    ) / machine.rollout_workers
     learner_s = (tokens + question.num_samples * prompt_tokens) * (machine.train_token_s + machine.reference_token_s)
     learner_s += machine.publish_s
     if may_lag:
         return max(rollout_s, learner_s)
     return max(rollout_s, _longest_tokens(question) * machine.decode_s) + learner_s
+
+
+def _full_step_s(question: Question, machine: Machine) -> float:
+    """Seconds of a decode step with every row, half-way through its answer."""
+    row_s = machine.decode_row_s + machine.context_s * (question.prompt_tokens + question.lengths.cut_mean / 2)
+    return machine.decode_s + row_s * machine.rows_per_worker
 
 
 def _played(question: Question, found: _Fitting) -> LayoutPlan:
@@ -403,6 +394,7 @@ def _simulated(question: Question, machine: Machine, max_lag: int) -> tuple[Simu
             machine,
             rows_per_worker=rows,
             decode_row_s=machine.decode_row_s * machine.rows_per_worker / rows,
+            context_s=machine.context_s * machine.rows_per_worker / rows,
             prefill_token_s=machine.prefill_token_s * parts,
             train_token_s=machine.train_token_s * parts,
             reference_token_s=machine.reference_token_s * parts,
@@ -426,7 +418,7 @@ def _bottleneck(question: Question, machine: Machine, run: Simulated) -> Bottlen
     training_s = times.train + times.reference
     if training_s + times.publish >= LEARNER_BUSY * run.step_s:
         return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
-    answer_s = question.lengths.cut_mean * (machine.decode_s + machine.decode_row_s * machine.rows_per_worker)
+    answer_s = question.lengths.cut_mean * _full_step_s(question, machine)
     return Bottleneck.REWARD if question.reward_s > answer_s else Bottleneck.GENERATION
 
 

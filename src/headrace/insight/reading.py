@@ -40,11 +40,7 @@ TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A distribution in a few numbers.
-
-    Example:
-        Spread(count=7424, mean=212.0, cv=0.8, p50=160.0, p95=610.0, p99=1004.0, max=1024.0)
-    """
+    """A distribution in a few numbers."""
 
     count: int
     mean: float
@@ -68,11 +64,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """Workers that do one kind of work, and how much of the time they had none.
-
-    Example:
-        PoolUse(name="reward", worker="local", num_workers=4, idle_share=0.91)
-    """
+    """Workers that do one kind of work, and how much of the time they had none."""
 
     name: str
     worker: str
@@ -82,12 +74,7 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """How the stages of some steps lay side by side. Seconds are totals over these steps.
-
-    Example:
-        Occupancy(num_steps=58, wall_s=81.2, busy_s=79.0, stage_s=StageTimes(rollout=52.0, reward=14.5, train=26.0),
-            pools=(PoolUse(...), PoolUse(...)), stall_s=0.3)
-    """
+    """How the stages of some steps lay side by side. Seconds are totals over these steps."""
 
     num_steps: int
     wall_s: float
@@ -110,15 +97,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One run. `num_steps` and the restarts are of all of it, the rest is about its `measured_steps`.
-
-    Example:
-        Reading(run_dir=Path("runs/a"), config=Config(...), num_steps=60, num_restarts=1, redone_steps=7,
-            measured_steps=range(3, 61), wall_s=81.2, step_s=Spread(...), stage_s=StageTimes(rollout=0.9, train=0.45),
-            stage_p50_s=StageTimes(...), stage_p95_s=StageTimes(...), occupancy=Occupancy(...), trained_tokens=118_784,
-            dropped_tokens={"no_signal": 9_000}, answer_tokens=Spread(...), tail_s=Spread(...), verdict_s=Spread(...),
-            no_signal_share=0.12, lag_mean=0.9, lag_max=2, ratio_outside=0.001, effective_samples=0.998, preemptions=0)
-    """
+    """One run. `num_steps` and the restarts are of all of it, the rest is about its `measured_steps`."""
 
     run_dir: Path
     config: Config

@@ -58,9 +58,6 @@ class Efficiency:
 
     The defaults for decoding are those of Headrace's engine on one H200 with models of 28 layers (docs/results/gpu.md).
     Its learner reached an MFU of 0.46 and 0.55 there; spread over many GPUs 0.35 to 0.45 is usual.
-
-    Example:
-        Efficiency(bandwidth=0.7, mfu=0.5)
     """
 
     bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
@@ -131,11 +128,7 @@ def train_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBill:
-    """Bytes on one device, by what they are for. Bills of stages that share a device add up.
-
-    Example:
-        MemoryBill(weight_bytes=17.5e9, kv_bytes=40e9)
-    """
+    """Bytes on one device, by what they are for. Bills of stages that share a device add up."""
 
     weight_bytes: float = 0.0  # to decode or score with
     training_bytes: float = 0.0  # weights, gradients, optimizer
@@ -209,11 +202,7 @@ class WireFormat(StrEnum):
 
 @checked(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """How weights travel.
-
-    Example:
-        Transfer(num_copies=8, num_learners=8, bucket_bytes=512e6, relay=True)
-    """
+    """How weights travel."""
 
     num_copies: PositiveInt = 1  # engines that need them
     num_learners: PositiveInt = 1  # devices that hold a part each
@@ -230,11 +219,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncTimes:
-    """Seconds of the four operations, and what they come to.
-
-    Example:
-        SyncTimes(gather_s=0.3, cast_s=0.0, broadcast_s=2.8, reshard_s=0.2, num_buckets=280)
-    """
+    """Seconds of the four operations, and what they come to."""
 
     gather_s: float
     cast_s: float

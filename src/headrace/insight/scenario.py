@@ -27,12 +27,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """Numbers that somebody typed; 0 where they said nothing.
-
-    Example:
-        Typed(mean_tokens=8000.0, cv=1.0, reward_s=1.0, reward_p95_s=4.0, decode_s=0.02, rollout_tokens_s=6000.0,
-            train_tokens_s=9000.0, publish_s=2.0)
-    """
+    """Numbers that somebody typed; 0 where they said nothing."""
 
     mean_tokens: float = 0.0
     cv: float = 0.0
@@ -42,6 +37,7 @@ class Typed:
     decode_s: float = 0.0  # one decode step of a rollout worker with a single row
     rollout_tokens_s: float = 0.0  # a rollout worker with all its rows
     train_tokens_s: float = 0.0  # one GPU of the learner
+    context_s: float = 0.0  # a token of a running row, in each decode step
     prefill_token_s: float = 0.0  # a token of a prompt, on a rollout worker
     publish_s: float = 0.0
     straggler_share: float = 0.0  # of the rollout workers
@@ -52,11 +48,7 @@ class Typed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all of them.
-
-    Example:
-        Layout(gpus=1024, gpus_per_worker=8, rollout_share=0.75)
-    """
+    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all of them."""
 
     gpus: int = 1
     gpus_per_worker: int = 1
@@ -91,11 +83,6 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
         one = replace(one, publish_s=typed.publish_s)
     if run is not None:
         one = with_speeds(one, typed)
-    if not (0 <= typed.straggler_share <= 1 <= typed.straggler_factor):
-        raise ConfigError(
-            f"{typed.straggler_share:g} of the rollout workers slower by a factor of {typed.straggler_factor:g}: it is "
-            "a share from 0 to 1, and a factor of at least 1"
-        )
     learner = layout.learner_gpus
     return work, replace(
         one,
@@ -136,6 +123,7 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
         prompt_tokens=prompt_tokens,
         decode_s=typed.decode_s or (known.decode_s if not typed.rollout_tokens_s else 0.0),
         rollout_tokens_s=typed.rollout_tokens_s or known.rollout_tokens_s,
+        context_s=0.0 if typed.rollout_tokens_s else known.context_s,
         train_tokens_s=typed.train_tokens_s or known.train_tokens_s,
         prefill_token_s=known.prefill_token_s,
         publish_s=typed.publish_s or (0.0 if layout.turns else sync_times(model, device, transfer).total_s),
@@ -151,18 +139,25 @@ def speeds(
     mean_tokens: float,
     gpus_per_worker: int,
 ) -> Typed:
-    """What a device does with a model, by the datasheet: the same numbers for `simulate` and for `plan`."""
-    context_tokens, sequence_tokens = prompt_tokens + mean_tokens / 2, prompt_tokens + mean_tokens
+    """What a device does with a model, by the datasheet: the same numbers for `simulate` and for `plan`.
 
-    def decode_s(batch: int) -> float:
+    `context_s` counts the contexts of the rows, and the other decode times are without them. So a full step half-way
+    through its answers takes what the datasheet says, whether reading or computing binds it.
+    """
+
+    def decode_s(batch: int, context_tokens: float = 0.0) -> float:
         return decode_step_s(model, device, batch=batch, context_tokens=context_tokens, tensor_parallel=gpus_per_worker)
 
+    half_way, alone_s = prompt_tokens + mean_tokens / 2, decode_s(1)
+    context_s = (decode_s(1, 1e6) - alone_s) / 1e6
+    full_s = max(alone_s, decode_s(rows, half_way) - rows * half_way * context_s)
     return Typed(
         mean_tokens=mean_tokens,
         prompt_tokens=prompt_tokens,
-        decode_s=decode_s(1),
-        rollout_tokens_s=rows / decode_s(rows),
-        train_tokens_s=1 / train_s(model, device, num_tokens=1, sequence_tokens=sequence_tokens),
+        decode_s=alone_s,
+        rollout_tokens_s=rows / full_s,
+        context_s=context_s,
+        train_tokens_s=1 / train_s(model, device, num_tokens=1, sequence_tokens=prompt_tokens + mean_tokens),
         prefill_token_s=forward_s(
             model, device, num_tokens=1, sequence_tokens=prompt_tokens, num_devices=gpus_per_worker
         ),
@@ -226,15 +221,15 @@ def with_speeds(machine: Machine, typed: Typed) -> Machine:
     if typed.rollout_tokens_s:
         full_s = machine.rows_per_worker / typed.rollout_tokens_s  # a step with every row
         alone_s = typed.decode_s or full_s
-        if alone_s > full_s:
+        if alone_s > full_s * (1 + 1e-9):  # rounding apart
             raise ConfigError(
                 f"{typed.rollout_tokens_s:g} tokens a second with {machine.rows_per_worker} rows make a decode step of "
                 f"{full_s:.4g} s; with a single row it cannot take longer ({alone_s:g} s)"
             )
-        row_s = (full_s - alone_s) / max(1, machine.rows_per_worker - 1)
+        row_s = max(0.0, full_s - alone_s) / max(1, machine.rows_per_worker - 1)
         machine = replace(machine, decode_s=alone_s - row_s, decode_row_s=row_s)
-    if typed.prefill_token_s:
-        machine = replace(machine, prefill_token_s=typed.prefill_token_s)
+    if typed.rollout_tokens_s:
+        machine = replace(machine, context_s=typed.context_s, prefill_token_s=typed.prefill_token_s)
     if typed.train_tokens_s:
         machine = replace(machine, train_token_s=1 / typed.train_tokens_s, train_pass_s=0.0)
     return machine

@@ -30,12 +30,7 @@ _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One optimizer step.
-
-    Example:
-        SimulatedStep(wall_s=34.0, stage_s=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0),
-            trained_tokens=120000, lags={0: 20000, 1: 100000}, buffered_groups=12)
-    """
+    """One optimizer step."""
 
     wall_s: float
     stage_s: StageTimes
@@ -46,13 +41,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What came of a simulated run. Means leave out the steps in which the pipeline fills; the books have everything.
-
-    Example:
-        Simulated(max_lag=1, steps=(SimulatedStep(...), ...), num_filling=2, wall_s=690.0, rollout_busy=0.97,
-            learner_busy=0.24, reward_busy=0.1, generated_tokens=2600000, trained_tokens=2400000,
-            dropped_tokens={"no_signal": 120000}, buffered_tokens=60000, in_flight_tokens=20000, num_failures=0)
-    """
+    """What came of a simulated run. Means leave out the steps in which the pipeline fills."""
 
     max_lag: int
     steps: tuple[SimulatedStep, ...]
@@ -208,7 +197,7 @@ class _Simulation:
         self.pool = EnginePool(
             machine,
             np.random.default_rng([seed, 1]),
-            prefill_s=machine.prefill_s + machine.prefill_token_s * workload.prompt_tokens,
+            prompt_tokens=workload.prompt_tokens,
             on_begin=self._on_begin,
             on_end=self._on_end,
             on_lost=self._on_lost,

@@ -1,21 +1,18 @@
 """A run as a timeline that ui.perfetto.dev and chrome://tracing open: the trace event format, as a JSON object.
 
-Events are merged in the order of their times and written one by one. Each stage of each worker has a track, and another
-one where its spans overlap: on one track spans must lie inside each other or apart. Times are microseconds on the run's
-clock.
+Each stage of each worker has a track, and another one where its spans overlap: on one track spans must lie inside each
+other or apart. Times are microseconds on the run's clock.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import math
 import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from headrace.types import STAGES
 
 TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
-COUNTER_US = 1000  # a counter is written at most once in so many microseconds
+COUNTER_US = 1000  # a counter is written at most once in this time
 
 Event = dict[str, Any]
 
@@ -45,84 +42,58 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
     with reading(run_dir) as connection:
         events = trace_events(connection)
-        first = list(itertools.islice(events, 1))  # what is wrong with the run shows before there is a file
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.write('{"displayTimeUnit": "ms", "otherData": ')
-                file.write(json.dumps({"run": str(run_dir.resolve())}) + ', "traceEvents": [')
-                num_events = 0
-                for event in itertools.chain(first, events):
-                    file.write(",\n" if num_events else "\n")
-                    file.write(json.dumps(event))
-                    num_events += 1
-                file.write("\n]}\n")
-            unfinished.replace(path)
-        except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return path, num_events
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps({"run": str(run_dir.resolve())}))
+            file.write(', "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path, len(events)
 
 
-def trace_events(connection: sqlite3.Connection) -> Iterator[Event]:
+def trace_events(connection: sqlite3.Connection) -> list[Event]:
     """All events by time; a track's names come before its first event."""
-    tracks = _Tracks()
-    rows = RowColumns.read(connection)
+    rows, spans = RowColumns.read(connection), read_spans(connection)
     times = StepTimes.read(connection, rows)
-    spans = read_spans(connection)
-    published = spans.where(spans["stage"] == "publish")
-    streams = [
-        _stage_events(spans, tracks),
-        _version_events(published.where(np.argsort(published["end_s"], kind="stable"))),
-        _restart_events(connection),
-        _account_events(connection),
-        *([_step_events(rows, times), _step_counters(rows, times)] if times else []),
-    ]
-    for event in heapq.merge(*streams, key=lambda event: event["ts"]):
-        yield from tracks.place(event)
+    found = [*_stage_events(spans), *_version_events(spans), *_restart_events(connection)]
+    found += _account_events(connection)
+    if times is not None:
+        found += [*_step_events(rows, times), *_step_counters(rows, times)]
+    return list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
 
 
-@dataclass(slots=True)
-class _Tracks:
-    """Numbers for processes and threads, handed out when they are first met."""
-
-    _pids: dict[str, int] = field(default_factory=dict)
-    _tids: dict[tuple[str, str], int] = field(default_factory=dict)
-    _ends_us: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
-
-    def lane(self, process: str, thread: str, start_us: int, end_us: int) -> str:
-        """The thread's name, with a number where spans before this one go on: on the first track that is free."""
-        ends_us = self._ends_us[process, thread]
-        for number, until_us in enumerate(ends_us):
-            if until_us <= start_us:
-                ends_us[number] = end_us
-                return f"{thread} {number + 1}" if number else thread
-        ends_us.append(end_us)
-        return f"{thread} {len(ends_us)}" if len(ends_us) > 1 else thread
-
-    def place(self, event: Event) -> Iterator[Event]:
-        """The event with the numbers of the process and thread it names; before it their names, if they are new."""
+def _numbered(events: list[Event]) -> Iterator[Event]:
+    """Processes and threads by number; before the first event of each, its name."""
+    pids: dict[str, int] = {}
+    tids: dict[tuple[str, str], int] = {}
+    for event in events:
         process, thread = event["pid"], event["tid"]
-        if process not in self._pids:
-            self._pids[process] = len(self._pids) + 1
-            yield _name("process_name", self._pids[process], 0, name=process)
-            yield _name("process_sort_index", self._pids[process], 0, sort_index=_order(process))
-        pid = self._pids[process]
-        if (process, thread) not in self._tids:
-            tid = self._tids[process, thread] = len(self._tids) + 1
-            yield _name("thread_name", pid, tid, name=thread)
-            yield _name("thread_sort_index", pid, tid, sort_index=tid)
-        yield event | {"pid": pid, "tid": self._tids[process, thread]}
+        if process not in pids:
+            pid = pids[process] = len(pids) + 1
+            yield _name("process_name", pid, 0, name=process)
+            order = next(i for i, kind in enumerate((_RUN, DEVICE, REWARD)) if process.startswith(kind))
+            yield _name("process_sort_index", pid, 0, sort_index=order)
+        if (process, thread) not in tids:
+            tid = tids[process, thread] = len(tids) + 1
+            yield _name("thread_name", pids[process], tid, name=thread)
+            yield _name("thread_sort_index", pids[process], tid, sort_index=tid)
+        yield event | {"pid": pids[process], "tid": tids[process, thread]}
 
 
-def _stage_events(spans: Columns, tracks: _Tracks) -> Iterator[Event]:
-    """Every span, on the track of its stage and worker."""
+def _stage_events(spans: Columns) -> Iterator[Event]:
+    """Every span, on the first free track of its stage and worker."""
     spans = spans.where(np.lexsort((-spans["end_s"], spans["start_s"])))
     names = ("stage", "worker", "version", "start_s", "end_s", "detail")
+    tracks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # until when each is taken
     for stage, worker, version, start_s, end_s, detail in zip(*(spans[name].tolist() for name in names), strict=True):
         start_us, end_us = _us(start_s), max(_us(start_s), _us(end_s))
-        process = f"{REWARD if stage == REWARD else DEVICE} ({worker})"
+        taken_us = tracks[stage, worker]
+        number = next((i for i, until_us in enumerate(taken_us) if until_us <= start_us), len(taken_us))
+        taken_us[number : number + 1] = [end_us]
         args: Event = {"version": None if math.isnan(version) else int(version)}
         yield {
             "name": stage,
@@ -130,14 +101,15 @@ def _stage_events(spans: Columns, tracks: _Tracks) -> Iterator[Event]:
             "ph": "X",
             "ts": start_us,
             "dur": end_us - start_us,
-            "pid": process,
-            "tid": tracks.lane(process, stage, start_us, end_us),
+            "pid": f"{REWARD if stage == REWARD else DEVICE} ({worker})",
+            "tid": f"{stage} {number + 1}" if number else stage,
             "args": args | ({"detail": detail} if detail else {}),
         }
 
 
-def _version_events(published: Columns) -> Iterator[Event]:
+def _version_events(spans: Columns) -> Iterator[Event]:
     """A mark where each version was published."""
+    published = spans.where(spans["stage"] == "publish")
     for version, end_s in zip(published["version"].tolist(), published["end_s"].tolist(), strict=True):
         yield _mark(f"version {version:.0f}", end_s, "p", {"version": int(version)})
 
@@ -221,10 +193,6 @@ def _mark(name: str, at_s: float, scope: str, args: dict[str, Any]) -> Event:
 
 def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
-
-
-def _order(process: str) -> int:
-    return next(i for i, name in enumerate((_RUN, DEVICE, REWARD)) if process.startswith(name))
 
 
 def _us(at_s: float) -> int:

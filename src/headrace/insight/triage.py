@@ -38,11 +38,7 @@ NO_TIME_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Something to change, and what it would bring.
-
-    Example:
-        Move(text="more processes that score", settings=("reward.workers=4",), step_s=1.2, gain=1.9)
-    """
+    """Something to change, and what it would bring."""
 
     text: str
     settings: tuple[str, ...]  # empty: not a matter of settings
@@ -52,12 +48,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """The verdict on a run.
-
-    Example:
-        Triage(reading=Reading(...), bottleneck=Bottleneck.REWARD, without={Bottleneck.REWARD: 0.9, ...},
-            simulated_s=2.2, moves=(Move(...),))
-    """
+    """The verdict on a run."""
 
     reading: Reading
     bottleneck: Bottleneck
@@ -70,13 +61,7 @@ class Triage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedTriage:
-    """The verdict on five numbers.
-
-    Example:
-        TypedTriage(times=StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0),
-            placement=Placement.OVERLAPPED, step_s={Placement.OVERLAPPED: 34.0, ...},
-            bottleneck=Bottleneck.GENERATION, moves=(Move(...),))
-    """
+    """The verdict on five numbers."""
 
     times: StageTimes
     placement: Placement
@@ -127,7 +112,7 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
 def _without_each(calibration: Calibration) -> dict[Bottleneck, float]:
     """How long a step would be if one thing cost nothing."""
     work, machine = calibration.workload, calibration.machine
-    idle = replace(machine, decode_s=NO_TIME_S, decode_row_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
+    idle = replace(machine, decode_s=NO_TIME_S, decode_row_s=0.0, context_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
     cases: dict[Bottleneck, tuple[Workload, Machine]] = {
         Bottleneck.GENERATION: (work, idle),
         Bottleneck.REWARD: (replace(work, reward_s=LogNormal(mean=0.0)), machine),

@@ -34,9 +34,6 @@ class LogNormal:
     """Numbers with this mean and coefficient of variation (standard deviation / mean; 0: always the mean).
 
     What is above `cap` is cut to it: `mean` and `cv` are those before the cut, `cut_mean` is what is left of the mean.
-
-    Example:
-        LogNormal(mean=800, cv=1.0, cap=4096)
     """
 
     mean: float
@@ -116,11 +113,7 @@ def _simpson(values: Numbers, width: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Numbers that were seen, group by group: answers to one prompt are alike, and they are drawn together.
-
-    Example:
-        Recorded(groups=(np.array([212.0, 198.0]), np.array([31.0, 40.0])))
-    """
+    """Numbers that were seen, group by group: answers to one prompt are alike, and they are drawn together."""
 
     groups: tuple[Numbers, ...]
 
@@ -136,12 +129,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step consists of.
-
-    Example:
-        Workload(groups_per_step=512, samples=16, tokens=LogNormal(mean=4096.0, cv=1.0, cap=32768.0),
-            reward_s=LogNormal.of_p95(1.0, 4.0), prompt_tokens=512.0, no_signal_share=0.3)
-    """
+    """What a step consists of."""
 
     groups_per_step: int
     samples: int
@@ -169,16 +157,13 @@ class Machine:
     A rollout worker is one engine, on one or more GPUs; the learner is one pool that works as one. With `colocated`
     they take turns on the same devices, as in one process; else they are apart. With `batchwise` generation goes batch
     by batch: the next one begins when the last answer of this one is scored. Else free rows are filled at once.
-
-    Example:
-        Machine(rollout_workers=96, rows_per_worker=256, decode_s=0.02, decode_row_s=5e-5, prefill_token_s=1e-5,
-            train_token_s=2e-7, optimizer_s=0.5, publish_s=2.0, reward_workers=64)
     """
 
     rollout_workers: int
     rows_per_worker: int
     decode_s: float  # of one decode step, whatever its batch
     decode_row_s: float = 0.0  # on top, for each row of the batch
+    context_s: float = 0.0  # on top, for each token that these rows have, prompt and sampled
     prefill_s: float = 0.0  # of a group's prompt, which is computed once
     prefill_token_s: float = 0.0  # on top, for each of its tokens
     train_token_s: float = 0.0  # forward and backward, of the whole learner, prompt tokens too

@@ -11,7 +11,7 @@ from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
 from headrace.learner.intake import Intake
 from headrace.learner.sharding import split
-from headrace.roles import Answer, Cluster, Trainer, Worker
+from headrace.roles import Cluster, Reply, Trainer, Worker
 from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
@@ -112,7 +112,7 @@ class Ranks:
 
     # ---- inside
 
-    def gather(self, answers: Sequence[Answer[R]]) -> list[R]:
+    def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
         """All results. A rank that is lost makes it a `LearnerLostError`."""
         try:
             return self._cluster.gather(answers)

@@ -17,7 +17,7 @@ from headrace.errors import PublishError, WorkerLostError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.publish.publisher import OPERATIONS, with_receivers
-from headrace.roles import Answer, Sampler, Trainer, Worker
+from headrace.roles import Reply, Sampler, Trainer, Worker
 from headrace.types import PublishTimes, StageSpan, Ticket
 
 TRIES = 3
@@ -104,7 +104,7 @@ class WeightPublisher:
         return failed
 
     def _heard(
-        self, answers: dict[Worker[Sampler], Answer[R]], failed: dict[Worker[Sampler], Exception] | None = None
+        self, answers: dict[Worker[Sampler], Reply[R]], failed: dict[Worker[Sampler], Exception] | None = None
     ) -> dict[Worker[Sampler], R]:
         """Collect the answers. Workers that fail go into `failed`; without it they are given up at once."""
         found = {}

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from headrace.errors import ConfigError, HeadraceError, WorkerLostError
 from headrace.place.device import DeviceThread
 from headrace.place.memory import STEPS, memory_for
-from headrace.roles import Answer
+from headrace.roles import Reply
 
 R = TypeVar("R")
 START_TIMEOUT_S = 300.0  # until a worker's process is up and its model loaded
@@ -66,7 +66,7 @@ class _Host:
             raise self._failure
 
 
-class RayAnswer:
+class RayReply:
     """An object reference, with errors in our words."""
 
     def __init__(self, ref: Any, worker: str) -> None:
@@ -97,29 +97,29 @@ class RayWorker:
     def __init__(self, name: str, handle: Any, place: int = 0) -> None:
         self.name, self.node, self.pid = name, "", 0
         self._handle, self._place = handle, place
-        self._made: RayAnswer | None = None
+        self._made: RayReply | None = None
 
-    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayAnswer:
+    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
         """Call the object's method of that name."""
-        return RayAnswer(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
+        return RayReply(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
 
     def beside(self, make: Callable[..., Any], *args: Any) -> RayWorker:
         """Another object in the same process."""
         other = RayWorker(self.name, self._handle, self._place + 1)
-        other._made = RayAnswer(self._handle.serve_beside.remote(make, *args), self.name)
+        other._made = RayReply(self._handle.serve_beside.remote(make, *args), self.name)
         return other
 
     async def ready(self) -> None:
         """Wait until its object is made, and learn where it is."""
         if self._made is not None:
             await self._made
-        self.node, self.pid = await RayAnswer(self._handle.whereabouts.remote(), self.name)
+        self.node, self.pid = await RayReply(self._handle.whereabouts.remote(), self.name)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """The same, in a thread."""
         if self._made is not None:
             self._made.result(timeout_s)
-        self.node, self.pid = RayAnswer(self._handle.whereabouts.remote(), self.name).result(timeout_s)
+        self.node, self.pid = RayReply(self._handle.whereabouts.remote(), self.name).result(timeout_s)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -159,9 +159,9 @@ class RayCluster:
         self._workers.append(worker)
         return worker
 
-    def gather(self, answers: Sequence[Answer[R]], timeout_s: float | None = None) -> list[R]:
+    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
         """All results; as soon as one fails its error is raised, without waiting for the others."""
-        by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayAnswer)}
+        by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayReply)}
         left = list(by_ref)
         while left:
             done, left = ray.wait(left, num_returns=1, timeout=timeout_s)

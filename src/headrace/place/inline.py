@@ -16,14 +16,14 @@ from typing import Any, Generic, TypeVar
 
 from headrace.errors import WorkerLostError
 from headrace.place.device import DeviceThread
-from headrace.roles import Answer, Worker
+from headrace.roles import Reply, Worker
 
 R = TypeVar("R")
 Port = TypeVar("Port")
 Served = TypeVar("Served")
 
 
-class InlineAnswer(Generic[R]):
+class InlineReply(Generic[R]):
     """The future of a call, awaited on the event loop or waited for in a thread."""
 
     def __init__(self, future: Future[R] | asyncio.Task[R], worker: str) -> None:
@@ -55,12 +55,12 @@ class InlineWorker(Generic[Served]):
         self.served = served
         self._cluster = cluster
 
-    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> InlineAnswer[Any]:
+    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> InlineReply[Any]:
         """Call the object's method of that name where its kind runs."""
         bound = getattr(self.served, method.__name__)
         if inspect.iscoroutinefunction(bound):
-            return InlineAnswer(self._cluster.schedule(bound(*args, **named)), self.name)
-        return InlineAnswer(self._cluster.device.submit(bound, *args, **named), self.name)
+            return InlineReply(self._cluster.schedule(bound(*args, **named)), self.name)
+        return InlineReply(self._cluster.device.submit(bound, *args, **named), self.name)
 
     def beside(self, make: Callable[..., Port], *args: Any) -> Worker[Port]:
         """A worker that shares what this one holds."""
@@ -111,7 +111,7 @@ class InlineCluster:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def gather(self, answers: Sequence[Answer[R]], timeout_s: float | None = None) -> list[R]:
+    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
         """All results."""
         return [answer.result(timeout_s) for answer in answers]
 

@@ -170,10 +170,6 @@ class StepTimes:
     """When consecutive steps began and ended, on the run's clock. A step's spans come after `after_rowids`.
 
     Between two rows there may be an evaluation, which belongs to no step: see `measured`.
-
-    Example:
-        StepTimes(steps=np.array([3, 4]), starts_s=np.array([2.1, 4.0]), ends_s=np.array([4.0, 5.8]),
-            after_rowids=np.array([168, 340]))
     """
 
     steps: Ints

@@ -27,13 +27,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """One run in a line.
-
-    Example:
-        RunFacts(path=Path("runs/a"), state=RunState.STOPPED, written=datetime(2026, 5, 1, 12, 0), steps=40,
-            wanted_steps=120, score_before=0.34, score_after=None, num_restarts=1, trained_tokens=81920,
-            checkpoints=(40, 20))
-    """
+    """One run in a line."""
 
     path: Path
     state: RunState

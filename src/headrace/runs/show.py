@@ -59,12 +59,7 @@ FINISH_WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDetails:
-    """One run at length; `examples` is the newest trajectory in each account that names any.
-
-    Example:
-        RunDetails(facts=RunFacts(...), config=Config(...), books=Books(...), restarts=[Restart(...)], rows=[Row(...)],
-            examples={"trained": "40:train-17/3", "dropped:stale": "12:train-4/0"})
-    """
+    """One run at length; `examples` is the newest trajectory in each account that names any."""
 
     facts: RunFacts
     config: Config
@@ -76,14 +71,7 @@ class RunDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryDetails:
-    """One trajectory, what became of it and when; its tokens only if it reached the buffer.
-
-    Example:
-        TrajectoryDetails(id="40:train-17/3", prompt_id="train-17", serial=40, attempt=1, num_tokens=3, reward=1.0,
-            reward_parts={"correct": 1.0}, finish="eos", spans=(Span(version=7, start=5, end=8),),
-            times_s={"submitted": 1.0, "started": 1.1, "finished": 2.4, "scored": 2.5, "trained": 3.0},
-            state="trained", drop_reason=None, lag=0, step=8, whole=Trajectory(...))
-    """
+    """One trajectory, what became of it and when; its tokens only if it reached the buffer."""
 
     id: str
     prompt_id: str
