@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from headrace.config import Config
 from headrace.row import Row
@@ -38,6 +38,9 @@ from headrace.types import (
 )
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
+    from torch import Tensor
+
+    from headrace.kernels.block import Heads
     from headrace.publish.payload import Payload
 
 P = ParamSpec("P")
@@ -193,6 +196,39 @@ class Judge(Protocol):
 
     async def close(self) -> None:
         """End the processes."""
+        ...
+
+
+# ---- attention: T tokens in one row, H query heads, J key/value heads, D head size
+
+
+class AttentionPlan(Protocol):
+    """Which tokens of a forward pass attend to which."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
+        ...
+
+
+@runtime_checkable
+class ExactPlan(Protocol):
+    """A plan whose attention is batch-invariant: a token's result does not depend on the rest of the batch."""
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """As `AttentionPlan.attend`."""
+        ...
+
+
+@runtime_checkable
+class PagedPlan(Protocol):
+    """A step of the engine over a paged key/value cache on a GPU."""
+
+    def rotate_and_attend(
+        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """From queries, keys and values side by side to the attention output `[T, H, D]`."""
         ...
 
 

@@ -68,6 +68,7 @@ def test_damaged_gzip(tmp_path):
     [
         ('{"prompt": ', "line 3: not JSON"),
         ("[1, 2]", "line 3: a JSON object is needed, not list"),
+        ("null", "line 3: a JSON object is needed, not NoneType"),
         ('{"question": "x", "answer": "y"}', r"line 3: no field 'prompt' .*has: answer, question"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,20 +18,13 @@ from transformers import AttentionInterface
 
 from headrace import kernels
 from headrace.policy import exact_cpu
+from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.attention import Blocks, block_attention, block_tokens
     from headrace.kernels.attention_backward import QUERIES, attention_gradient
 
 NAME = "headrace"
-
-
-class Plan(Protocol):
-    """How the tokens of one forward pass attend to each other. H query heads, J key/value heads, D head size."""
-
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
-        ...
 
 
 def _attention(
@@ -41,7 +34,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    plan: Plan,
+    plan: AttentionPlan,
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:

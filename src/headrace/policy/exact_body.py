@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.policy import exact_cpu
-from headrace.policy.attention import Plan
 from headrace.policy.exact_cpu import ExactFunctions, gated, linear, rotate
 from headrace.policy.family import FamilyBody, is_mixture
+from headrace.roles import AttentionPlan, ExactPlan
 
 POSITIONS = 1024  # whose angles are computed at once
-
-
-@runtime_checkable
-class ExactPlan(Protocol):
-    """A plan with an attention whose result for a token does not depend on the others it is computed with."""
-
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """As `Plan.attend`."""
-        ...
 
 
 class ExactBody(FamilyBody):
@@ -33,7 +22,7 @@ class ExactBody(FamilyBody):
         super().__init__(body, **options)
         self._exact_angles = torch.empty(2, 0, 1, 0)  # cos and sin of all positions so far, [2, positions, 1, D]
 
-    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
+    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         assert isinstance(plan, ExactPlan), f"{type(plan).__name__} has no exact attention"
         body = self._body
         x = body.embed_tokens(token_ids_T)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace import kernels
-from headrace.policy.attention import Plan
 from headrace.policy.functions import gated, rms_norm, rotate
+from headrace.roles import AttentionPlan, PagedPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_heads
@@ -27,17 +27,6 @@ if kernels.AVAILABLE or TYPE_CHECKING:
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
 BEYOND = 64  # positions after the model's last: the engine computes some before it throws them away
 FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel"}
-
-
-@runtime_checkable
-class PagedPlan(Protocol):
-    """A step of the engine over a paged cache."""
-
-    def rotate_and_attend(
-        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """From queries, keys and values side by side to the attention's output `[T, H, D]`."""
-        ...
 
 
 def in_family(body: Any) -> bool:
@@ -61,7 +50,7 @@ class FamilyBody:
         self.head_size: int = body.layers[0].self_attn.head_dim
         self.fits_kernels = kernels.AVAILABLE and self.head_size & (self.head_size - 1) == 0
 
-    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
+    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         body = self._body
         x = body.embed_tokens(token_ids_T)
         cos, sin = self._angles(x, positions_1T)
@@ -112,7 +101,7 @@ class FamilyBody:
             return x + _one_row(mlp, h)
         return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
 
-    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
+    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
         """The layers on a GPU. A layer's addition to the residual stream is applied by the next norm's kernel."""
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
@@ -121,7 +110,14 @@ class FamilyBody:
         return add_norm(x, update, norm.weight, norm.variance_epsilon)[1]
 
     def _fused_layer(
-        self, layer: Any, joined: _Joined, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, plan: Plan
+        self,
+        layer: Any,
+        joined: _Joined,
+        x: Tensor,
+        update: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        plan: AttentionPlan,
     ) -> tuple[Tensor, Tensor]:
         attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
         where = attention.layer_idx, attention.scaling, self._window(attention)

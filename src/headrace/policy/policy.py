@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from headrace.config import LearnerSection, ModelSection
 from headrace.errors import HeadraceError, ModelError
 from headrace.policy import exact_cpu
-from headrace.policy.attention import NAME, PackedPlan, Plan
+from headrace.policy.attention import NAME, PackedPlan
 from headrace.policy.exact_body import ExactBody
 from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
 from headrace.policy.family import FAMILY, FamilyBody, in_family
@@ -30,6 +30,7 @@ from headrace.policy.probe import check_same, check_same_bits, check_weights, re
 from headrace.policy.quiet_transformers import quiet_transformers
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
+from headrace.roles import AttentionPlan
 from headrace.user_code import load_optional
 
 # no downloads, and no code that comes with a model
@@ -106,7 +107,9 @@ class Policy:
             ids.update(eos if isinstance(eos, list) else [eos])
         return frozenset(int(i) for i in ids if i is not None)
 
-    def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan, routes: Routes | None = None) -> Tensor:
+    def hidden(
+        self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan, routes: Routes | None = None
+    ) -> Tensor:
         """Final hidden states `[T, E]` of tokens in one row. `routes` records or forces a mixture's experts."""
         with self.routers.follow(routes):
             if self._family is not None:

@@ -61,11 +61,12 @@ class JsonlSource:
         where = f"{self._path}, line {number}"
         try:
             record = json.loads(line)
+            is_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record)
         except ValueError as error:
             raise DataError(f"{where}: not JSON ({error})") from error
         except RecursionError:
-            record = None
-        if record is None or (line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record)):
+            is_deep = True
+        if is_deep:
             raise DataError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep")
         if not isinstance(record, dict):
             raise DataError(f"{where}: a JSON object is needed, not {type(record).__name__}")
