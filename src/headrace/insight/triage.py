@@ -52,9 +52,7 @@ class Triage:
 
     reading: Reading
     bottleneck: Bottleneck
-    without: dict[
-        Bottleneck, float
-    ]  # seconds of a step if this cost nothing; of a sparse reward, as many useful tokens
+    without: dict[Bottleneck, float]  # seconds of a step if this cost nothing
     simulated_s: float  # of a step as it is
     moves: tuple[Move, ...]  # the best first
 

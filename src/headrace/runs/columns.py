@@ -84,7 +84,7 @@ def read_spans(
     since_s: float = -np.inf,
     newest: int = -1,
 ) -> Columns:
-    """Spans in the order they were booked, of one `stage` or of all; at most the `newest` so many, if not -1."""
+    """Spans in the order they were booked, of one `stage` or of all; only the `newest`, if that is not -1."""
     by = "end_s" if since_s > -np.inf else "rowid"  # either way there is an index to go along
     found = Columns.query(
         connection,
@@ -98,7 +98,7 @@ def read_spans(
 def read_trajectories(
     connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1, oldest: int = -1
 ) -> Columns:
-    """Trajectories in the order they were booked: those since a moment, of these the `newest` or `oldest` so many."""
+    """Trajectories in the order they were booked: since a moment, and only the `newest` or `oldest`, if not -1."""
     first = _first_rowid(connection, since_s)
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
