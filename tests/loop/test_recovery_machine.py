@@ -203,7 +203,7 @@ class Recovery(RuleBasedStateMachine):
     def agrees_with_the_process(self, found: dict[str, list[Any]], newest: dict[int, tuple[int, str]]) -> None:
         process = self.process
         by_state: dict[str, set[int]] = {"open": set(process.buffer.in_flight), "redone": set()}
-        for again in process.loop.again:  # the attempt of what is gone on with is in the books already
+        for again in process.loop._again:  # the attempt of what is gone on with is in the books already
             by_state["redone" if again.so_far is None else "open"].add(again.attempt.serial)
         for state, serials in by_state.items():
             assert serials == {serial for serial, (_, found_state) in newest.items() if found_state == state}

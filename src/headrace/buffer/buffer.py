@@ -172,6 +172,11 @@ class Buffer:
             self._held = held
             self._changed.notify_all()
 
+    def clear(self) -> list[Group]:
+        """Take out all that waits, for good."""
+        waiting, self.buffered = self.buffered, []
+        return waiting
+
     def _do_without(self) -> None:
         """If the step can be taken without dropped groups, they are not replaced."""
         ready = self._taken + len(self.buffered)

@@ -9,11 +9,15 @@ from headrace.types import Drop, DropReason, Group, Trajectory
 
 
 class Bookkeeper:
-    """Books against the policy's present `version`, which the loop advances."""
+    """Books against the policy's present `version`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.version = 0
         self._ledger = ledger
+
+    def reached(self, version: int) -> None:
+        """The policy is at `version` from here on."""
+        self.version = version
 
     def trained(self, groups: Sequence[Group], *, step: int, skipped: bool) -> None:
         """The groups of a step; all are dropped if it was skipped. The step led to the present version."""

@@ -48,6 +48,14 @@ class Ending:
         if self.state is State.TRAINING:
             self.state = State.INTERRUPTED
 
+    def complete(self) -> None:
+        """All steps are done."""
+        self.state = State.COMPLETE
+
+    def abandon(self) -> None:
+        """Cancelled from outside."""
+        self.state = State.ABANDONED
+
     def begin(self) -> None:
         """A stage ended: by itself, unless the steps are done or somebody asked."""
         if self.state is State.TRAINING:

@@ -48,7 +48,7 @@ class Loop:
         self.ending = Ending(config.loop.target_reward)
         self.rows = RowMaker(stages.ledger, stages.clock, stages.pool)
         self.groups = Groups(config, stages, self.rows, self.ending)
-        self.again: list[Again] = []  # to be started before anything else: a restart's
+        self._again: list[Again] = []  # to be started before anything else: a restart's
         self._taken: list[Group] = []  # groups of the step under way
         self._learning: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -80,7 +80,7 @@ class Loop:
             await self._end(sampling, producing)
             await self._written()
         except asyncio.CancelledError:
-            self.ending.state = State.ABANDONED
+            self.ending.abandon()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -88,6 +88,10 @@ class Loop:
         for failure in [t.exception() for t in tasks if not t.cancelled()]:
             if failure is not None:
                 raise self._explained(failure)
+
+    def start_first(self, again: list[Again]) -> None:
+        """Before anything else, start what a restart starts again."""
+        self._again = again
 
     def interrupt(self) -> None:
         """Stop at the next opportunity, as Ctrl-C does."""
@@ -99,8 +103,7 @@ class Loop:
         """Start groups whenever the buffer has room; first what a restart has to start again."""
         prompts = self.stages.prompts
         async with asyncio.TaskGroup() as tasks:
-            again, self.again = self.again, []
-            for a in again:
+            for a in self._again:
                 serial = a.attempt.serial
                 tasks.create_task(self.groups.start(serial, prompts.at(serial), a.attempt.number, a.so_far))
             while True:
@@ -126,7 +129,7 @@ class Loop:
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             if last:
-                self.ending.state = State.COMPLETE
+                self.ending.complete()
             if self.ending.orderly:
                 return
 
@@ -185,7 +188,7 @@ class Loop:
         with stages.clock.span("publish", version=version + 1):
             stages.publisher.commit(version + 1)
             stages.canary.check(version + 1)
-        stages.books.version += 1
+        stages.books.reached(version + 1)
         return stats
 
     async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:
@@ -290,9 +293,9 @@ class Loop:
         self.rows.flush()
 
     def _drop_buffered(self) -> None:
-        for group in (*self._taken, *self.stages.buffer.buffered):
+        for group in (*self._taken, *self.stages.buffer.clear()):
             self.stages.books.drop_buffered([(t, DropReason.RUN_ENDED) for t in group.trajectories])
-        self._taken, self.stages.buffer.buffered = [], []
+        self._taken = []
 
     def _explained(self, failure: BaseException) -> BaseException:
         """The first error of a task group: the user's message is there, not in the group."""

@@ -94,10 +94,9 @@ class RayReply:
 class RayWorker:
     """One object in a process of the cluster; the first of that process, or one beside it."""
 
-    def __init__(self, name: str, handle: Any, place: int = 0) -> None:
+    def __init__(self, name: str, handle: Any, place: int = 0, made: RayReply | None = None) -> None:
         self.name, self.node, self.pid = name, "", 0
-        self._handle, self._place = handle, place
-        self._made: RayReply | None = None
+        self._handle, self._place, self._made = handle, place, made
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
         """Call the object's method of that name."""
@@ -105,9 +104,8 @@ class RayWorker:
 
     def beside(self, make: Callable[..., Any], *args: Any) -> RayWorker:
         """Another object in the same process."""
-        other = RayWorker(self.name, self._handle, self._place + 1)
-        other._made = RayReply(self._handle.serve_beside.remote(make, *args), self.name)
-        return other
+        made = RayReply(self._handle.serve_beside.remote(make, *args), self.name)
+        return RayWorker(self.name, self._handle, self._place + 1, made)
 
     async def ready(self) -> None:
         """Wait until its object is made, and learn where it is."""

@@ -19,7 +19,7 @@ from headrace.buffer.buffer import Buffer
 from headrace.buffer.filters import Sieve
 from headrace.buffer.lag import LagPolicy
 from headrace.config import Config
-from headrace.errors import ConfigError, LearnerLostError
+from headrace.errors import ConfigError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE
@@ -281,8 +281,7 @@ class Place:
 
     def _on_lost(self, worker: Worker[Sampler], why: str) -> None:
         if self._colocated:  # a rank went with it
-            self.ranks.lost = True
-            self.pool.fail(LearnerLostError(f"{why}; the learner cannot go on without it"))
+            self.pool.fail(self.ranks.gone(why))
             return
         self._on_note(f"{why}. What it was at goes to others")
         self.elastic.lost_one()
