@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hand_made import group, trajectory
 from test_cli import headrace, problem
-from tiny_runs import Workshop, select, write_model
+from tiny_runs import Workshop, select
 from tokenizers import Tokenizer, decoders, models
 
 from headrace import api
@@ -23,6 +23,7 @@ from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
 from headrace.runs.show import DROP_WORDS, TokenTexts, read_trajectory
+from headrace.testing import tiny_model
 from headrace.types import Attempt, Drop, DropReason, Span
 
 
@@ -260,7 +261,7 @@ def test_a_tokenizer_that_cannot_be_read_is_passed_over(tmp_path: Path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer.json").write_text("{")
     assert TokenTexts.find([tmp_path / "bad"]) is None
-    write_model(tmp_path / "good")
+    tiny_model(tmp_path / "good")
     texts = TokenTexts.find([tmp_path / "nowhere", tmp_path / "bad", tmp_path / "good"])
     assert texts is not None
     assert texts.pieces([20, 3, 3, 1]) == ["1", " ", " ", "<eos>"]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace import api
 from headrace.config import Config
@@ -23,9 +22,8 @@ from headrace.place.learner_rank import LearnerRank
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.place.rollout_worker import RolloutWorker
-from headrace.policy.demo import character_tokenizer
-from headrace.policy.policy import Policy
 from headrace.row import Row
+from headrace.testing import tiny_model
 
 NUM_PROMPTS = 50
 
@@ -79,30 +77,6 @@ def moody(completion):
 """
 
 
-def write_model(directory: Path, seed: int = 0, **shape: int) -> None:
-    """A Qwen3 of two layers over the character tokenizer, with opinions."""
-    tokenizer = character_tokenizer()
-    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
-    config = Qwen3Config(
-        **(small | shape),
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    Policy(model, tokenizer).save(directory)
-
-
 def write_prompts(path: Path, **fields_of: Sequence[Any]) -> Path:
     """Fifty prompts `0+1=` ..; each of `fields_of` gives one more field of the records, the last value for the rest."""
     records = []
@@ -119,7 +93,7 @@ class Workshop:
     def __init__(self, directory: Path, *settings: str, **shape: int) -> None:
         self.directory, self.settings = directory, settings
         self.model = directory / "tiny"
-        write_model(self.model, **shape)
+        tiny_model(self.model, **shape)
         write_prompts(directory / "prompts.jsonl", late=[0], huge=[False], slow=[False])
         (directory / "rewards.py").write_text(REWARDS, encoding="utf-8")
 
@@ -136,6 +110,7 @@ class Workshop:
             "rollout.max_new_tokens=12",
             'rollout.stop=["a", "e", "i", "o", "u", "1", "2", "3"]',
             f"reward.function={self.directory / 'rewards.py'}:{reward}",
+            *(["reward.workers=0"] if reward in ("score", "dense", "dull", "constant") else []),
             "learner.lr=1e-3",
             "loop.steps=3",
             "loop.groups_per_step=4",

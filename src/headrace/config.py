@@ -123,7 +123,11 @@ class RewardSection(SettingsSection):
     )
     answer_field: str = setting("answer", "field of the prompt with the expected answer (exact, regex, math)")
     pattern: str = setting("", "regular expression; its last match (or first group of it) is the answer to compare")
-    workers: PositiveInt = setting(1, "processes that score", most=MOST_PROCESSES)
+    workers: NonNegativeInt = setting(
+        1,
+        "processes that score; 0 scores in this process, for functions that are quick and trusted",
+        most=MOST_PROCESSES,
+    )
     timeout_s: Annotated[float, Field(ge=0.01)] = setting(10.0, "a slower verdict is a drop, not a zero", most=MOST_S)
     retries: NonNegativeInt = setting(1, "further tries after a crash, a timeout or a lost connection", most=1000)
     cache: bool = setting(True, "score the same answer to the same prompt once")

@@ -9,11 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from small_weights import copied, same_bits, weights
-from tiny_runs import write_model
 
 from headrace.errors import PublishError
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
+from headrace.testing import tiny_model
 
 
 def test_safetensors_reads_a_full_version_of_any_precision(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_safetensors_reads_a_full_version_of_any_precision(tmp_path: Path) -> No
 
 
 def test_transformers_loads_a_full_version_like_any_model(tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
+    tiny_model(tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -51,7 +51,7 @@ class Calibration:
             self.machine,
             rows_per_worker=config.rollout.max_running,
             pass_tokens=config.learner.micro_batch_tokens,
-            reward_workers=config.reward.workers,
+            reward_workers=max(1, config.reward.workers),
             reference_token_s=self.machine.reference_token_s if config.learner.kl_coef else 0.0,
         )
         return replace(workload_of(config, self.workload), reward_s=self.workload.reward_s), machine
@@ -119,7 +119,7 @@ def calibrate(run_dir: Path) -> Calibration:
         optimizer_s=optimizer_s,
         reference_token_s=_length(of("reference")) / max(1.0, num_trained),
         publish_s=_length(of("publish")) / num_steps,
-        reward_workers=config.reward.workers,
+        reward_workers=max(1, config.reward.workers),
         host_s=max(0.0, host_s / len(rows)),
         colocated=not apart,
     )

@@ -53,6 +53,7 @@ class Place:
     """Builds the stages from settings and puts them where the cluster has room.
 
     `ends` are the two ends of the transport for weights; None where one worker has engine and learner on one copy.
+    `make_sampler(device, spec, rank)` and `judges(setup)` make what samples and what judges.
     """
 
     def __init__(
@@ -64,8 +65,11 @@ class Place:
         *,
         resumed: bool = False,
         on_note: Callable[[str], None] = lambda text: None,
+        make_sampler: Callable[..., Sampler] = RolloutWorker,
+        judges: Callable[[Setup], Judge] | None = None,
     ) -> None:
         self.config, self.run_dir = config, run_dir
+        self._make_sampler = make_sampler
         self.cluster, self.device = cluster, cluster.device
         self._on_note = on_note
         self._colocated = ends is None or config.place.layout == "colocated"
@@ -84,7 +88,7 @@ class Place:
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
-            judges=self._reward_hosts if ends else None,
+            judges=judges or (self._reward_hosts if ends and config.reward.workers else None),
             on_verdict=self._on_verdict,
         )
         self.ledger = Ledger.reopen(run_dir) if resumed else None
@@ -237,7 +241,7 @@ class Place:
         workers: list[Worker[Sampler]]
         if self._colocated:
             ranks = self.ranks.ranks
-            workers = [rank.beside(RolloutWorker, self._rollout_spec(rank.name)) for rank in ranks]
+            workers = [rank.beside(self._make_sampler, self._rollout_spec(rank.name)) for rank in ranks]
         else:
             # more than the settings say may have to wait for a node: they join when they can
             first = min(self.elastic.wanted, self.config.rollout.workers)
@@ -248,7 +252,7 @@ class Place:
 
     def _spawn_rollout(self) -> Worker[Sampler]:
         spec = self._rollout_spec(f"rollout-{next(self._names)}")
-        return self.cluster.spawn(spec.name, RolloutWorker, spec, gpus=self._gpus)
+        return self.cluster.spawn(spec.name, self._make_sampler, spec, gpus=self._gpus)
 
     def _rollout_spec(self, name: str) -> RolloutSpec:
         return RolloutSpec(

@@ -10,7 +10,7 @@ from headrace.types import Completion, Score
 
 
 class InlineJudges:
-    """Calls the reward function in this process: `Scorer(section, judges=InlineJudges)`.
+    """Calls the reward function in this process: `reward.workers = 0`.
 
     For tests, and for functions that are trusted: one that hangs or crashes takes the trainer with
     it, and one that blocks delays everything else in this event loop. `timeout_s` limits coroutines

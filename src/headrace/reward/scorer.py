@@ -9,6 +9,7 @@ from dataclasses import replace
 from headrace.config import RewardSection
 from headrace.reward.cache import VerdictCache
 from headrace.reward.function import source_hash
+from headrace.reward.inline import InlineJudges
 from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 from headrace.roles import Judge
@@ -18,7 +19,8 @@ from headrace.types import Completion, FinishReason, Score
 class Scorer:
     """Scores completions by the settings of one `[reward]` section.
 
-    `judges(setup)` makes what calls the function: without it, a `JudgePool` of child processes.
+    `judges(setup)` makes what calls the function: without it, a `JudgePool` of child processes, or
+    `InlineJudges` if `section.workers` is 0.
     `on_verdict(key, score)` is called for every new verdict that may be cached.
     """
 
@@ -40,6 +42,8 @@ class Scorer:
             pattern=section.pattern,
             timeout_s=section.timeout_s,
         )
+        if judges is None and not section.workers:
+            judges = InlineJudges
         self._pool: Judge = (
             judges(setup) if judges else JudgePool(setup, num_workers=section.workers, retries=section.retries)
         )

@@ -1,0 +1,201 @@
+"""Test doubles for code that is built on Headrace: a tiny model, a scripted sampler, a scripted judge.
+
+Example:
+    tiny_model(tmp_path / "model")                       # a real model, random, loaded in milliseconds
+    sampler = ScriptedSampler(lambda prompt, index: [([7, 8, 9], True)], decode=str)
+    judge = ScriptedJudge(lambda completion: float(len(completion.text)))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headrace.config import Config
+from headrace.place.inline import InlineCluster
+from headrace.place.place import Place
+from headrace.policy.demo import character_tokenizer
+from headrace.policy.policy import Policy
+from headrace.types import (
+    Completion,
+    EngineCounts,
+    FinishReason,
+    IntArray,
+    News,
+    Order,
+    Prompt,
+    PublishTimes,
+    Score,
+    Span,
+    Ticket,
+    Timing,
+    Trajectory,
+)
+
+Piece = tuple[Sequence[int], bool]
+"""Token ids, and whether the policy sampled them; an environment's reply was not sampled."""
+
+
+def tiny_model(directory: Path, seed: int = 0, **shape: int) -> None:
+    """Write a random Qwen3 of two layers with a character tokenizer; `shape` overrides fields of `Qwen3Config`.
+
+    Its weights are scaled up, so that its answers differ from each other.
+    """
+    tokenizer = character_tokenizer()
+    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
+    config = Qwen3Config(
+        **(small | shape),
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    Policy(model, tokenizer).save(directory)
+
+
+class ScriptedSampler:
+    """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
+
+    All sampled tokens have the log-prob `logprob` and the version that is committed when they are taken.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[Prompt, int], Sequence[Piece]],
+        *,
+        decode: Callable[[IntArray], str],
+        logprob: float = -1.0,
+    ) -> None:
+        self.version = 0
+        self.orders: list[Order] = []  # all that were taken
+        self._script, self._decode, self._logprob = script, decode, logprob
+        self._sampled_tokens = 0
+        self._begun: list[tuple[int, int]] = []
+        self._finished: list[Trajectory] = []
+        self._news = asyncio.Event()
+
+    async def take(self, orders: Sequence[Order]) -> None:
+        """Answer at once."""
+        for order in orders:
+            self.orders.append(order)
+            for i, index in enumerate(order.indices):
+                trajectory = self._trajectory(order, i, self._script(order.prompt, index))
+                self._finished.append(trajectory)
+                self._sampled_tokens += trajectory.num_sampled_tokens if order.counted else 0
+            if order.counted:
+                self._begun.append((order.serial, self.version))
+        self._news.set()
+
+    async def news(self) -> News:
+        """What was answered since the last call."""
+        await self._news.wait()
+        self._news.clear()
+        begun, self._begun = tuple(self._begun), []
+        finished, self._finished = tuple(self._finished), []
+        return News(
+            sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, spans=(), counts=EngineCounts()
+        )
+
+    async def abort(self, serials: Sequence[int]) -> None:
+        """Nothing is ever under way."""
+
+    def under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """Nothing is ever under way."""
+        return {}
+
+    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
+        """There is no model to ask."""
+        return None
+
+    def release_cache(self) -> None:
+        """There is none."""
+
+    async def stage(self, ticket: Ticket, timeout_s: float) -> None:
+        """There are no weights to fetch."""
+
+    def commit(self, version: int) -> PublishTimes:
+        """Stamp later answers with `version`."""
+        self.version = version
+        return PublishTimes()
+
+    async def abandon(self, version: int) -> None:
+        """There is nothing staged."""
+
+    def _trajectory(self, order: Order, i: int, pieces: Sequence[Piece]) -> Trajectory:
+        token_ids, sampled, spans = [*order.prompt.token_ids], [False] * len(order.prompt.token_ids), []
+        for ids, by_policy in pieces:
+            if by_policy and len(ids):
+                spans.append(Span(version=self.version, start=len(token_ids), end=len(token_ids) + len(ids)))
+            token_ids += ids
+            sampled += [by_policy] * len(ids)
+        return Trajectory(
+            id=order.request_id(i),
+            prompt_id=order.prompt.id,
+            index=order.indices[i],
+            token_ids=np.array(token_ids, np.int32),
+            sampled=np.array(sampled),
+            logprobs=np.where(sampled, self._logprob, 0.0).astype(np.float32),
+            spans=tuple(spans),
+            finish=FinishReason.EOS,
+            text=self._decode(np.array(token_ids, np.int32)[np.array(sampled)]),
+            timing=Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0),
+        )
+
+
+class ScriptedJudge:
+    """A `Judge` in this process: `script(completion)` gives a reward, or a `Score` that may be a failure."""
+
+    num_retried = 0
+    num_workers_replaced = 0
+
+    def __init__(self, script: Callable[[Completion], float | Score]) -> None:
+        self.judged: list[Completion] = []
+        self._script = script
+
+    async def start(self) -> None:
+        """Nothing has to be loaded."""
+
+    async def run(self, completion: Completion) -> Score:
+        """The script's verdict."""
+        self.judged.append(completion)
+        found = self._script(completion)
+        return found if isinstance(found, Score) else Score(reward=float(found))
+
+    async def close(self) -> None:
+        """Nothing has to be ended."""
+
+
+def scripted_place(
+    config: Config, run_dir: Path, sampler: ScriptedSampler, judge: ScriptedJudge, *, resumed: bool = False
+) -> Place:
+    """A place with the real loop, buffer, learner and ledger, between a scripted sampler and a scripted judge.
+
+    Example:
+        place = scripted_place(config, run_dir, sampler, judge)
+        await (await place.loop()).run()
+        await place.close()
+    """
+    return Place(
+        config,
+        run_dir,
+        InlineCluster(),
+        None,
+        resumed=resumed,
+        make_sampler=lambda device, spec, rank: sampler,
+        judges=lambda setup: judge,
+    )
