@@ -69,9 +69,16 @@ test:  ## everything a change must pass
 	@$(MAKE) --no-print-directory --jobs=2 setup browser
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types tests
+
+# A file's tests stay in one process, so that what they share (a run, a browser, a cluster) is made once.
+.PHONY: types tests
+types:
 	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2
+	$(BIN)/lint-imports --no-logo
+
+tests:
+	$(BIN)/pytest -n 2 --dist loadfile
 
 format: setup  ## put the code into the agreed form
 	$(BIN)/ruff check --fix

@@ -28,10 +28,11 @@ from ray.cluster_utils import Cluster
 from headrace import api
 from headrace.config_file import load_config
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
-from headrace.place.remote import RemotePlace
+from headrace.place.place import Place
+from headrace.row import Row
 from headrace.runs.audit import audit, books
-from headrace.types import Row
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")
 STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2
@@ -97,24 +98,24 @@ class Watcher(api.Nobody):
         self.step = row.step
 
 
-def victim_of(place: RemotePlace, kind: str, nodes: Nodes) -> None:
+def victim_of(place: Place, kind: str, nodes: Nodes) -> None:
     """Kill one of the kind."""
     hosts: Any = place.scorer._pool
     if kind == "node":
-        everyone: list[Any] = [*place.actor.workers, *place.trainer.ranks]
+        everyone: list[Any] = [*place.pool.workers, *place.ranks.ranks]
         for worker in everyone:
             if not worker.pid:
                 worker.wait_ready()
         away = Counter(worker.node for worker in everyone if worker.node in {n.node_id for n in nodes.others})
         nodes.kill(away.most_common(1)[0][0])
         return
-    worker: Any = {"rollout": place.actor.workers, "rank": place.trainer.ranks, "reward": hosts._hosts}[kind][0]
+    worker: Any = {"rollout": place.pool.workers, "rank": place.ranks.ranks, "reward": hosts._hosts}[kind][0]
     if not worker.pid:
         worker.wait_ready()
     os.kill(worker.pid, signal.SIGKILL)
 
 
-def strike(place: RemotePlace, loop: Loop, stage: str, harm: Callable[[], None], watcher: Watcher) -> None:
+def strike(place: Place, loop: Loop, stage: str, harm: Callable[[], None], watcher: Watcher) -> None:
     """Do the harm once, when the stage begins in the step after AT_STEP."""
     done = threading.Event()
 
@@ -129,9 +130,9 @@ def strike(place: RemotePlace, loop: Loop, stage: str, harm: Callable[[], None],
         return worked
 
     owner, name = {
-        "rollout": (place.actor, "start"),
+        "rollout": (place.pool, "start"),
         "reward": (place.scorer, "score"),
-        "train": (place.trainer, "accumulate"),
+        "train": (place.ranks, "accumulate"),
         "publish": (place.publisher, "_deliver"),
     }[stage]
     setattr(owner, name, before(getattr(owner, name)))
@@ -163,27 +164,27 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
             "learner.ranks=2",
         ],
     )
-    build = RemotePlace.loop
+    build = Place.loop
 
-    async def loop(place: RemotePlace) -> Loop:
-        made = await build(place)
+    async def loop(place: Place, *args: Any) -> Loop:
+        made = await build(place, *args)
         if not struck:
             struck.append(place)
             strike(place, made, stage, lambda: victim_of(place, victim, nodes), watcher)
         return made
 
-    RemotePlace.loop = loop  # type: ignore[method-assign]
+    Place.loop = loop  # type: ignore[method-assign]
     started = time.perf_counter()
     try:
         summary = api.train(config, watcher)
     finally:
-        RemotePlace.loop = build  # type: ignore[method-assign]
+        Place.loop = build  # type: ignore[method-assign]
     assert summary["steps"] == STEPS, summary
     assert audit(run_dir) == [], audit(run_dir)
     found = books(run_dir)
     assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
     with Ledger.open(run_dir) as ledger:
-        trained = [pair for _, groups in ledger.steps_after(0) for pair in groups]
+        trained = [pair for _, groups in Recovery(ledger).steps_after(0) for pair in groups]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS, "a group was trained on twice"
     redone = found.dropped["redone"].tokens if "redone" in found.dropped else 0
     assert watcher.notes, "nothing was noticed"

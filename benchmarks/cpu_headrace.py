@@ -20,8 +20,9 @@ from headrace.ledger.database import FILE_NAME
 from headrace.policy.policy import load_policy
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling, request_seed
-from headrace.types import Row
+from headrace.rollout.sampling import request_seed
+from headrace.row import Row
+from headrace.types import Sampling
 
 PREFILL_TOKENS = 2048  # the setting's default
 SMALL_TOKENS = SMALL_SEQUENCES * 40  # a prompt has 6 tokens, an answer 32 on average

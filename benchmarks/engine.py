@@ -36,7 +36,7 @@ from gpu_record import (
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import Sampling
+from headrace.types import Sampling
 
 LENGTHS = Lengths(mean=512, cv=1.0, cap=4096)
 TAIL_SHARE = 1 / 16  # of the sequences: when no more are left, the tail begins

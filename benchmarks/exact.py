@@ -28,7 +28,7 @@ from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
+from headrace.types import Sampling
 
 SHAPES = GPU_SHAPES | {
     "demo": Shape(hidden=192, intermediate=576, layers=4, heads=6, kv_heads=3, head_size=32, vocab=99),

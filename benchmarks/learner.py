@@ -36,6 +36,7 @@ from gpu_record import (
 )
 
 from headrace.config import LearnerSection
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.types import FinishReason, Group, Prompt, Span, Timing, Trajectory
@@ -104,7 +105,8 @@ def train_headrace(bench: Bench, *, checkpoint: bool) -> dict[str, Any]:
         group = make_group(bench, step)
         synchronise(bench.device)
         started = time.perf_counter()
-        for items in [*learner.add(group), *learner.rest()]:
+        intake = Intake(learner.section)
+        for items in [*intake.add(group), *intake.rest()]:
             learner.accumulate(items)
         synchronise(bench.device)
         accumulated = time.perf_counter()

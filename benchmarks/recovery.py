@@ -80,8 +80,9 @@ def cost(directory: Path, kill_after: int) -> None:
     with Ledger.open(run) as ledger:
         (restart,) = ledger.restarts()
         steps_s = sum(row.wall_s for row in ledger.rows())
-        spans = [span for span in ledger.spans_between(0.0, 1e9) if span.stage == "checkpoint" and span.detail == STALL]
-    stalled_s = sum(span.end_s - span.start_s for span in spans)
+        query = "SELECT end_s - start_s FROM spans WHERE stage = 'checkpoint' AND detail = ?"
+        spans = [seconds for (seconds,) in ledger.read(query, (STALL,))]
+    stalled_s = sum(spans)
     print(f"killed after step {held}; resumed from the checkpoint of step {restart.checkpoint}")
     print(f"resume: {resumed_s:.1f} s from the command until {restart.redone_steps} steps were taken again")
     print(f"        {first_row_s:.1f} s until the first new step was done")

@@ -27,7 +27,8 @@ from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling, request_seed
+from headrace.rollout.sampling import request_seed
+from headrace.types import Sampling
 
 SHAPES = {
     "tiny": {

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from egress import tcp_sent_bytes
 from gpu_model import Shape, random_model, word_tokenizer
 from gpu_record import Ceilings, Part, options, parts_table, read, run, spread
 from learner import Bench, make_group
@@ -29,15 +30,16 @@ from sync_receivers import ProcessTaker
 from torch import Tensor
 
 from headrace.config import LearnerSection
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender
-from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.encoding import Encoder, cast
 from headrace.publish.measure import copy_s, publish_once, save_and_load_s
-from headrace.publish.publisher import Publisher, PublishTimes
-from headrace.publish.transport import SendingEnd
+from headrace.publish.publisher import Publisher
+from headrace.roles import SendingEnd
+from headrace.types import PublishTimes
 
 DTYPE = torch.bfloat16
 ADAPTER_RANK = 16
@@ -89,7 +91,8 @@ def trained(shape: Shape, steps: int) -> Trained:
     for step in range(1, steps + 1):
         if step == steps:
             before = {name: tensor.detach().clone() for name, tensor in named.items()}
-        for items in [*learner.add(make_group(bench, step)), *learner.rest()]:
+        intake = Intake(section)
+        for items in [*intake.add(make_group(bench, step)), *intake.rest()]:
             learner.accumulate(items)
         assert not learner.finish().skipped
         manifest = encoder.encode(step, cast(named.items(), DTYPE)).manifest

@@ -8,14 +8,13 @@ import sys
 from typing import Self
 
 import ray
+from egress import tcp_sent_bytes
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sync_receivers import Receiver, Shapes
 
-from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
-from headrace.publish.publisher import PublishTimes
-from headrace.publish.transport import Ticket
+from headrace.types import PublishTimes, Ticket
 
 
 class RayTaker:

@@ -12,8 +12,9 @@ import torch
 
 from headrace.publish.collective import CollectiveReceiver
 from headrace.publish.disk import DiskReceiver
-from headrace.publish.publisher import PublishTimes, Subscriber
-from headrace.publish.transport import ReceivingEnd, Ticket
+from headrace.publish.publisher import Subscriber
+from headrace.roles import ReceivingEnd
+from headrace.types import PublishTimes, Ticket
 
 Shapes = Mapping[str, tuple[int, ...]]
 ENDS: dict[str, Callable[[], ReceivingEnd]] = {"disk": DiskReceiver, "collective": CollectiveReceiver}

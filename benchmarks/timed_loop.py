@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace.config import Config
-from headrace.place.local import LocalPlace
-from headrace.types import Row
+from headrace.place.places import open_place
+from headrace.row import Row
 
 
 async def timed_loop(
@@ -27,11 +27,10 @@ async def timed_loop(
         ends.append(time.perf_counter())
         rows.append(row)
 
-    place = LocalPlace(config, run_dir)
+    place = open_place(config, run_dir)
     try:
         await place.scorer.start()
-        loop = await place.loop()
-        loop.on_row = on_row
+        loop = await place.loop(on_row)
         started = time.perf_counter()
         await loop.run()
         at_end()

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headrace.learner.batch import Item, pack
+from headrace.learner.batch import pack
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import FloatArray, Timing, Trajectory
+from headrace.types import FloatArray, Item, Sampling, Timing, Trajectory
 
 TEMPERATURE = 0.7
 NEVER = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)

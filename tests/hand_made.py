@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.types import FinishReason, Group, Prompt, Replay, Row, Span, StageTimes, Timing, Trajectory
+from headrace.row import Row
+from headrace.types import FinishReason, Group, Prompt, Replay, Span, StageTimes, Timing, Trajectory
 
 
 def trajectory(

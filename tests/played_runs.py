@@ -24,19 +24,37 @@ from headrace.buffer.buffer import Buffer
 from headrace.buffer.filters import Sieve
 from headrace.buffer.lag import LagPolicy
 from headrace.config import BufferSection, Config, LoopSection, RecoverySection, RolloutSection
-from headrace.learner.corrections import MismatchSums
-from headrace.learner.learner import StepStats
 from headrace.ledger.ledger import Ledger
+from headrace.loop.books import Bookkeeper
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume
 from headrace.loop.stages import Stages
 from headrace.place.device import DeviceThread
-from headrace.prompts.cursor import Cursor
-from headrace.rollout.actor import trajectory_id
-from headrace.rollout.request import EngineCounts
-from headrace.types import Completion, DropReason, FinishReason, Group, Prompt, Score, Span, Timing, Trajectory
+from headrace.prompts.stream import Cursor
+from headrace.types import (
+    Completion,
+    DropReason,
+    EngineCounts,
+    FinishReason,
+    Group,
+    Mismatch,
+    Order,
+    Prompt,
+    Score,
+    Span,
+    StepStats,
+    Timing,
+    Trajectory,
+)
 
 SAMPLES = 3
+
+
+def answer_id(serial: int, prompt: Prompt, index: int, attempt: int) -> str:
+    order = Order(serial=serial, prompt=prompt, samplings=(), indices=(index,), attempt=attempt)
+    return order.request_id(0)
+
+
 # What becomes of a group: trained on; trained on without its first answer, which has no verdict, or is too long;
 # dropped for want of signal; dropped for want of verdicts.
 GOOD, HALF, CUT, DULL, BROKEN = "good", "half", "cut", "dull", "broken"
@@ -222,11 +240,10 @@ class Answer:
 class Actor:
     """Samples one token of one answer at a time, by `version`, which the publisher sets."""
 
-    def __init__(self, world: World, ledger: Ledger, exact: bool) -> None:
-        self._world, self._ledger = world, ledger
+    def __init__(self, world: World, ledger: Ledger, exact: bool, on_begun: Callable[[int, int], None]) -> None:
+        self._world, self._ledger, self._on_begun = world, ledger, on_begun
         self.exact, self.counts = exact, EngineCounts()
         self.version = 0
-        self.on_begun: Callable[[int, int], None]
         self.answers: list[Answer] = []
 
     def start(
@@ -242,7 +259,7 @@ class Actor:
         for index in range(len(samplings)):
             future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
             futures.append(future)
-            answer = Answer(trajectory_id(serial, prompt, index, attempt), serial, index, prompt, future)
+            answer = Answer(answer_id(serial, prompt, index, attempt), serial, index, prompt, future)
             known = (so_far or {}).get(index)
             if known is not None and known.finish is not FinishReason.ABORT:
                 future.set_result(replace(known, id=answer.id))
@@ -265,14 +282,17 @@ class Actor:
         answer = self.answers[at % len(self.answers)]
         self._ledger.sampled(1)
         answer.versions.append(self.version)
-        self.on_begun(answer.serial, self.version)
+        self._on_begun(answer.serial, self.version)
         if len(answer.versions) == self._world.num_tokens(answer.serial, answer.index):
             cut = self._world.kind(answer.serial) == CUT and answer.index == 0
             self._deliver(answer, FinishReason.LENGTH if cut else FinishReason.EOS)
 
-    def abort(self, serial: int) -> None:
-        for answer in [answer for answer in self.answers if answer.serial == serial]:
+    def abort(self, serials: Sequence[int]) -> None:
+        for answer in [answer for answer in self.answers if answer.serial in serials]:
             self._deliver(answer, FinishReason.ABORT)
+
+    def close(self) -> None:
+        self.answers.clear()
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -315,9 +335,9 @@ class Learner:
     def snapshot(self) -> int:
         return int(self._weights)
 
-    def load(self, checkpoint: Any) -> None:
-        self._weights.fill_(checkpoint.weights)
-        self._version = checkpoint.version
+    def load(self, weights: int, version: int) -> None:
+        self._weights.fill_(weights)
+        self._version = version
 
     def add(self, group: Group, references: None) -> list[Any]:
         self._groups.append(group)
@@ -355,7 +375,7 @@ class Learner:
             entropy=0.0,
             kl_reference=0.0,
             clipped_share=0.0,
-            mismatch=MismatchSums(),
+            mismatch=Mismatch(),
         )
 
 
@@ -372,7 +392,7 @@ class CheckpointsOnDisk:
     def newest(self, on_damage: Callable[[str], None]) -> Any:
         version = max(self._world.checkpoints)
         weights, facts = self._world.checkpoints[version]
-        return SimpleNamespace(version=version, facts=facts, weights=weights)
+        return SimpleNamespace(version=version, facts=facts, tensors=weights)
 
 
 class Process:
@@ -381,32 +401,32 @@ class Process:
     def __init__(self, world: World, *, resumed: bool, num_statements: int | None = None) -> None:
         self.world, self.resumed = world, resumed
         self.ledger = Ledger.reopen(world.run_dir) if resumed else Ledger.create(world.run_dir)
-        self._mortal = MortalConnection(self.ledger._connection)
-        self.ledger._connection = self._mortal  # type: ignore[assignment]
-        self.actor, self.scorer, self.prompts = Actor(world, self.ledger, world.exact), Scorer(world), Prompts()
+        self._mortal = MortalConnection(self.ledger.connection)
+        self.ledger.connection = self._mortal  # type: ignore[assignment]
+        self.scorer, self.prompts = Scorer(world), Prompts()
         self.device, self.cores, self.disk, self._events = DeviceThread(), Turns(), Turns(), Hours()
         self.device.close()
-        self.device._submit = lambda work, args: self.cores.submit(work, *args)  # type: ignore[method-assign]
+        self.device.submit = self.cores.submit  # type: ignore[method-assign]
         checkpoints = CheckpointsOnDisk(world, self._mortal.check)
         if not resumed:
             checkpoints.write(0, 0, {"prompts": self.prompts.state()})
         config = world.config()
+        books = Bookkeeper(self.ledger)
         self.buffer = Buffer(
             LagPolicy(max_lag=world.max_lag, groups_per_step=world.groups_per_step, min_share=world.min_share),
             Sieve(config.buffer),
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,
-            on_drop=lambda dropped, group, was_buffered: self.loop.drop(
-                dropped, from_buffer=was_buffered, of=(group.serial, group.attempt)
-            ),
+            on_drop=books.drop_group,
         )
-        self.actor.on_begun = self.buffer.begin
+        self.actor = Actor(world, self.ledger, world.exact, self.buffer.begin)
         publisher = SimpleNamespace(commit=lambda version: setattr(self.actor, "version", version), moved_bytes=0)
         stages: dict[str, Any] = {
             "prompts": self.prompts,
-            "actor": self.actor,
+            "pool": self.actor,
+            "books": books,
             "scorer": self.scorer,
-            "learner": Learner(world),
+            "ranks": Learner(world),
             "publisher": publisher,
             "canary": SimpleNamespace(check=lambda version: None),
             "checkpoints": checkpoints,
@@ -432,7 +452,7 @@ class Process:
     @property
     def under_way(self) -> bool:
         """Whether it trains: not while it starts or ends."""
-        return self.loop._learning is not None and not self.loop._stopping and not self.loop.over
+        return self.loop._learning is not None and not self.loop.ending.orderly and not self.loop.over
 
     def doom(self, num_statements: int) -> None:
         """It will die at this many statements to its database from now."""
@@ -513,9 +533,7 @@ def delivered(world: World, serial: int, attempt: int, version: int) -> Group:
     """What an attempt at a group would bring if it were not over: all its answers, scored."""
     prompt = Prompts().at(serial)
     answers = [
-        Answer(
-            trajectory_id(serial, prompt, i, attempt), serial, i, prompt, None, [version] * world.num_tokens(serial, i)
-        )  # type: ignore[arg-type]
+        Answer(answer_id(serial, prompt, i, attempt), serial, i, prompt, None, [version] * world.num_tokens(serial, i))  # type: ignore[arg-type]
         for i in range(SAMPLES)
     ]
     scored = tuple(replace(answer.trajectory(FinishReason.EOS), reward=float(answer.index)) for answer in answers)

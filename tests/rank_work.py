@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection
 from headrace.learner.intake import Intake
-from headrace.learner.learner import Learner, StepStats
+from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding, split
 from headrace.policy.policy import Policy, load_policy
-from headrace.types import Group
+from headrace.types import Group, StepStats
 
 WAIT_S = 300  # a busy machine takes a minute to import torch
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "starcoder2", "llama")]

@@ -15,9 +15,10 @@ from tiny_runs import Workshop
 
 from headrace import api
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
-from headrace.place.remote import RemotePlace
-from headrace.types import Row
+from headrace.place.place import Place
+from headrace.row import Row
 
 ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 
@@ -46,8 +47,8 @@ class Run(api.Nobody):
     run_dir: Path = Path()
     notes: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    places: list[RemotePlace] = field(default_factory=list)
-    on_row: Callable[[RemotePlace, Row], None] = lambda place, row: None
+    places: list[Place] = field(default_factory=list)
+    on_row: Callable[[Place, Row], None] = lambda place, row: None
     on_note: Callable[[str], None] = lambda text: None
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -65,23 +66,23 @@ def train(
     workshop: Workshop,
     name: str,
     *settings: str,
-    on_row: Callable[[RemotePlace, Row], None] = lambda place, row: None,
-    on_loop: Callable[[RemotePlace, Loop], None] = lambda place, loop: None,
+    on_row: Callable[[Place, Row], None] = lambda place, row: None,
+    on_loop: Callable[[Place, Loop], None] = lambda place, loop: None,
     on_note: Callable[[str], None] = lambda text: None,
     monkeypatch: Any = None,
 ) -> Run:
     """Train as `headrace train` does; `on_loop` and `on_row` get the place, and may do it harm."""
     run = Run(run_dir=workshop.directory / name, on_row=on_row, on_note=on_note)
     if monkeypatch is not None:
-        built = RemotePlace.loop
+        built = Place.loop
 
-        async def loop(place: RemotePlace) -> Loop:
+        async def loop(place: Place, *args: Any) -> Loop:
             run.places.append(place)
-            made = await built(place)
+            made = await built(place, *args)
             on_loop(place, made)
             return made
 
-        monkeypatch.setattr(RemotePlace, "loop", loop)
+        monkeypatch.setattr(Place, "loop", loop)
     config = workshop.config(name, *workshop.settings, *settings, reward="dense")
     run.summary = api.train(config, run)
     return run
@@ -90,5 +91,6 @@ def train(
 def trained_tokens(run_dir: Path) -> dict[str, list[int]]:
     """By id, the tokens of every answer that was trained on."""
     with Ledger.open(run_dir) as ledger:
-        groups = [pair for _, named in ledger.steps_after(0) for pair in named]
-        return {t.id: t.token_ids.tolist() for pair in groups for t in ledger.trajectories(*pair)}
+        recovery = Recovery(ledger)
+        groups = [pair for _, named in recovery.steps_after(0) for pair in named]
+        return {t.id: t.token_ids.tolist() for pair in groups for t in recovery.trajectories(*pair)}

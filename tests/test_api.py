@@ -28,7 +28,7 @@ from headrace.errors import (
     StalledError,
 )
 from headrace.ledger.row_json import row_from_json
-from headrace.types import Row
+from headrace.row import Row
 
 
 @pytest.fixture(scope="module")

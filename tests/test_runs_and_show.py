@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, decoders, models
 from headrace import api
 from headrace.config_file import dump
 from headrace.ledger.database import claimed
-from headrace.ledger.journal import Attempt
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
 from headrace.runs.show import DROP_WORDS, TokenTexts, read_trajectory
-from headrace.types import Drop, DropReason, Span
+from headrace.types import Attempt, Drop, DropReason, Span
 
 
 class Clumsy(api.Nobody):
@@ -195,7 +195,7 @@ def test_a_trajectory_of_two_versions_an_attempt_that_was_lost_and_one_under_way
     lost = Attempt(serial=0, number=1, prompt_id="p0", wave=0, version=0)
     with Ledger.create(run) as ledger:
         ledger.started(2, lost)
-        ledger.lose([], DropReason.REDONE)
+        Recovery(ledger).lose([], DropReason.REDONE)
         ledger.started(2, Attempt(serial=0, number=2, prompt_id="p0", wave=0, version=0))
         ledger.started(1)
         ledger.sampled(3)

@@ -19,10 +19,13 @@ from headrace.config import Config
 from headrace.config_file import load_config
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.learner_rank import LearnerRank
+from headrace.place.place import Place
+from headrace.place.places import open_place
+from headrace.place.rollout_worker import RolloutWorker
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
-from headrace.types import Row
+from headrace.row import Row
 
 NUM_PROMPTS = 50
 
@@ -145,10 +148,20 @@ class Workshop:
         return load_config(None, self.overrides(name, *extra, reward=reward))
 
 
-async def play(config: Config, meddle: Callable[[LocalPlace, Loop], None] = lambda place, loop: None) -> Loop:
+def rank_of(place: Place) -> LearnerRank:
+    """The learner of a run in one process."""
+    return place.ranks.first.served  # type: ignore[attr-defined, no-any-return]
+
+
+def worker_of(place: Place) -> RolloutWorker:
+    """The engine of a run in one process, with what drives it."""
+    return place.pool.workers[0].served  # type: ignore[attr-defined, no-any-return]
+
+
+async def play(config: Config, meddle: Callable[[Place, Loop], None] = lambda place, loop: None) -> Loop:
     """The loop alone, without evaluations before and after; `meddle` may change it before it starts."""
     run_dir = api.prepare_run_dir(config)
-    place = LocalPlace(config, run_dir)
+    place = open_place(config, run_dir)
     try:
         await place.scorer.start()
         loop = await place.loop()
@@ -157,7 +170,7 @@ async def play(config: Config, meddle: Callable[[LocalPlace, Loop], None] = lamb
         return loop
     finally:
         await place.close()
-        place.policy.save(run_dir / api.WEIGHTS)
+        rank_of(place).policy.save(run_dir / api.WEIGHTS)
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -14,17 +14,17 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 
 from headrace.config import Config
 from headrace.config_file import dump, load_config
-from headrace.errors import RunError
+from headrace.errors import LearnerLostError, RunError
 from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_database
 from headrace.ledger.files import (
     CHECKPOINTS,
@@ -41,35 +41,19 @@ from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.evaluate import evaluate
-from headrace.loop.loop import Loop, sampling_of
+from headrace.loop.groups import sampling_of
+from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
 from headrace.loop.watchdog import STACKS, Watchdog
-from headrace.place.local import LocalPlace
 from headrace.place.memory import STEPS, memory_for
+from headrace.place.place import Place
 from headrace.place.places import open_place
-from headrace.place.remote import RemotePlace
-from headrace.place.workers import LearnerLostError
-from headrace.roles import Sink
-from headrace.types import Row
+from headrace.roles import Sink, Watcher
+from headrace.row import Row
 
-Place = LocalPlace | RemotePlace
 WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
-
-
-class Watcher(Protocol):
-    """Who is told about a run's progress: the terminal, or nobody."""
-
-    def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str) -> None: ...
-
-    def row(self, row: Row) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 class Nobody:
@@ -146,7 +130,15 @@ def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | 
     loop = config.loop if samples is None else config.loop.model_copy(update={"eval_samples": samples})
     model = config.model.model_copy(update={"path": str(weights_dir(run_dir)), "tokenizer": ""})
     buffer = config.buffer.model_copy(update={"filters": ()})  # their files may be gone, and nothing is trained on
-    return asyncio.run(_evaluate(config.model_copy(update={"model": model, "loop": loop, "buffer": buffer}), run_dir))
+    changed = {
+        "model": model,
+        "loop": loop,
+        "buffer": buffer,
+        "place": config.place.model_copy(update={"cluster": "local"}),
+        "rollout": config.rollout.model_copy(update={"workers": 1}),
+        "learner": config.learner.model_copy(update={"ranks": 1}),
+    }
+    return asyncio.run(_evaluate(config.model_copy(update=changed), run_dir))
 
 
 def export(run_dir: Path | str, out: Path | str) -> Path:
@@ -210,7 +202,7 @@ def weights_dir(run_dir: Path) -> Path:
 
 
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
-    place = open_place(config, run_dir, resumed=resumed)
+    place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note)
     dump(config, run_dir / SETTINGS)  # a run that is resumed may go on elsewhere, now that this is known to work
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
@@ -223,7 +215,6 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
         watcher.header(config, run_dir, _facts(place))
         if not resumed:
             await _warm_start(place, watcher)
-        loop = await place.loop()
 
         def on_row(row: Row) -> None:
             for sink in sinks:
@@ -232,34 +223,38 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
                 watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
             watcher.row(row)
 
-        loop.on_row, loop.on_note, place.on_note = on_row, watcher.note, watcher.note
+        loop = await place.loop(on_row)
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
-        before = await _before(place, loop, watcher)
-        watcher.phase("training")
-        summary = _Summary(place, loop, run_dir, before)
-        try:
-            await _interruptible(loop)
-        finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
-            if not watchdog.hung and not place.lost:
-                with _writing(run_dir / WEIGHTS):
-                    await place.device.run(place.save_weights, run_dir / WEIGHTS)
-            summary.write(finished=False, after=None)
-        if loop.interrupted:
-            return summary.content
-        if loop.solved:
-            watcher.note(
-                f"training ends here: the reward has reached {config.loop.target_reward:g} (loop.target_reward)"
-            )
-        watcher.phase("evaluation after")
-        return summary.write(finished=True, after=await _score(place))
+        return await _run(place, loop, watcher, watchdog)
     finally:
         watchdog.stop()
         for sink in sinks:
             sink.close()
         await place.close(hung=bool(watchdog.hung))
         watchdog.check()
+
+
+async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
+    """The steps between two evaluations; what `summary.json` holds at their end."""
+    run_dir = place.run_dir
+    summary = _Summary(place, loop, run_dir, await _before(place, loop, watcher))
+    watcher.phase("training")
+    try:
+        await _interruptible(loop)
+    finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
+        if not watchdog.hung and not place.ranks.lost:
+            with _writing(run_dir / WEIGHTS):
+                await place.device.run(place.ranks.save, run_dir / WEIGHTS)
+        summary.write(finished=False, after=None)
+    if loop.ending.asked:
+        return summary.content
+    if loop.ending.solved:
+        target = place.config.loop.target_reward
+        watcher.note(f"training ends here: the reward has reached {target:g} (loop.target_reward)")
+    watcher.phase("evaluation after")
+    return summary.write(finished=True, after=await _score(place))
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -357,9 +352,9 @@ async def _warm_start(place: Place, watcher: Watcher) -> None:
 
 
 async def _score(place: Place) -> float | None:
-    """The held-out score, with the engine running for it alone."""
-    async with _running(place):
-        return await evaluate(place.actor, place.scorer, place.prompts.held_out, place.config)
+    """The held-out score."""
+    await place.start_engines()
+    return await evaluate(place.pool, place.scorer, place.prompts.held_out, place.config)
 
 
 async def _self_check(place: Place, loop: Loop, watcher: Watcher) -> float | None:
@@ -369,29 +364,18 @@ async def _self_check(place: Place, loop: Loop, watcher: Watcher) -> float | Non
     """
     if not place.config.loop.steps:
         return None
-    async with _running(place):
-        mismatch, prompts = loop.stages.learner.mismatch, place.prompts.held_out
-        found = await self_check(place.actor, mismatch, place.device, prompts, sampling_of(place.config))
+    mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
+    found = await self_check(place.pool, mismatch, place.device, prompts, sampling_of(place.config))
     if place.config.model.exact:
         refuse_inexact(found)
-    if text := warning(found, place.facts.dtype):
-        watcher.note(text)
+    for text in (warning(found, place.facts.dtype), place.facts.unchecked):
+        if text:
+            watcher.note(text)
     return found.mean_abs
 
 
-@asynccontextmanager
-async def _running(place: Place) -> AsyncIterator[None]:
-    """The engine runs meanwhile."""
-    engine = asyncio.create_task(place.actor.run())
-    try:
-        yield
-    finally:
-        engine.cancel()
-        await asyncio.wait([engine])
-
-
 async def _evaluate(config: Config, run_dir: Path) -> float | None:
-    place = LocalPlace(config, run_dir)
+    place = open_place(config, run_dir)
     try:
         await place.scorer.start()
         return await _score(place)
@@ -401,7 +385,7 @@ async def _evaluate(config: Config, run_dir: Path) -> float | None:
 
 def _facts(place: Place) -> dict[str, str]:
     facts = place.facts
-    where = f"{facts.device}, {str(facts.dtype).removeprefix('torch.')}"
+    where = f"{facts.device}, {facts.dtype}"
     return {
         "policy": f"{facts.name}, {facts.num_weights / 1e6:.1f}M weights, {where}",
         "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",

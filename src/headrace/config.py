@@ -15,50 +15,60 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-NotNan = Annotated[float, Field(ge=-math.inf)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: operating systems know no zero byte
+Decay = Annotated[float, Field(ge=0, lt=1)]  # AdamW divides by 1 - decay
+
+# Whole numbers, rates and seconds have an upper bound, far above what is of use: a slip of the finger is refused before
+# it fills the memory, starts a million processes or overflows a column of the ledger.
+MOST = 10**9
+MOST_PROCESSES = 1024
+LEAST = 1e-6  # what single precision still divides by
+MOST_S = 10**8  # three years; timers of operating systems overflow later
+MOST_TRAJECTORIES = 10**6  # under way at a time: each is an object in memory
 
 
-def setting(default: Any, doc: str) -> Any:
-    """A field with its one line of documentation."""
-    return Field(default=default, description=doc)
+def setting(default: Any, doc: str, *, most: float | None = None) -> Any:
+    """A field with its one line of documentation, and the largest value that is allowed."""
+    return Field(default=default, description=doc, le=MOST if most is None and type(default) is int else most)
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """Frozen and strict: an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-class RunSection(Section):
+class RunSection(SettingsSection):
     """Where the run lives and what makes it repeatable."""
 
-    dir: str = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
-    seed: NonNegativeInt = setting(0, "every random choice of the run follows from it")
+    dir: Name = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
+    seed: NonNegativeInt = setting(0, "every random choice of the run follows from it", most=2**63 - 1)
     overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
 
 
-class ModelSection(Section):
+class ModelSection(SettingsSection):
     """The policy."""
 
-    path: str = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
-    tokenizer: str = setting("", "tokenizer directory, if not the model's own")
+    path: Name = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
+    tokenizer: Name = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
     )
     device: str = setting("auto", "cpu, cuda or cuda:1; auto takes a GPU when there is one")
-    threads: NonNegativeInt = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
+    threads: NonNegativeInt = setting(0, "CPU threads for torch; 0 leaves torch's own choice", most=512)
     exact: bool = setting(False, "same bits in engine and learner; slower")
 
 
-class PromptsSection(Section):
+class PromptsSection(SettingsSection):
     """Where prompts come from."""
 
-    source: str = setting(
+    source: Name = setting(
         "arithmetic",
         "'arithmetic' (built in), a .jsonl or .parquet file, a datasets directory, or 'reasoning-gym:TASK'",
     )
-    count: PositiveInt = setting(20_000, "how many prompts a generating source makes (built-in and reasoning-gym)")
+    count: PositiveInt = setting(
+        20_000, "how many prompts a generating source makes (built-in and reasoning-gym)", most=10**7
+    )
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
     system: str = setting("", "system message put before every chat")
     chat: Literal["auto", "always", "never"] = setting(
@@ -66,60 +76,64 @@ class PromptsSection(Section):
     )
     max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
     shuffle: bool = setting(True, "a new order each epoch, from run.seed")
-    eval_source: str = setting("", "held-out prompts; empty takes them from the end of prompts.source")
-    eval_count: PositiveInt = setting(128, "how many held-out prompts")
+    eval_source: Name = setting("", "held-out prompts; empty takes them from the end of prompts.source")
+    eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
 
 
-class RolloutSection(Section):
+class RolloutSection(SettingsSection):
     """Generation."""
 
-    samples: PositiveInt = setting(8, "trajectories per prompt")
+    samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
-    temperature: PositiveFloat = setting(1.0, "divides the logits before sampling")
+    temperature: Annotated[float, Field(ge=LEAST)] = setting(1.0, "divides the logits before sampling", most=MOST)
     top_k: NonNegativeInt = setting(0, "keep the k likeliest tokens; 0 keeps all")
-    top_p: Annotated[float, Field(gt=0, le=1)] = setting(
+    top_p: Annotated[float, Field(ge=LEAST, le=1)] = setting(
         1.0, "keep the likeliest tokens that hold this much probability"
     )
     min_p: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0, "keep tokens at least this likely relative to the likeliest"
     )
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
-    workers: PositiveInt = setting(1, "engines, each with a copy of the weights; several need place.cluster=ray")
-    max_running: PositiveInt = setting(256, "sequences decoded at the same time, by each engine")
+    workers: PositiveInt = setting(
+        1, "engines, each with a copy of the weights; several need place.cluster=ray", most=MOST_PROCESSES
+    )
+    max_running: PositiveInt = setting(256, "sequences decoded at the same time, by each engine", most=2**16)
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, so that decoding goes on")
     kv_tokens: NonNegativeInt = setting(0, "size of the key/value cache in tokens; 0 sizes it from memory")
-    speculate: Annotated[int, Field(ge=0, le=16)] = setting(
-        0, "draft up to so many tokens ahead from the prompt, its siblings and earlier epochs; 0 is off"
+    speculate: NonNegativeInt = setting(
+        0, "draft up to so many tokens ahead from the prompt, its siblings and earlier epochs; 0 is off", most=16
     )
     on_update: Literal["keep", "recompute", "drain"] = setting(
         "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
     )
-    max_wall_s: NonNegativeFloat = setting(0.0, "seconds that an answer may be decoded at a stretch; 0 is off")
+    max_wall_s: NonNegativeFloat = setting(
+        0.0, "seconds that an answer may be decoded at a stretch; 0 is off", most=MOST_S
+    )
     on_wall: Literal["cut", "park"] = setting(
         "cut", "at max_wall_s: end the answer there, or lay it aside while others wait and go on later"
     )
 
 
-class RewardSection(Section):
+class RewardSection(SettingsSection):
     """Scoring."""
 
-    function: str = setting(
+    function: Name = setting(
         "",
         "'module:function', 'file.py:function', or exact, regex, reasoning-gym, math; empty: the prompt source's own",
     )
     answer_field: str = setting("answer", "field of the prompt with the expected answer (exact, regex, math)")
     pattern: str = setting("", "regular expression; its last match (or first group of it) is the answer to compare")
-    workers: PositiveInt = setting(1, "processes that score")
-    timeout_s: PositiveFloat = setting(10.0, "a slower verdict is a drop, not a zero")
-    retries: NonNegativeInt = setting(1, "further tries after a crash, a timeout or a lost connection")
+    workers: PositiveInt = setting(1, "processes that score", most=MOST_PROCESSES)
+    timeout_s: Annotated[float, Field(ge=0.01)] = setting(10.0, "a slower verdict is a drop, not a zero", most=MOST_S)
+    retries: NonNegativeInt = setting(1, "further tries after a crash, a timeout or a lost connection", most=1000)
     cache: bool = setting(True, "score the same answer to the same prompt once")
     overlong_tokens: NonNegativeInt = setting(
         0, "soft penalty for the last so many tokens before max_new_tokens; 0 is off"
     )
-    overlong_penalty: NonNegativeFloat = setting(1.0, "what is taken off the reward at max_new_tokens")
+    overlong_penalty: NonNegativeFloat = setting(1.0, "what is taken off the reward at max_new_tokens", most=MOST)
 
 
-class BufferSection(Section):
+class BufferSection(SettingsSection):
     """Which groups are trained on."""
 
     drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
@@ -131,17 +145,19 @@ class BufferSection(Section):
     patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
 
 
-class LearnerSection(Section):
+class LearnerSection(SettingsSection):
     """Advantages, loss, optimizer."""
 
-    lr: NonNegativeFloat = setting(1e-6, "learning rate")
+    lr: NonNegativeFloat = setting(1e-6, "learning rate", most=MOST)
     warmup_steps: NonNegativeInt = setting(0, "steps over which the learning rate rises to learner.lr")
     schedule: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after warm-up")
-    beta1: Share = setting(0.9, "AdamW")
-    beta2: Share = setting(0.99, "AdamW")
-    weight_decay: NonNegativeFloat = setting(0.0, "AdamW")
+    beta1: Decay = setting(0.9, "AdamW")
+    beta2: Decay = setting(0.99, "AdamW")
+    weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
-    ranks: PositiveInt = setting(1, "processes that train together, each with a part of the weights; several need Ray")
+    ranks: PositiveInt = setting(
+        1, "processes that train together, each with a part of the weights; several need Ray", most=MOST_PROCESSES
+    )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per forward and backward pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations in the backward pass to save memory")
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
@@ -158,39 +174,45 @@ class LearnerSection(Section):
     correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
     correction_high: PositiveFloat = setting(2.0, "truncated: largest weight; masked: a larger weight drops the token")
     kl_coef: NonNegativeFloat = setting(
-        0.0, "pull towards the reference, the weights before the first RL step; 0 is off"
+        0.0, "pull towards the reference, the weights before the first RL step; 0 is off", most=MOST
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the divergence from the reference")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the divergence to the loss, or subtract it from the reward")
     lora_rank: NonNegativeInt = setting(
-        0, "train adapters of this rank beside every linear layer, and leave the model's own weights; 0 is off"
+        0,
+        "train adapters of this rank beside every linear layer, and leave the model's own weights; 0 is off",
+        most=2**14,
     )
-    lora_alpha: PositiveFloat = setting(32.0, "what adapters add is multiplied by lora_alpha / lora_rank")
+    lora_alpha: PositiveFloat = setting(32.0, "what adapters add is multiplied by lora_alpha / lora_rank", most=MOST)
 
 
-class LoopSection(Section):
+class LoopSection(SettingsSection):
     """How much, how far ahead, how often."""
 
     steps: NonNegativeInt = setting(60, "optimizer steps")
     target_reward: Annotated[float, Field(ge=-math.inf)] = setting(
         math.inf, "end sooner, once the mean reward of eight steps has come this far"
     )
-    groups_per_step: PositiveInt = setting(16, "prompts per optimizer step")
-    max_lag: NonNegativeInt = setting(0, "how many versions old a trained token may be; 0 is strictly on-policy")
+    groups_per_step: PositiveInt = setting(16, "prompts per optimizer step", most=100_000)
+    max_lag: NonNegativeInt = setting(
+        0, "how many versions old a trained token may be; 0 is strictly on-policy", most=10_000
+    )
     eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")
-    eval_samples: PositiveInt = setting(1, "answers per held-out prompt")
-    eval_temperature: NonNegativeFloat = setting(1.0, "for evaluation, over the whole vocabulary; 0 is greedy")
+    eval_samples: PositiveInt = setting(1, "answers per held-out prompt", most=10_000)
+    eval_temperature: NonNegativeFloat = setting(
+        1.0, "for evaluation, over the whole vocabulary; 0 is greedy", most=MOST
+    )
 
 
-class WarmstartSection(Section):
+class WarmstartSection(SettingsSection):
     """Supervised steps on worked examples before RL (records with a `worked` field)."""
 
     steps: NonNegativeInt = setting(0, "supervised optimizer steps; 0 is off")
-    lr: PositiveFloat = setting(1e-3, "learning rate of the supervised steps")
-    examples: PositiveInt = setting(64, "worked examples per supervised step")
+    lr: PositiveFloat = setting(1e-3, "learning rate of the supervised steps", most=MOST)
+    examples: PositiveInt = setting(64, "worked examples per supervised step", most=100_000)
 
 
-class RecoverySection(Section):
+class RecoverySection(SettingsSection):
     """What a restart finds, and what it does."""
 
     every_steps: PositiveInt = setting(10, "write a checkpoint after every so many steps")
@@ -204,18 +226,18 @@ class RecoverySection(Section):
         "leave them out",
     )
     hang_s: NonNegativeFloat = setting(
-        600.0, "stop the run when nothing has moved for so long (and reward.timeout_s besides); 0 is off"
+        600.0, "stop the run when nothing has moved for so long (and reward.timeout_s besides); 0 is off", most=MOST_S
     )
 
 
-class LedgerSection(Section):
+class LedgerSection(SettingsSection):
     """Export of the run's rows."""
 
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "also write rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
 
 
-class PublishSection(Section):
+class PublishSection(SettingsSection):
     """How new weights reach engines in other processes."""
 
     encoding: Literal["full", "delta", "adapter"] = setting(
@@ -224,23 +246,25 @@ class PublishSection(Section):
     transport: Literal["object_store", "collective", "disk"] = setting(
         "object_store", "Ray's shared memory, a broadcast between processes, or files in the run directory"
     )
-    bucket_mb: PositiveInt = setting(64, "weights travel in pieces of so many MB")
-    timeout_s: PositiveFloat = setting(120.0, "an engine that does not have new weights by then is given up")
+    bucket_mb: PositiveInt = setting(64, "weights travel in pieces of so many MB", most=2**16)
+    timeout_s: PositiveFloat = setting(
+        120.0, "an engine that does not have new weights by then is given up", most=MOST_S
+    )
 
 
-class PlaceSection(Section):
+class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
         "local", "local: every stage in this process, reward functions beside it; ray: workers on a Ray cluster"
     )
-    address: str = setting("", "a running Ray cluster; empty takes RAY_ADDRESS, or starts a local one for the run")
+    address: Name = setting("", "a running Ray cluster; empty takes RAY_ADDRESS, or starts a local one for the run")
     layout: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same ones"
     )
 
 
-class Config(Section):
+class Config(SettingsSection):
     """The whole tree; section by section it is what `headrace train my.toml section.key=value` may set."""
 
     run: RunSection = RunSection()
@@ -312,9 +336,22 @@ def _of_generation(config: Config) -> list[str]:
         )
     if config.reward.overlong_tokens > config.rollout.max_new_tokens:
         found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
+    if "" in config.rollout.stop:
+        found.append('rollout.stop has an empty text "", which would end every answer at its first token')
+    if 0 < config.loop.eval_temperature < LEAST:
+        found.append(
+            f"loop.eval_temperature = {config.loop.eval_temperature}: use 0, which is greedy, or at least {LEAST}"
+        )
     if config.rollout.on_wall == "park" and not config.rollout.max_wall_s:
         found.append(
             "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"
+        )
+    num_trajectories = config.rollout.samples * config.loop.groups_per_step * (config.loop.max_lag + 1)
+    if num_trajectories > MOST_TRAJECTORIES:
+        found.append(
+            f"rollout.samples = {config.rollout.samples}, loop.groups_per_step = {config.loop.groups_per_step} and "
+            f"loop.max_lag = {config.loop.max_lag}: {num_trajectories:,} trajectories would be under way at a time, "
+            f"more than {MOST_TRAJECTORIES:,}; lower one of them"
         )
     kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
     if 0 < config.rollout.kv_tokens < kv_needed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace.config import Config
+from headrace.config import MOST, Config
 from headrace.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -110,17 +111,17 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        leaves = list(_leaves(tomllib.loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         if str(path) in settings():
             return [f"there is no file {path}; to set {path} write {path}=VALUE"]
         return [f"there is no file {path}"]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is a directory" if path.is_dir() else str(error)
-        return [f"cannot read {path}: {reason}"]
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         return [f"{path} is not valid TOML: {error}"]
-    given.update({key: Given(value, str(path)) for key, value in _leaves(data)})
+    except (OSError, ValueError) as error:  # not UTF-8, or a path with a zero byte
+        reason = "it is a directory" if os.path.isdir(path) else str(error)
+        return [f"cannot read {path}: {reason}"]
+    given.update({key: Given(value, str(path)) for key, value in leaves})
     return []
 
 
@@ -155,7 +156,7 @@ def _parse(text: str, wants_text: bool) -> Any:
     """A TOML value, or the text itself: nobody wants to quote `model.path=my/dir` twice in a shell."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
     if len(parsed) > 1 or (wants_text and not isinstance(parsed["value"], str)):
         return text
@@ -201,7 +202,7 @@ def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
     if field is None or key not in given:
         return f"{key}: {message}"
     value, place = given[key]
-    return f"{key}: expected {_type_text(field)}; got {_toml_value(value)} ({place})"
+    return f"{key}: expected {_type_text(field, value)}; got {_toml_value(value)} ({place})"
 
 
 def _listing(problems: Sequence[str]) -> str:
@@ -255,15 +256,18 @@ def _is_bool(field: FieldInfo) -> bool:
     return field.annotation is bool
 
 
-def _type_text(field: FieldInfo) -> str:
+def _type_text(field: FieldInfo, value: Any = None) -> str:
+    """What a setting may be. The bound that all numbers have is named only where `value` is beyond it."""
     bounds = {
         name: getattr(limit, name)
         for limit in field.metadata
         for name in ("ge", "gt", "le", "lt")
         if hasattr(limit, name)
     }
+    if bounds.get("le") == MOST and not (isinstance(value, int | float) and value > MOST):
+        del bounds["le"]
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    limits = " and ".join(f"{words[name]} {bounds[name]}" for name in words if name in bounds)
+    limits = " and ".join(f"{words[name]} {bounds[name]:,}" for name in words if name in bounds)
     return f"{_annotation_text(field.annotation)} {limits}".rstrip()
 
 

@@ -22,7 +22,7 @@ class RewardError(HeadraceError):
 
 
 class UnavailableError(HeadraceError):
-    """For reward functions to raise: what they need is not to be had just now, and another try may succeed.
+    """For reward functions to raise: a service they need is unavailable; retrying may help.
 
     Example:
         raise headrace.UnavailableError("the judge's queue is full")
@@ -43,6 +43,14 @@ class HungError(HeadraceError):
 
 class PublishError(HeadraceError):
     """A version of the weights did not arrive, or is not what was sent. The receiver keeps the one it has."""
+
+
+class WorkerLostError(HeadraceError):
+    """A worker's process or node died, or does not answer in time."""
+
+
+class LearnerLostError(HeadraceError):
+    """A rank of the learner is lost, and with it a part of the weights: the run continues from its last checkpoint."""
 
 
 class MissingExtraError(HeadraceError):

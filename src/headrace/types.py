@@ -1,15 +1,14 @@
-"""The records that cross a stage border.
+"""The records that cross a stage border. Frozen, numpy only, no torch. Each shows an instance.
 
-Frozen, numpy only, no torch: they pickle cheaply and can be read on any machine. Each shows an instance.
-Shapes in comments: T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
+T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why tokens were paid for but not trained on. A user's own filter is booked as `filter:<its name>`."""
+    """Why tokens were paid for but not trained on; a user's own filter is booked as `filter:<its name>`."""
 
     STALE = "stale"
     NO_SIGNAL = "no_signal"
@@ -69,11 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens `start` to `end` (exclusive) of a trajectory were sampled by policy `version`.
-
-    Example:
-        Span(version=7, start=5, end=9)
-    """
+    """Tokens `start` to `end` (exclusive) were sampled by `version`. Example: Span(version=7, start=5, end=9)."""
 
     version: int
     start: int
@@ -88,7 +83,7 @@ class Replay:
     position (top-k, top-p, min-p leave a subset of the vocabulary).
 
     `routes` are the experts of each token, prompt tokens too, in each mixture layer, in the smallest unsigned type. The
-    last token was sampled but never computed with, so it has no experts: its row is zeros, and nothing depends on it.
+    last token was never computed with: its row is zeros, and nothing depends on it.
 
     Example:
         Replay(support_ids=np.array([4, 9, 2], np.int32), support_offsets=np.array([0, 2, 3], np.int64))
@@ -226,7 +221,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward function's verdict, or why there is none. A failure is a value here, never a reward of zero.
+    """A reward function's verdict, or why there is none: a failure is a value here, never a reward of zero.
 
     Example:
         Score(reward=1.0, parts={"correct": 1.0}), Score(failure=DropReason.REWARD_TIMEOUT, detail="no answer in 5 s")
@@ -234,6 +229,19 @@ class Score:
 
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    failure: DropReason | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an episode: a trajectory with its reward, or with why it has none (`failure`, `detail`).
+
+    Example:
+        Outcome(trajectory=Trajectory(...)), Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
+    """
+
+    trajectory: Trajectory
     failure: DropReason | None = None
     detail: str = ""
 
@@ -259,128 +267,232 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowMetric:
-    """What a number of `Row` is, declared with its field: sinks, `/metrics` and the page's curves follow from it.
+class Sampling:
+    """How one request is sampled. A temperature of 0 takes the likeliest token.
 
     Example:
-        RowMetric(label="length/mean", help="mean sampled tokens of a scored trajectory", unit="tokens",
-            over="mean", exported="answer_tokens_mean")
+        Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
     """
 
-    label: str  # its name in plotting sinks
-    help: str
-    unit: str = ""
-    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how the numbers of several steps become one
-    exported: str = ""  # its name for Prometheus, if not the field's; with `_total`: the sum over all rows
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
-
-def _metric(label: str, help: str, default: Any = MISSING, **more: Any) -> Any:
-    return field(default=default, metadata={"metric": RowMetric(label=label, help=help, **more)})
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled at all."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The ledger's one line per step.
+class Order:
+    """Answers to sample for one prompt: all of a group, or those that are left of it.
 
     Example:
-        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128, generated_tokens=4310,
-            trained_tokens=4096, dropped_tokens={"no_signal": 214}, backlog_tokens=0, lag_mean=0.0, lag_max=0, ...)
+        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(max_new_tokens=64),) * 2, indices=(0, 3))
     """
 
-    step: int
-    version: int = _metric(
-        "step/version", "version of the policy after the step", over="last", exported="policy_version"
-    )
-    wall_s: float = _metric(
-        "step/wall_s", "seconds since the row before", unit="s", over="sum", exported="wall_seconds_total"
-    )
-    num_groups: int = _metric("step/num_groups", "groups trained on", over="sum", exported="trained_groups_total")
-    num_trajectories: int = _metric(
-        "step/num_trajectories", "trajectories trained on", over="sum", exported="trained_trajectories_total"
-    )
-    generated_tokens: int = _metric(
-        "tokens/generated", "tokens generated", unit="tokens", over="sum", exported="generated_tokens_total"
-    )
-    trained_tokens: int = _metric(
-        "tokens/trained", "tokens trained on", unit="tokens", over="sum", exported="trained_tokens_total"
-    )
-    dropped_tokens: Mapping[str, int]  # by reason
-    backlog_tokens: int = _metric(
-        "tokens/backlog", "tokens buffered and in flight, at the end of the step", unit="tokens", over="last"
-    )
-    preemptions: int = _metric(
-        "engine/preemptions",
-        "times a sequence gave up its cache because there was no more, and was computed again",
-        over="sum",
-        exported="preemptions_total",
-    )
-    parks: int = _metric(
-        "engine/parks",
-        "times a sequence that reached max_wall_s was laid aside for others",
-        over="sum",
-        exported="parks_total",
-    )
-    lag_mean: float = _metric("lag/mean", "mean lag over trained tokens", unit="versions")
-    lag_max: int = _metric("lag/max", "lag of the oldest trained token", unit="versions", over="max")
-    reward_mean: float = _metric(
-        "reward/mean", "mean reward of every scored trajectory of the interval, trained or not"
-    )
-    reward_std: float = _metric("reward/std", "standard deviation of these rewards")
-    length_mean: float = _metric(
-        "length/mean", "sampled tokens per scored trajectory", unit="tokens", exported="answer_tokens_mean"
-    )
-    length_max: int = _metric(
-        "length/max",
-        "sampled tokens of the longest scored trajectory",
-        unit="tokens",
-        over="max",
-        exported="answer_tokens_max",
-    )
-    truncated_share: float = _metric(
-        "length/truncated_share",
-        "share of the scored trajectories that ran into max_new_tokens or max_wall_s",
-        exported="answers_cut_share",
-    )
-    loss: float = _metric("learner/loss", "loss")
-    grad_norm: float = _metric("learner/grad_norm", "norm of the gradient, before it is clipped")
-    lr: float = _metric("learner/lr", "learning rate", over="last", exported="learning_rate")
-    skipped: bool = _metric(
-        "learner/skipped",
-        "the gradient was not finite, the weights stayed as they were",
-        over="sum",
-        exported="skipped_steps_total",
-    )
-    entropy: float = _metric("learner/entropy", "estimated from the sampled tokens: mean of -log p", unit="nats")
-    kl_reference: float = _metric("learner/kl_reference", "divergence from the reference policy", unit="nats")
-    mismatch_mean: float = _metric("mismatch/mean", "mean |learner log-prob - behaviour log-prob|", unit="nats")
-    mismatch_k3: float = _metric(
-        "mismatch/k3", "the same as a divergence: estimated KL(behaviour || learner) per token", unit="nats"
-    )
-    ratio_mean: float = _metric("mismatch/ratio_mean", "mean importance ratio")
-    ratio_p01: float = _metric("mismatch/ratio_p01", "one token in a hundred has a smaller ratio", over="min")
-    ratio_p99: float = _metric("mismatch/ratio_p99", "one token in a hundred has a larger ratio", over="max")
-    ratio_outside: float = _metric(
-        "mismatch/ratio_outside",
-        "share of tokens with ratio outside [0.9, 1.1]",
-        exported="ratio_outside_share",
-    )
-    clipped_share: float = _metric("learner/clipped_share", "share of tokens whose ratio was clipped")
-    effective_samples: float = _metric(
-        "mismatch/effective_samples",
-        "effective sample size of the importance weights, as a share: (Σw)² / (n Σw²)",
-        exported="effective_samples_share",
-    )
-    stage_s: StageTimes
-    publish_bytes: int = _metric(
-        "publish/bytes",
-        "bytes moved to bring new weights to the engine",
-        unit="bytes",
-        exported="publish_bytes_total",
-    )
-    score: float | None = _metric(
-        "eval/score", "held-out score, on the steps that evaluate", None, exported="held_out_score"
-    )
+    serial: int
+    prompt: Prompt
+    samplings: tuple[Sampling, ...]
+    indices: tuple[int, ...]  # of the answers in their group
+    counted: bool = True  # evaluation is not: it stays out of the books
+    attempt: int = 1
+    so_far: Mapping[int, Trajectory] | None = None  # by index, what an earlier attempt had; it is continued
+
+    def request_id(self, i: int) -> str:
+        """Of the i-th answer. The serial tells epochs apart in which a prompt comes again, the attempt its tries."""
+        attempt = f".{self.attempt}" if self.attempt > 1 else ""
+        return f"{'' if self.counted else 'eval:'}{self.serial}{attempt}:{self.prompt.id}/{self.indices[i]}"
+
+    def nothing_sampled(self, i: int, now_s: float) -> Trajectory:
+        """The i-th answer before its first token: the prompt alone."""
+        prompt_ids = self.prompt.token_ids
+        return Trajectory(
+            id=self.request_id(i),
+            prompt_id=self.prompt.id,
+            index=self.indices[i],
+            token_ids=prompt_ids,
+            sampled=np.zeros(len(prompt_ids), np.bool_),
+            logprobs=np.zeros(len(prompt_ids), np.float32),
+            spans=(),
+            finish=FinishReason.ABORT,
+            text="",
+            timing=Timing(submitted_s=now_s, started_s=now_s, finished_s=now_s),
+        )
 
 
-ROW_METRICS: Mapping[str, RowMetric] = {f.name: f.metadata["metric"] for f in fields(Row) if f.metadata}
-"""By field, every number of a row; `dropped_tokens` and `stage_s` hold several each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounts:
+    """What engines did since they exist.
+
+    Example:
+        EngineCounts(computed_tokens=51200, preemptions=2, parks=0, drafted_tokens=800, accepted_tokens=610)
+    """
+
+    computed_tokens: int = 0  # of prompts and answers: as long as it grows, something moves
+    preemptions: int = 0  # times a sequence had to make room
+    parks: int = 0  # times one was laid aside at max_wall_s
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def __add__(self, other: EngineCounts) -> EngineCounts:
+        return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpan:
+    """A stage was busy from `start_s` to `end_s`.
+
+    Example:
+        StageSpan(stage="train", start_s=12.0, end_s=12.8, worker="local", version=3, detail="16 groups")
+    """
+
+    stage: str
+    start_s: float
+    end_s: float
+    worker: str = "local"
+    version: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What happened on a worker since it was last asked.
+
+    Example:
+        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=EngineCounts(...))
+    """
+
+    sampled_tokens: int  # counted ones, ever: those of `finished` are among them
+    begun: tuple[tuple[int, int], ...]  # serial of a group, and the version that sampled its first token
+    finished: tuple[Trajectory, ...]
+    spans: tuple[StageSpan, ...]
+    counts: EngineCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try at generating a group. A restart makes another of what was under way, and only the newest counts.
+
+    Example:
+        Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
+    """
+
+    serial: int
+    number: int
+    prompt_id: str
+    wave: int  # groups of one wave were started together, and nothing else ran beside them
+    version: int  # of the policy when it was admitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A trajectory with what the loss needs besides. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
+
+    trajectory: Trajectory
+    advantage: float
+    reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
+
+    def __len__(self) -> int:
+        return len(self.trajectory.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFacts:
+    """What is to be known of a policy without holding it.
+
+    Example:
+        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", max_context=1024)
+    """
+
+    name: str
+    num_weights: int
+    device: str
+    dtype: str
+    max_context: int
+    unchecked: str = ""  # what could not be compared with transformers when it was loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far the learner's log-probs are from the behaviour's, over `count` tokens. Defaults read as not at all.
+
+    Δ is learner - behaviour, r = exp Δ.
+
+    Example:
+        Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, ratio_p99=1.2, outside_share=0.5)
+    """
+
+    count: int = 0
+    mean_abs: float = 0.0  # mean |Δ|
+    k3: float = 0.0  # estimated KL(behaviour || learner) per token
+    ratio_mean: float = 1.0  # 1 in expectation where the two policies share their support
+    ratio_p01: float = 1.0  # one token in a hundred has a smaller r
+    ratio_p99: float = 1.0  # one in a hundred a larger one
+    outside_share: float = 0.0  # of tokens that are not near-on-policy
+    effective_samples: float = 1.0  # (Σr)² / (n Σr²)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one optimizer step did.
+
+    Example:
+        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, entropy=0.4, kl_reference=0.0,
+            clipped_share=0.02, mismatch=Mismatch(...))
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    entropy: float
+    kl_reference: float
+    clipped_share: float
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a receiver needs to fetch a version.
+
+    Example:
+        Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
+    """
+
+    manifest: Any  # a `publish.payload.Manifest`: what the payload holds
+    where: Any  # the transport's own: a directory, a meeting, references
+
+    @property
+    def version(self) -> int:
+        """That it is for."""
+        return int(self.manifest.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTimes:
+    """Seconds and bytes of one publication, by operation.
+
+    Example:
+        PublishTimes(gather_s=0.2, cast_s=0.1, encode_s=0.5, transfer_s=0.3, apply_s=0.1, transfer_bytes=31_000_000)
+    """
+
+    gather_s: float = 0.0  # whole tensors from the learner's shards
+    cast_s: float = 0.0
+    encode_s: float = 0.0
+    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
+    apply_s: float = 0.0  # during which the engine stands still
+    gather_bytes: int = 0
+    cast_bytes: int = 0
+    encode_bytes: int = 0
+    transfer_bytes: int = 0
+    apply_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """One after the other."""
+        return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s

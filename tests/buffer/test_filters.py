@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from hand_made import group, group_of, trajectory
 
-from headrace.buffer.filters import Sieve, load_filter
+from headrace.buffer.filters import Sieve
 from headrace.config import BufferSection
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.types import DropReason, FinishReason, Group
 
 
 @pytest.fixture
-def filter_file(tmp_path: Path) -> Callable[[str], Path]:
+def filter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    monkeypatch.setattr("sys.path", list(sys.path))  # loading a file adds its folder
+
     def write(code: str) -> Path:
         path = tmp_path / "own_filters.py"
         path.write_text(code, encoding="utf-8")
@@ -74,7 +76,7 @@ def test_the_first_filter_that_objects_gives_the_reason(filter_file: Callable[[s
 
 
 def test_filter_from_a_module():
-    assert load_filter("operator:truth")(group()) is True
+    assert reasons(Sieve(BufferSection(filters=("operator:truth",))), group(rewards=[0.2, 0.9])) == ([0, 1], [])
 
 
 def test_filter_from_a_module_in_the_working_directory(
@@ -82,30 +84,49 @@ def test_filter_from_a_module_in_the_working_directory(
 ):
     path = filter_file("def never(group):\n    return False\n")
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr("sys.path", list(sys.path))
-    assert load_filter("own_filters:never")(group()) is False
+    sieve = Sieve(BufferSection(filters=("own_filters:never",)))
+    assert reasons(sieve, group(rewards=[0.2, 0.9]))[1] == [(0, "filter:never"), (1, "filter:never")]
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("keep", "'keep' is not 'module:function' or 'file.py:function'"),
-        (":keep", "':keep' is not 'module:function' or 'file.py:function'"),
-        ("no_such_module:keep", "'no_such_module' cannot be loaded: No module named"),
-        ("no/such/file.py:keep", "'no/such/file.py' cannot be loaded"),
-        ("math:keep", "'math' has no function 'keep'"),
-        ("math:pi", "'math' has no function 'pi'"),
+        ("keep", " = 'keep': expected 'module:function' or 'path/to/file.py:function'"),
+        (":keep", " = ':keep': expected 'module:function' or 'path/to/file.py:function'"),
+        ("no_such_module:keep", ": there is no module 'no_such_module' (No module named"),
+        ("no/such/file.py:keep", ": there is no file "),
+        ("math:keep", ": 'math' has no function 'keep'"),
+        ("math:pi", ": 'pi' in 'math' is a float, not a function"),
     ],
 )
 def test_bad_filter_specs(spec: str, message: str):
     with pytest.raises(ConfigError) as caught:
         Sieve(BufferSection(filters=(spec,)))
-    assert str(caught.value).startswith(f"buffer.filters: {message}")
+    assert str(caught.value).startswith(f"buffer.filters{message}")
 
 
 @pytest.mark.parametrize(("code", "hint"), [("def keep(group:\n", "never closed"), ("1 / 0\n", "division by zero")])
 def test_filter_file_that_cannot_be_imported(filter_file: Callable[[str], Path], code: str, hint: str):
     path = filter_file(code)
-    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
-        load_filter(f"{path}:keep")
+    with pytest.raises(ConfigError, match="cannot be imported") as caught:
+        Sieve(BufferSection(filters=(f"{path}:keep",)))
     assert hint in str(caught.value)
+
+
+def test_a_filter_file_may_import_its_neighbour(filter_file: Callable[[str], Path]):
+    path = filter_file("from beside_filters import LIMIT\n\ndef low(group):\n    return LIMIT > 1\n")
+    (path.parent / "beside_filters.py").write_text("LIMIT = 0.5\n")
+    sieve = Sieve(BufferSection(filters=(f"{path}:low",)))
+    assert reasons(sieve, group(rewards=[0.2, 0.9]))[1] == [(0, "filter:low"), (1, "filter:low")]
+
+
+def test_an_async_filter_is_refused(filter_file: Callable[[str], Path]):
+    path = filter_file("async def never(group):\n    return False\n")
+    with pytest.raises(ConfigError, match=r"buffer\.filters: .* is an async function"):
+        Sieve(BufferSection(filters=(f"{path}:never",)))
+
+
+def test_a_filter_that_exits_does_not_end_the_process(filter_file: Callable[[str], Path]):
+    path = filter_file("def leave(group):\n    raise SystemExit(1)\n")
+    with pytest.raises(HeadraceError, match="the filter 'leave' failed on prompt"):
+        Sieve(BufferSection(filters=(f"{path}:leave",))).sift(group(rewards=[0.2, 0.9]))

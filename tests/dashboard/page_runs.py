@@ -12,10 +12,10 @@ from pathlib import Path
 from hand_made import group, row
 
 from headrace.config_file import dump
-from headrace.ledger.clock import StageSpan
 from headrace.ledger.database import claimed
 from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
+from headrace.types import StageSpan
 
 # By name, what the page must say of it; where it says nothing, it can be read in part.
 BROKEN = {

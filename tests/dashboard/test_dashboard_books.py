@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hand_made import group, row
 from tiny_runs import select
 
 from headrace.dashboard import books as module
+from headrace.dashboard import charts
 from headrace.dashboard.books import (
     LagShares,
     Wanted,
@@ -20,12 +22,11 @@ from headrace.dashboard.books import (
     read_timeline,
     update_lag_shares,
 )
-from headrace.ledger.clock import StageSpan
 from headrace.ledger.ledger import Ledger
 from headrace.runs.audit import books
 from headrace.runs.show import TokenTexts, TrajectoryDetails
 from headrace.runs.tables import accounts, prompt_ids, tokens, trajectory_facts, why_no_tokens
-from headrace.types import Trajectory
+from headrace.types import StageSpan, Trajectory
 
 
 def test_accounts_add_up_to_what_was_generated(real_run: Path):
@@ -51,9 +52,8 @@ def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path
     assert shown.lanes == ("reward · a", "reward · b", "train", "evaluate")
     assert (shown.start_s, shown.end_s) == (0.0, 10.0)
     assert shown.busy == pytest.approx({"reward · a": 0.2001, "reward · b": 0.1, "train": 0.2, "evaluate": 0.1})
-    first = shown.bars[0]
-    assert (first.lane, first.start_s, first.end_s) == ("reward · a", 0.0, 2.001)
-    assert [bar.stage for bar in shown.bars] == ["reward", "reward", "train", "evaluate"]
+    assert shown.bars[0] == pytest.approx(("reward · a", "reward", 0.0, 2.001))
+    assert [stage for _, stage, _, _ in shown.bars] == ["reward", "reward", "train", "evaluate"]
 
 
 def test_timeline_shows_the_last_steps_only(real_run: Path):
@@ -65,28 +65,42 @@ def test_timeline_shows_the_last_steps_only(real_run: Path):
 
 
 def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MOST_LAG_BUCKETS", 3)
     shares = LagShares()
     update_lag_shares(real_run, shares)
     expected: Counter[tuple[int, int]] = Counter()
     for step, lag, num_tokens in select(
         real_run, "SELECT trained_step, lag, num_tokens FROM trajectories WHERE state = 'trained'"
     ):
-        expected[(step - 1) // 2, lag] += num_tokens
-    assert shares.width == 2
+        expected[step, lag] += num_tokens
     assert shares.tokens == expected
     update_lag_shares(real_run, shares)
     assert shares.tokens == expected
+    monkeypatch.setattr(charts, "MOST_LAG_BARS", 3)
+    drawn = charts.lag_bars(shares, 6)
+    assert drawn["xAxis"]["data"] == ["1-2", "3-4", "5-6"]
+    fresh = [sum(n for (step, lag), n in expected.items() if lag == 0 and step in two) for two in ((1, 2), (3, 4))]
+    total = [sum(n for (step, _), n in expected.items() if step in two) for two in ((1, 2), (3, 4))]
+    assert drawn["series"][0]["name"] == "lag 0"
+    assert drawn["series"][0]["data"][:2] == [round(100 * a / b, 2) for a, b in zip(fresh, total, strict=True)]
+    assert [sum(bars) for bars in zip(*(one["data"] for one in drawn["series"]), strict=True)] == pytest.approx(
+        [100, 100, 100], abs=0.1
+    )
 
 
-def test_lag_shares_read_in_pieces_are_those_read_at_once(real_run: Path, monkeypatch: pytest.MonkeyPatch):
-    at_once, in_pieces = LagShares(), LagShares()
-    update_lag_shares(real_run, in_pieces)
-    for num_buckets in (3, 2, 1):  # as if steps had been added: buckets are joined, two and two
-        monkeypatch.setattr(module, "MOST_LAG_BUCKETS", num_buckets)
-        update_lag_shares(real_run, in_pieces)
-    update_lag_shares(real_run, at_once)
+def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
+    in_pieces, groups = LagShares(), [group(serial) for serial in range(3)]
+    with Ledger.create(tmp_path) as ledger:
+        for step, taken in enumerate(groups, 1):
+            ledger.started(len(taken.trajectories))
+            ledger.sampled(sum(t.num_sampled_tokens for t in taken.trajectories))
+            ledger.buffered(taken)
+            ledger.trained(taken, step=step, lag_of=lambda _, lag=step: lag)
+            ledger.row(row(step))
+            update_lag_shares(tmp_path, in_pieces)
+    at_once = LagShares()
+    update_lag_shares(tmp_path, at_once)
     assert in_pieces == at_once
+    assert set(at_once.tokens) == {(1, 1), (2, 2), (3, 3)}
 
 
 def test_rewards_of_few_values_have_a_bar_each(real_run: Path):

@@ -18,7 +18,7 @@ from headrace.errors import PublishError
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.encoding import Encoder, Named
 from headrace.publish.publisher import Publisher, Subscriber
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 NUM_RECEIVERS = 2
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"

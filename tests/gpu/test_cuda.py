@@ -13,7 +13,7 @@ from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import Sampling
+from headrace.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}

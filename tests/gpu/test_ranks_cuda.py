@@ -12,13 +12,13 @@ import torch
 from hand_made import group_of, trajectory
 
 from headrace.config import LearnerSection
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import Group
+from headrace.types import Group, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
@@ -61,7 +61,8 @@ def test_a_rank_takes_the_step_of_one_process(
     group = sampled(policy)
     stats, weights = [], []
     for learner in (learner_of(policy, None), learner_of(other, sharding)):
-        for items in [*learner.add(group), *learner.rest()]:
+        intake = Intake(learner.section)
+        for items in [*intake.add(group), *intake.rest()]:
             learner.accumulate(items)
         stats.append(learner.finish())
         weights.append({name: weight.float() for name, weight in learner.weights(torch.bfloat16)})
@@ -85,7 +86,8 @@ def test_engine_and_learner_agree_on_adapters(make_policy: Callable[..., Policy]
     group = sampled(policy)
     assert learner.mismatch(group.trajectories).mean_abs < 0.02
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for items in [*learner.add(group), *learner.rest()]:
+    intake = Intake(learner.section)
+    for items in [*intake.add(group), *intake.rest()]:
         learner.accumulate(items)
     assert learner.finish().grad_norm > 0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}

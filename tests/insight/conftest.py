@@ -7,7 +7,7 @@ from insight_runs import hand_made_run
 from tiny_runs import Workshop
 
 from headrace import api
-from headrace.types import Row
+from headrace.row import Row
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ from pathlib import Path
 from hand_made import group_of, trajectory
 
 from headrace.config_file import dump, load_config
-from headrace.ledger.clock import STALL, StageClock, StageSpan
-from headrace.ledger.journal import Attempt
+from headrace.ledger.clock import STALL, StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.row_json import row_from_json
-from headrace.types import Drop, FinishReason, Group, Row, Timing
+from headrace.row import Row
+from headrace.types import Attempt, Drop, FinishReason, Group, StageSpan, Timing
 
 STEP_S, EVALUATION_S = 10.0, 5.0
 BEGINS_S = (0.0, 10.0, 25.0)  # of the steps: an evaluation lies before the third

@@ -179,7 +179,7 @@ def test_of_a_long_run_the_last_steps_can_be_asked_for(tmp_path: Path):
     assert last.occupancy.num_steps == 50
     assert last.occupancy.wall_s == pytest.approx(50 * STEP_S)
     with Ledger.open(run) as ledger:
-        booked = ledger._read(
+        booked = ledger.read(
             "SELECT COUNT(*) FROM trajectories WHERE trained_step > 250 OR (state = 'dropped' AND finished_s > ?)",
             (250 * STEP_S,),
         )[0][0]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from headrace.config import LearnerSection
-from headrace.learner.advantages import AdvantageKind, advantages, needs_whole_step
+from headrace.learner.intake import AdvantageKind, advantages, needs_whole_step
 
 KINDS = get_args(AdvantageKind)
 
@@ -84,5 +84,5 @@ def test_a_step_without_any_signal_gets_zeros(kind: AdvantageKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_needs_whole_step_says_whether_other_groups_matter(kind: AdvantageKind) -> None:
     alone = advantages(kind, groups([1, 0, 0]))[0]
-    in_company = advantages(kind, groups([1, 0, 0], [100, -100]))[0]
-    assert needs_whole_step(kind) == (not np.array_equal(alone, in_company))
+    among_others = advantages(kind, groups([1, 0, 0], [100, -100]))[0]
+    assert needs_whole_step(kind) == (not np.array_equal(alone, among_others))

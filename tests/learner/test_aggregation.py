@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.aggregation import AggregationKind, normaliser, weights
-from headrace.learner.losses import LOSSES
+from headrace.learner.objective import LOSSES, AggregationKind, LossInput, normaliser, weights
 
 KINDS = get_args(AggregationKind)
 CONSTANT_LENGTH = 16
@@ -73,8 +72,17 @@ def test_one_micro_batch_equals_many_in_value_and_gradient(kind: AggregationKind
         for members in micro_batches:
             tokens = torch.cat([ranges[i] for i in members])
             ids = torch.repeat_interleave(torch.arange(len(members)), lengths[list(members)])
-            packed = (values[tokens] for values in (current, proximal, behaviour, advantage))
-            per_token = LOSSES[name](*packed, ids, clip_low=0.1, clip_high=0.1).per_token
+            per_token = LOSSES[name](
+                LossInput(
+                    current=current[tokens],
+                    proximal=proximal[tokens],
+                    behaviour=behaviour[tokens],
+                    advantage=advantage[tokens],
+                    sequence_ids=ids,
+                    clip_low=0.1,
+                    clip_high=0.1,
+                )
+            ).per_token
             terms |= dict(zip(members, per_token.split(lengths[list(members)].tolist()), strict=True))
         return step_loss(kind, [terms[i] for i in range(12)], micro_batches)
 

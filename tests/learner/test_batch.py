@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,9 +11,9 @@ from hand_made import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.learner.batch import Item, Packer, balanced, pack
+from headrace.learner.batch import Packer, balanced, pack
 from headrace.policy.policy import Policy
-from headrace.types import Replay
+from headrace.types import Item, Replay, Span
 
 CPU = torch.device("cpu")
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
@@ -101,8 +102,8 @@ def test_routes_are_laid_end_to_end(make_policy: Callable[..., Policy]):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (None, "1:p1/0 lacks the experts"),
-        (Replay(), "1:p1/0 lacks the experts"),
+        (None, "1:p1/0 lacks the expert routing"),
+        (Replay(), "1:p1/0 lacks the expert routing"),
         (experts(4, 2, 2), r"1:p1/0 has experts of shape \[4, 2, 2\]; .* are \[5, 2, 2\]"),
         (experts(5, 1, 2), r"1:p1/0 has experts of shape \[5, 1, 2\]; .* are \[5, 2, 2\]"),
         (experts(5, 2, 3), r"1:p1/0 has experts of shape \[5, 2, 3\]; .* are \[5, 2, 2\]"),
@@ -171,3 +172,10 @@ def test_a_sequence_beyond_the_budget_stands_alone_and_leaves_the_rest_together(
     assert sum(map(sum, rest)) == 40
     assert all(sum(batch) <= 10 for batch in rest)
     assert len(rest) <= 5
+
+
+def test_a_sampled_token_needs_a_token_before_it():
+    whole = trajectory(prompt=(5,), answer=(7, 1))
+    rootless = replace(whole, sampled=np.array([True, False, True]), spans=(Span(version=0, start=0, end=2),))
+    with pytest.raises(ValueError, match="0:p0/0 begins with a sampled token"):
+        pack([Item(trajectory=whole, advantage=0.0), Item(trajectory=rootless, advantage=0.0)], CPU)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.corrections import CorrectionKind, MismatchSums, corrected, correction_weight
-from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
+from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, CorrectionKind, LossInput, corrected, correction_weight
 
 INF = math.inf
 
@@ -67,7 +66,15 @@ def test_decoupled_ppo_and_corrected_reinforce_agree_on_the_first_pass() -> None
     for name in ("decoupled-ppo", "reinforce"):
         current = PROXIMAL.clone().requires_grad_()
         terms = LOSSES[name](
-            current, PROXIMAL, BEHAVIOUR, f64([1, -1, 2, 1, -2]), torch.arange(5), clip_low=0.2, clip_high=0.2
+            LossInput(
+                current=current,
+                proximal=PROXIMAL,
+                behaviour=BEHAVIOUR,
+                advantage=f64([1, -1, 2, 1, -2]),
+                sequence_ids=torch.arange(5),
+                clip_low=0.2,
+                clip_high=0.2,
+            )
         )
         weight, kept = correction_weight(
             "truncated", PROXIMAL, BEHAVIOUR, low=0.5, high=2.0, carried=name in CARRIES_WEIGHT
@@ -104,68 +111,3 @@ def test_a_dropped_token_cannot_poison_the_loss() -> None:
     loss.backward()
     assert loss.item() == 3.0
     assert per_token.grad.tolist() == [0.0, 1.5]
-
-
-def test_mismatch_by_hand() -> None:
-    # ratios 1, 1.2, 0.8: Σr = 3, Σr² = 1 + 1.44 + 0.64 = 3.08, two of three outside [0.9, 1.1]
-    # Σ|Δ| = ln 1.2 - ln 0.8 = ln 1.5; Σk3 = Σ(r - 1) - Σ ln r = 0 - ln 0.96
-    sums = MismatchSums.of(logs([0.5, 0.6, 0.4]), logs([0.5, 0.5, 0.5]))
-    assert (sums.count, sums.outside) == (3, 2)
-    assert sums.mean_abs == pytest.approx(math.log(1.5) / 3, rel=1e-12)
-    assert sums.ratio_mean == pytest.approx(1.0, rel=1e-12)
-    assert sums.outside_share == pytest.approx(2 / 3)
-    assert sums.effective_samples == pytest.approx(9 / (3 * 3.08), rel=1e-12)
-    assert sums.k3 == pytest.approx(-math.log(0.96) / 3, rel=1e-12)
-
-
-def test_the_band_has_both_its_limits() -> None:
-    behaviour = torch.zeros(4, dtype=torch.float64)
-    assert MismatchSums.of(logs([0.8999, 0.9001, 1.0999, 1.1001]), behaviour).outside == 2
-
-
-def test_many_micro_batches_equal_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    behaviour = -torch.rand(1000, generator=generator)
-    learner = behaviour + 0.1 * torch.randn(1000, generator=generator)
-    whole = MismatchSums.of(learner, behaviour)
-    parts = [MismatchSums.of(a, b) for a, b in zip(learner.split(37), behaviour.split(37), strict=True)]
-    total = sum(parts, MismatchSums())
-    assert (total.count, total.outside, total.histogram) == (whole.count, whole.outside, whole.histogram)
-    for name in ("mean_abs", "ratio_mean", "outside_share", "effective_samples", "k3"):
-        assert getattr(total, name) == pytest.approx(getattr(whole, name), rel=1e-12)
-
-
-def test_equal_log_probs_are_no_mismatch_and_neither_is_nothing() -> None:
-    same = torch.tensor([-0.3, -2.0, -1e4])
-    for sums in (MismatchSums.of(same, same), MismatchSums(), MismatchSums.of(same[:0], same[:0])):
-        found = (sums.mean_abs, sums.ratio_mean, sums.outside_share, sums.effective_samples, sums.k3)
-        assert found == (0.0, 1.0, 0.0, 1.0, 0.0)
-        assert (sums.ratio_quantile(0.01), sums.ratio_quantile(0.99)) == (1.0, 1.0)
-
-
-def test_one_token_that_outweighs_the_rest_shows_in_the_effective_samples() -> None:
-    # the broken token's Δ is clamped to 20: finite, and nearly all of the weight
-    sums = MismatchSums.of(torch.full((4,), -1.0), torch.tensor([-1.0, -1.0, -1.0, -INF]))
-    assert sums.effective_samples == pytest.approx(0.25, rel=1e-6)
-    assert sums.mean_abs == 5.0
-    assert sums.k3 == pytest.approx((math.exp(20) - 21) / 4, rel=1e-12)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1e-4, 0.01, 0.3, 3.0])
-@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.99])
-def test_quantiles_of_the_ratio_are_known_to_a_twentieth_of_their_logarithm(scale: float, share: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    delta = scale * torch.randn(5000, generator=generator, dtype=torch.float64)
-    sums = MismatchSums.of(delta, torch.zeros(5000, dtype=torch.float64))
-    exact = delta.sort().values[math.ceil(share * 5000) - 1].item()
-    assert math.log(sums.ratio_quantile(share)) == pytest.approx(exact, rel=0.045, abs=2e-7)
-
-
-def test_broken_tokens_are_at_the_ends_of_the_histogram() -> None:
-    learner, behaviour = f64([-1.0, -1.0, -INF, math.nan]), f64([-1.0, -INF, -1.0, -1.0])
-    sums = MismatchSums.of(learner, behaviour)
-    assert sum(sums.histogram.values()) == 4
-    lowest, highest = math.log(sums.ratio_quantile(0.25)), math.log(sums.ratio_quantile(0.75))
-    assert lowest == pytest.approx(-20, rel=0.045)
-    assert highest == pytest.approx(20, rel=0.045)
-    assert sums.ratio_quantile(1.0) > sums.ratio_quantile(0.75), "what is no number counts as the largest"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.config import LearnerSection
-from headrace.learner.kl import KLKind, kl
+from headrace.learner.objective import KLKind, kl
 
 KINDS = get_args(KLKind)
 

@@ -14,13 +14,11 @@ from hand_made import group_of, trajectory
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.advantages import advantages
-from headrace.learner.corrections import correction_weight
-from headrace.learner.kl import kl
-from headrace.learner.learner import Learner, StepStats
-from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
+from headrace.learner.intake import Intake, advantages
+from headrace.learner.learner import Learner
+from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, correction_weight, kl
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Replay, Trajectory
+from headrace.types import FloatArray, Group, Replay, Span, StepStats, Trajectory
 
 TEMPERATURE, MAX_NEW_TOKENS, TOTAL_STEPS = 0.8, 12, 10
 TOLERANCE = 1e-10
@@ -108,12 +106,12 @@ def learner_for(policy: Policy, section: LearnerSection) -> Learner:
 
 def take_step(learner: Learner, groups: Sequence[Group], references: References = None) -> tuple[Outcome, int]:
     """The step as the loop takes it, with the gradient that reached AdamW, and how many micro-batches it took."""
-    num_batches = 0
+    intake, num_batches = Intake(learner.section), 0
     for i, one in enumerate(groups):
-        for items in learner.add(one, references[i] if references else None):
+        for items in intake.add(one, references[i] if references else None):
             learner.accumulate(items)
             num_batches += 1
-    for items in learner.rest():
+    for items in intake.rest():
         learner.accumulate(items)
         num_batches += 1
     gradients: list[Tensor] = []
@@ -177,13 +175,15 @@ def sequence_loss(
     current, behaviour = logprobs_alone(model, t), torch.from_numpy(t.logprobs[t.sampled])
     same = torch.zeros(len(current), dtype=torch.int64)
     terms = LOSSES[s.loss](
-        current,
-        current.detach(),
-        behaviour,
-        torch.full_like(current, advantage),
-        same,
-        clip_low=s.clip_low,
-        clip_high=s.clip_high,
+        LossInput(
+            current=current,
+            proximal=current.detach(),
+            behaviour=behaviour,
+            advantage=torch.full_like(current, advantage),
+            sequence_ids=same,
+            clip_low=s.clip_low,
+            clip_high=s.clip_high,
+        )
     )
     carried = s.loss in CARRIES_WEIGHT
     low, high = s.correction_low, s.correction_high
@@ -233,6 +233,37 @@ def test_a_step_does_not_depend_on_how_it_is_cut(policy: Policy, loss: Any, aggr
     assert outcome.stats.grad_norm > section.grad_clip  # so that clipping is part of what is compared
     if correction == "masked" or loss in ("ppo", "cispo"):
         assert 0 < outcome.stats.clipped_share < 1
+
+
+def in_pieces(group: Group, rng: np.random.Generator) -> Group:
+    """The group as an environment leaves it: some of the answers' tokens were not sampled, but replied."""
+    trajectories = []
+    for t in group.trajectories:
+        sampled = t.sampled & (rng.random(len(t.sampled)) < 0.6)
+        sampled[np.flatnonzero(t.sampled)[0]] = True  # at least one
+        at = np.flatnonzero(sampled).tolist()
+        spans = tuple(Span(version=0, start=i, end=i + 1) for i in at)
+        replay = None
+        if t.replay is not None:
+            assert t.replay.support_ids is not None
+            assert t.replay.support_offsets is not None
+            subsets = np.split(t.replay.support_ids, t.replay.support_offsets[1:-1])
+            kept = [subset for subset, keep in zip(subsets, sampled[t.sampled], strict=True) if keep]
+            offsets = np.cumsum([0, *map(len, kept)]).astype(np.int64)
+            replay = Replay(support_ids=np.concatenate(kept), support_offsets=offsets)
+        logprobs = np.where(sampled, t.logprobs, 0).astype(np.float32)
+        trajectories.append(replace(t, sampled=sampled, logprobs=logprobs, spans=spans, replay=replay))
+    return replace(group, trajectories=tuple(trajectories))
+
+
+@pytest.mark.parametrize("supported", [False, True])
+@pytest.mark.parametrize(("loss", "aggregation"), [("ppo", "token"), ("gspo", "sequence")])
+def test_sampled_tokens_may_lie_in_several_pieces(policy: Policy, loss: Any, aggregation: Any, supported: bool):
+    rng = np.random.default_rng(5)
+    groups = [in_pieces(group, rng) for group in make_groups(policy, supported=supported)]
+    gaps = [np.diff(np.flatnonzero(t.sampled)) for g in groups for t in g.trajectories]
+    assert sum(bool((gap > 1).any()) for gap in gaps) > 3, "there are pieces at all"
+    check(policy, groups, LearnerSection(lr=1e-3, loss=loss, aggregation=aggregation, grad_clip=0.0))
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr-grpo", "rloo", "reinforce++"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.losses import LOSSES, LossTerms, log_ratio, sequence_mean
+from headrace.learner.objective import LOSSES, LossInput, LossTerms, log_ratio, sequence_mean
 
 LOW, HIGH = 0.2, 0.3
 INF = math.inf
@@ -23,13 +23,33 @@ def one_token(name: str, ratio: float, advantage: float) -> tuple[float, bool, f
     """Loss, clipped and gradient of one token whose current log-prob is -1 and whose ratio to the others is `ratio`."""
     current = f64([-1.0]).requires_grad_()
     old = f64([-1.0 - math.log(ratio)])
-    terms = LOSSES[name](current, old, old, f64([advantage]), torch.tensor([0]), clip_low=LOW, clip_high=HIGH)
+    terms = run(name, current, old, old, f64([advantage]), torch.tensor([0]))
     terms.per_token.sum().backward()
     return terms.per_token.item(), bool(terms.clipped.item()), current.grad.item()
 
 
-def run(name: str, current: Tensor, proximal: Tensor, behaviour: Tensor, advantage: Tensor, ids: Tensor) -> LossTerms:
-    return LOSSES[name](current, proximal, behaviour, advantage, ids, clip_low=LOW, clip_high=HIGH)
+def run(
+    name: str,
+    current: Tensor,
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantage: Tensor,
+    ids: Tensor,
+    *,
+    clip_low: float = LOW,
+    clip_high: float = HIGH,
+) -> LossTerms:
+    return LOSSES[name](
+        LossInput(
+            current=current,
+            proximal=proximal,
+            behaviour=behaviour,
+            advantage=advantage,
+            sequence_ids=ids,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+    )
 
 
 def test_losses_are_those_of_the_settings() -> None:
@@ -86,7 +106,7 @@ def test_reinforce_ignores_the_other_policies() -> None:
 def test_a_ratio_of_exactly_one_has_the_whole_gradient_even_with_an_empty_clip_range() -> None:
     current = f64([-1.0]).requires_grad_()
     old = f64([-1.0])
-    terms = LOSSES["ppo"](current, old, old, f64([2.0]), torch.tensor([0]), clip_low=0.0, clip_high=0.0)
+    terms = run("ppo", current, old, old, f64([2.0]), torch.tensor([0]), clip_low=0.0, clip_high=0.0)
     (gradient,) = torch.autograd.grad(terms.per_token.sum(), current)
     assert (gradient.item(), terms.clipped.item()) == (-2.0, False)
 

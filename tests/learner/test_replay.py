@@ -13,13 +13,13 @@ from mixtures import MIXTURES, routers_of
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.batch import Item, pack
+from headrace.learner.batch import pack
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import Group
+from headrace.types import Group, Item, Sampling
 
 Maker = Callable[..., Policy]
 each_mixture = pytest.mark.parametrize("architecture", MIXTURES)
@@ -91,7 +91,8 @@ def test_the_learner_replays_by_itself_and_trains_the_routers(make_policy: Maker
     expected = gaps(policy, group, replayed=True).mean()
     section = LearnerSection(lr=1e-3, micro_batch_tokens=128, kl_coef=0.1)
     learner = Learner(policy, section, temperature=1.0, max_new_tokens=30, total_steps=1)
-    batches = [*learner.add(group, learner.reference_logprobs(group)), *learner.rest()]
+    intake = Intake(learner.section)
+    batches = [*intake.add(group, learner.reference_logprobs(group)), *intake.rest()]
     assert len(batches) > 1
     for items in batches:
         learner.accumulate(items)
@@ -115,5 +116,5 @@ def test_the_reference_chooses_its_own_experts(make_policy: Maker):
 def test_answers_without_their_experts_are_not_trained_on(make_policy: Maker):
     policy = make_policy("Qwen3Moe")
     learner = Learner(policy, LearnerSection(), temperature=1.0, max_new_tokens=30, total_steps=1)
-    with pytest.raises(ValueError, match="0:p0/1 lacks the experts"):
+    with pytest.raises(ValueError, match="0:p0/1 lacks the expert routing"):
         learner.accumulate([Item(trajectory=trajectory(index=1), advantage=1.0)])

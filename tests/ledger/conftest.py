@@ -10,7 +10,8 @@ import pytest
 from hand_made import row
 
 from headrace.ledger.ledger import Ledger
-from headrace.types import Drop, FinishReason, Group, Prompt, Row, Span, Timing, Trajectory
+from headrace.row import Row
+from headrace.types import Drop, FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 
 def _trajectory(

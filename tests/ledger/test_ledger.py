@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 from headrace.errors import RunError
-from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.ledger.schema import SCHEMA_VERSION
 from headrace.runs.audit import audit
-from headrace.types import Drop, DropReason, StageTimes
+from headrace.types import Drop, DropReason, StageSpan, StageTimes
 
 
 @pytest.fixture
@@ -47,7 +49,6 @@ def test_a_trajectorys_life_in_hand_worked_numbers(ledger, make_group, make_drop
         "trained": (7, 2),
         "dropped:stale": (5, 1),
     }
-    assert ledger.dropped_tokens() == {"stale": 5}
     totals = ledger.totals()
     assert totals.generated == Amount(tokens=12, trajectories=3)
     assert totals.dropped == {"stale": Amount(tokens=5, trajectories=1)}
@@ -104,9 +105,12 @@ def test_drops_from_flight_with_and_without_a_record(ledger, make_trajectory, ma
     ledger.sampled(8)
     drops = [make_drop(finished, "reward_timeout", 1), make_drop(empty, "filter:mine"), aborted]
     ledger.dropped(drops, source="in_flight", trajectories=[finished, empty])
-    assert ledger.drops() == drops
+    names = [field.name for field in fields(Drop)]
+    found = ledger.read(f"SELECT {', '.join(names)} FROM drops")
+    assert [Drop(**dict(zip(names, values, strict=True))) for values in found] == drops
     assert ledger.balance()["in_flight"] == (0, 0)
-    assert ledger.dropped_tokens() == {"filter:mine": 0, "reward_timeout": 6, "run_ended": 2}
+    dropped = {reason: amount.tokens for reason, amount in ledger.totals().dropped.items()}
+    assert dropped == {"filter:mine": 0, "reward_timeout": 6, "run_ended": 2}
 
 
 def test_numpy_numbers_are_booked_as_integers(ledger):
@@ -213,8 +217,9 @@ def test_spans_and_transfer_times_are_on_the_runs_clock(tmp_path):
             StageSpan(stage="train", start_s=2.5, end_s=3.0, worker="w1"),
         ]
         ledger.spans(spans)
-        assert ledger.spans_between(0.0, 9.0) == spans
-        assert ledger.spans_between(2.1, 2.6) == spans[1:]
+        names = [field.name for field in fields(StageSpan)]
+        found = ledger.read(f"SELECT {', '.join(names)} FROM spans ORDER BY id")
+        assert [StageSpan(**dict(zip(names, values, strict=True))) for values in found] == spans
     with raw(tmp_path) as connection:
         (at_s,) = connection.execute("SELECT at_s FROM transfers").fetchone()
     assert before <= at_s <= after
@@ -272,14 +277,14 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 
 def test_a_full_disk_is_told_in_the_users_words_and_books_nothing(ledger, make_row):
-    connection = ledger._connection
+    connection = ledger.connection
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {num_pages}")
     span = StageSpan(stage="train", start_s=0.0, end_s=1.0, detail="x" * 100_000)
     with pytest.raises(RunError, match="disk full"):
         ledger.spans([span])
     connection.execute("PRAGMA max_page_count = 100000")
-    assert ledger.spans_between(0.0, 2.0) == []
+    assert ledger.read("SELECT * FROM spans") == []
     ledger.spans([span])
 
 
@@ -365,3 +370,13 @@ def test_readers_see_whole_transactions_while_the_writer_writes(tmp_path, make_g
     assert not wrong
     assert seen == sorted(seen)
     assert seen[-1] == 100
+
+
+def test_ledgers_of_this_layout_pass_the_audit_of_every_version(tmp_path):
+    """The audit compares statements as text. Who changes one must raise SCHEMA_VERSION, or old ledgers look damaged."""
+    with Ledger.create(tmp_path) as ledger:
+        statements = ledger.read("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+    text = "\n".join(sorted(sql for (sql,) in statements))
+    assert SCHEMA_VERSION == "3"
+    digest = "58579be221a977f6cf64ca9f489edc0685ec556cd5b1b54580e1b2c64a3a96b7"
+    assert hashlib.sha256(text.encode()).hexdigest() == digest

@@ -96,7 +96,8 @@ class Model:
         assert totals.buffered.tokens == sum(group.num_sampled_tokens for group in self.buffered)
         assert totals.buffered.trajectories == sum(len(group.trajectories) for group in self.buffered)
         assert totals.trained.tokens == self.num_trained
-        assert self.ledger.dropped_tokens() == self.dropped
+        dropped = self.ledger.totals().dropped
+        assert {reason: amount.tokens for reason, amount in dropped.items()} == self.dropped
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ledger.clock import StageClock, StageSpan, busy_s, union_length
-from headrace.types import StageTimes
+from headrace.ledger.clock import StageClock, busy_s, union_length
+from headrace.types import StageSpan, StageTimes
 
 
 @pytest.mark.parametrize(

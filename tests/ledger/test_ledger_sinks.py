@@ -13,7 +13,7 @@ from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.row_json import row_from_json, row_to_json, scalars
 from headrace.ledger.sinks import open_sinks
-from headrace.types import ROW_METRICS, Row
+from headrace.row import ROW_METRICS, Row
 
 
 def test_scalars_of_a_row(make_row):

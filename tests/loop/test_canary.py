@@ -6,18 +6,18 @@ import asyncio
 
 import pytest
 import torch
-from tiny_runs import Workshop, play, rows_of, same_bits, weights
+from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, weights
 
 from headrace import api
 from headrace.errors import ModelError
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.runs.audit import audit
 
 
-def spoil_step(place: LocalPlace, loop: Loop, step: int, value: float) -> None:
+def spoil_step(place: Place, loop: Loop, step: int, value: float) -> None:
     """The learner's weights are copied for the engine, and the copy of one step is damaged."""
-    forward, commit = place.policy.logits, loop.stages.publisher.commit
+    forward, commit = rank_of(place).policy.logits, loop.stages.publisher.commit
     damaged = False
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def spoil_step(place: LocalPlace, loop: Loop, step: int, value: float) -> None:
         damaged = version >= step
         commit(version)
 
-    place.policy.logits = logits  # type: ignore[method-assign]
+    rank_of(place).policy.logits = logits  # type: ignore[method-assign]
     loop.stages.publisher.commit = damaging  # type: ignore[method-assign]
 
 

@@ -16,7 +16,8 @@ from rank_work import Outcome, learner_of, load, on_ranks, take_step
 from headrace.config import LearnerSection
 from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
-from headrace.loop.checkpoint import Checkpoint, Checkpoints, snapshot, write_tensors
+from headrace.learner.tensor_files import copies, read_tensors, write_tensors
+from headrace.loop.checkpoint import Checkpoint, Checkpoints
 from headrace.policy.policy import Policy
 from headrace.types import Group
 
@@ -40,7 +41,7 @@ def step_and_write(sharding: Sharding | None, model: Path, into: Path, spoil: in
     """One step, a checkpoint of it that is written beside the next, and where that one leads."""
     learner = learner_of(load(model), SECTION, sharding)
     take_step(learner, [group(0)])
-    kept = snapshot(learner.tensors())
+    kept = copies(learner.tensors())
     if sharding is not None and sharding.rank == spoil:
         next(part for name, part in kept.items() if name.startswith("mean.")).to_local().fill_(np.nan)  # type: ignore[attr-defined]
     with ThreadPoolExecutor(1) as beside:
@@ -52,7 +53,7 @@ def step_and_write(sharding: Sharding | None, model: Path, into: Path, spoil: in
 
 def load_and_step(sharding: Sharding | None, model: Path, checkpoint: Checkpoint) -> Outcome:
     learner = learner_of(load(model), SECTION, sharding)
-    checkpoint.load(learner.tensors())
+    read_tensors(checkpoint.tensors, learner.tensors())
     learner.loaded(checkpoint.version)
     return outcome(learner, take_step(learner, [group(1)]))
 

@@ -21,16 +21,17 @@ from tiny_runs import Workshop, rows_of, same_bits, select, weights, write_promp
 
 from headrace import api
 from headrace.errors import HeadraceError, ModelError, RunError, StalledError
+from headrace.learner import tensor_files
 from headrace.learner.learner import Learner
+from headrace.learner.tensor_files import write_tensors
 from headrace.ledger import database
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.loop import checkpoint
-from headrace.loop.checkpoint import Checkpoints, write_tensors
+from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import SKIPPED_STEPS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
+from headrace.row import Row
 from headrace.runs.audit import audit, books
-from headrace.types import Row
 
 MEDDLE = Callable[..., Any]
 
@@ -209,7 +210,7 @@ def test_nan_weights_stop_the_run_before_a_step_is_taken_with_them(
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "accumulate", on_call(3, Learner.accumulate, spoiled))
         run = break_off(
-            workshop, "nan-step", ModelError, r"step 3: the weights 'model.embed_tokens.weight' are not fin"
+            workshop, "nan-step", ModelError, r"step 3: the weights 'model.embed_tokens.weight' are no longer fin"
         )
     assert [row.step for row in rows_of(run)] == [1, 2]
     assert_resumes_to(run, unbroken4)
@@ -228,7 +229,7 @@ def test_nan_weights_never_reach_a_checkpoint(tmp_path: Path):
 def test_one_skipped_step_after_the_other_stops_the_run(workshop: Workshop):
     path = write_prompts(workshop.directory / "all-huge.jsonl", huge=[True])
     extra = (f"prompts.source={path}", "learner.advantage=dr-grpo", "loop.steps=50")
-    with pytest.raises(StalledError, match="the last 4 steps were skipped, because their gradients were not finite"):
+    with pytest.raises(StalledError, match="the last 4 steps were skipped because their gradients were not finite"):
         api.train(workshop.config("all-huge", *extra, reward="huge"))
     run = workshop.directory / "all-huge"
     assert [row.skipped for row in rows_of(run)] == [True] * SKIPPED_STEPS
@@ -246,7 +247,7 @@ def test_a_checkpoint_without_room_leaves_training_going(
     workshop: Workshop, unbroken4: Path, monkeypatch: pytest.MonkeyPatch
 ):
     notes = Notes()
-    monkeypatch.setattr(checkpoint, "save", on_call(2, checkpoint.save, raise_full))
+    monkeypatch.setattr(tensor_files, "save", on_call(2, tensor_files.save, raise_full))
     assert api.train(workshop.config("full", *SETTINGS), notes)["finished"]
     told = [text for text in notes.texts if "No space left on device" in text]
     assert told == [
@@ -262,8 +263,8 @@ def test_books_without_room_stop_the_run_and_are_whole(
     workshop: Workshop, unbroken4: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fill_up(step_begins: MEDDLE, ledger: Ledger, *args: Any) -> Any:
-        (num_pages,) = ledger._connection.execute("PRAGMA page_count").fetchone()
-        ledger._connection.execute(f"PRAGMA max_page_count = {num_pages}")
+        (num_pages,) = ledger.connection.execute("PRAGMA page_count").fetchone()
+        ledger.connection.execute(f"PRAGMA max_page_count = {num_pages}")
         return step_begins(ledger, *args)
 
     with monkeypatch.context() as patched:

@@ -17,8 +17,8 @@ from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 
 from headrace import api
 from headrace.ledger.ledger import Amount, Ledger
+from headrace.row import Row
 from headrace.runs.audit import audit, books
-from headrace.types import Row
 
 KILLER = Path(__file__).parent.parent / "kill_runs.py"
 STEPS = 8

@@ -7,20 +7,20 @@ import signal
 
 import torch
 from safetensors.torch import load_file
-from tiny_runs import Workshop, play, rows_of, same_bits, weights
+from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, weights
 
 from headrace import api
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
-from headrace.types import Row
+from headrace.place.place import Place
+from headrace.row import Row
 
 SETTINGS = ("learner.lora_rank=4", "learner.lr=1e-2")
 
 
 async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Workshop):
-    places: list[LocalPlace] = []
+    places: list[Place] = []
 
-    def watch(place: LocalPlace, loop: Loop) -> None:
+    def watch(place: Place, loop: Loop) -> None:
         places.append(place)
 
     await play(workshop.config("adapters", *SETTINGS, "learner.kl_coef=0.01", reward="dense"), watch)
@@ -32,7 +32,7 @@ async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Worksh
     assert start.keys() == end.keys()
     moved = {name for name, weight in end.items() if not torch.equal(weight, start[name])}
     assert moved == {name for name in end if "_proj." in name}
-    base = dict(places[0].policy.model.named_parameters())
+    base = dict(rank_of(places[0]).policy.model.named_parameters())
     assert all(torch.equal(base[name.replace("_proj.", "_proj.base_layer.")], start[name]) for name in start)
 
 

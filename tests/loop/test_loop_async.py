@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from tight_store import TightStore
-from tiny_runs import Workshop, play, rows_of, select, write_prompts
+from tiny_runs import Workshop, play, rank_of, rows_of, select, worker_of, write_prompts
 
 from headrace import api
-from headrace.ledger.ledger import Amount, Ledger
+from headrace.ledger.ledger import Amount
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.policy.policy import Policy
 from headrace.rollout.pages import PAGE
 from headrace.runs.audit import audit, books
+from headrace.types import Drop
 
 LONG_TAILED = (
     "rollout.max_new_tokens=100",
@@ -123,8 +124,9 @@ async def test_late_groups_are_dropped_as_stale(workshop: Workshop):
         loop.on_row = on_row
 
     await play(workshop.config("late", *extra, "reward.timeout_s=1000", reward="tardy"), meddle)
-    with Ledger.open(run) as ledger:
-        stale = [drop for drop in ledger.drops() if drop.reason == "stale"]
+    names = ("trajectory_id", "prompt_id", "reason", "num_tokens", "lag", "reward")
+    found = select(run, f"SELECT {', '.join(names)} FROM drops WHERE reason = 'stale'")
+    stale = [Drop(**dict(zip(names, values, strict=True))) for values in found]
     late = [drop for drop in stale if drop.prompt_id == "p2"]
     assert len(late) == 4
     lengths = dict(select(run, "SELECT id, num_tokens FROM trajectories"))
@@ -155,15 +157,15 @@ async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, mon
     """Eight answers of four pages each, and twelve pages: the run goes on, and the books balance."""
     monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
 
-    def tighten(place: LocalPlace, loop: Loop) -> None:
-        place.engine._held = TightStore(place.policy, 12 * PAGE)
+    def tighten(place: Place, loop: Loop) -> None:
+        worker_of(place).engine._held = TightStore(rank_of(place).policy, 12 * PAGE)
 
     longer = ("rollout.max_new_tokens=200", "rollout.stop=[]")
     config = workshop.config("tight", "loop.steps=1", "loop.groups_per_step=2", *longer, reward="dense")
     loop = await play(config, tighten)
     run = workshop.directory / "tight"
-    assert [row.preemptions for row in rows_of(run)] == [loop.stages.actor.engine.preemptions]
-    assert loop.stages.actor.engine.preemptions > 0
+    assert [row.preemptions for row in rows_of(run)] == [loop.stages.pool.counts.preemptions]
+    assert loop.stages.pool.counts.preemptions > 0
     assert audit(run, finished=True) == []
     assert books(run).trained.trajectories == 8
 

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import Workshop, play, rows_of, same_bits, select, weights, write_prompts
+from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, select, weights, worker_of, write_prompts
 
 from headrace import api
 from headrace.errors import HeadraceError, RewardError, StalledError
-from headrace.learner.learner import StepStats
 from headrace.ledger.ledger import Amount
-from headrace.loop.loop import TARGET_STEPS, Loop
-from headrace.place.local import LocalPlace
+from headrace.loop.ending import TARGET_STEPS
+from headrace.loop.loop import Loop
+from headrace.place.place import Place
+from headrace.row import Row
 from headrace.runs.audit import audit, books
-from headrace.types import Completion, DropReason, Row, Score
+from headrace.types import Completion, DropReason, Score, StepStats
 
 PATIENT_S = 60.0  # nothing here takes seconds; a test that waits for ever should still end
 
@@ -87,12 +88,12 @@ async def test_a_reward_that_always_fails_stalls_and_says_why(workshop: Workshop
 async def test_a_run_ends_when_the_reward_has_come_far_enough(workshop: Workshop, max_lag: int):
     settings = (f"loop.max_lag={max_lag}", "loop.steps=14")
     unhurried = workshop.directory / f"unhurried{max_lag}"
-    assert not (await play(workshop.config(unhurried.name, *settings, reward="dense"))).solved
+    assert not (await play(workshop.config(unhurried.name, *settings, reward="dense"))).ending.solved
     rewards = [row.reward_mean for row in rows_of(unhurried)]
     assert len(rewards) == 14
     name = f"enough{max_lag}"
     loop = await play(workshop.config(name, *settings, "loop.target_reward=-1", reward="dense"))
-    assert loop.solved
+    assert loop.ending.solved
     assert loop.version == len(rows_of(workshop.directory / name)) == TARGET_STEPS
     assert_all_accounted_for(workshop.directory / name)
     if max_lag:
@@ -162,7 +163,7 @@ async def test_a_group_with_fewer_than_two_verdicts_is_incomplete(workshop: Work
     """Of every group only the first answer that is ready gets a verdict."""
     judged: set[str] = set()
 
-    def meddle(place: LocalPlace, loop: Loop) -> None:
+    def meddle(place: Place, loop: Loop) -> None:
         score = loop.stages.scorer.score
 
         async def once(completion: Completion) -> Score:
@@ -195,13 +196,13 @@ async def test_an_infinite_gradient_skips_its_step_and_the_run_goes_on(workshop:
     extra = (f"prompts.source={path}", "prompts.shuffle=false", "learner.advantage=dr-grpo", "loop.steps=3")
     kept: list[dict[str, Any]] = []  # policy and moments after each step
 
-    def meddle(place: LocalPlace, loop: Loop) -> None:
-        optimizer = loop.stages.learner.learner._optimizer
+    def meddle(place: Place, loop: Loop) -> None:
+        optimizer = rank_of(place).learner._optimizer
 
         def on_row(row: Row) -> None:
             state = optimizer.adamw.state_dict()["state"]
             moments = {f"{i} {name}": value for i, per in state.items() for name, value in per.items()}
-            kept.append(copy.deepcopy({**place.policy.model.state_dict(), **moments}))
+            kept.append(copy.deepcopy({**rank_of(place).policy.model.state_dict(), **moments}))
 
         loop.on_row = on_row
 
@@ -225,13 +226,13 @@ async def test_an_infinite_gradient_skips_its_step_and_the_run_goes_on(workshop:
 
 
 async def test_an_interrupt_ends_the_run_with_everything_accounted_for(workshop: Workshop):
-    def meddle(place: LocalPlace, loop: Loop) -> None:
+    def meddle(place: Place, loop: Loop) -> None:
         loop.on_row = lambda row: loop.interrupt() if row.step == 2 else None
 
     extra = ("loop.steps=1000", "loop.max_lag=2", "rollout.max_new_tokens=40")
     loop = await play(workshop.config("interrupted", *extra), meddle)
     run = workshop.directory / "interrupted"
-    assert loop.interrupted
+    assert loop.ending.asked
     assert [row.step for row in rows_of(run)] == [1, 2]
     assert audit(run) == []
     assert books(run).in_flight == Amount()  # what is buffered waits for a restart
@@ -242,7 +243,7 @@ async def test_an_interrupt_during_slow_verdicts(workshop: Workshop):
     """Answers that wait for a verdict are dropped without one."""
     path = write_prompts(workshop.directory / "endless.jsonl", late=[10**4])
 
-    def meddle(place: LocalPlace, loop: Loop) -> None:
+    def meddle(place: Place, loop: Loop) -> None:
         asyncio.get_running_loop().call_later(0.5, loop.interrupt)
 
     async with asyncio.timeout(PATIENT_S):
@@ -257,15 +258,15 @@ async def test_an_interrupt_during_slow_verdicts(workshop: Workshop):
 async def test_an_interrupt_in_the_middle_of_the_update_books_what_was_trained(workshop: Workshop):
     """The weights have changed: the books must say so."""
 
-    def meddle(place: LocalPlace, loop: Loop) -> None:
-        events, finish = asyncio.get_running_loop(), loop.stages.learner.finish
+    def meddle(place: Place, loop: Loop) -> None:
+        events, finish = asyncio.get_running_loop(), loop.stages.ranks.finish
 
         def slow_finish() -> StepStats:
             events.call_soon_threadsafe(loop.interrupt)
             time.sleep(0.2)
             return finish()
 
-        loop.stages.learner.finish = slow_finish  # type: ignore[method-assign]
+        loop.stages.ranks.finish = slow_finish  # type: ignore[method-assign]
 
     loop = await play(workshop.config("caught", "loop.steps=5", reward="dense"), meddle)
     run = workshop.directory / "caught"
@@ -277,7 +278,7 @@ async def test_an_interrupt_in_the_middle_of_the_update_books_what_was_trained(w
 
 
 async def test_an_interrupt_in_the_middle_of_an_evaluation_keeps_the_row_of_the_step(workshop: Workshop):
-    def meddle(place: LocalPlace, loop: Loop) -> None:
+    def meddle(place: Place, loop: Loop) -> None:
         async def endless() -> float:
             loop.interrupt()
             await asyncio.sleep(3600)
@@ -325,8 +326,8 @@ async def test_reward_workers_that_cannot_be_replaced_end_the_run_with_a_message
 
 
 async def test_an_engine_failure_ends_the_run_with_it(workshop: Workshop):
-    def meddle(place: LocalPlace, loop: Loop) -> None:
-        advance, calls = place.engine.advance, []
+    def meddle(place: Place, loop: Loop) -> None:
+        advance, calls = worker_of(place).engine.advance, []
 
         def failing(*args: Any) -> Any:
             calls.append(1)
@@ -334,7 +335,7 @@ async def test_an_engine_failure_ends_the_run_with_it(workshop: Workshop):
                 raise MemoryError("out of cache")
             return advance(*args)
 
-        place.engine.advance = failing  # type: ignore[method-assign]
+        worker_of(place).engine.advance = failing  # type: ignore[method-assign]
 
     with pytest.raises(MemoryError, match="out of cache"):
         async with asyncio.timeout(PATIENT_S):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import Workshop, play, rows_of
 
-from headrace.learner.batch import Item
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.policy.policy import Policy
+from headrace.types import Item
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ async def test_a_mixture_is_trained(
     make_policy("Qwen3Moe").save(tmp_path / "mixture")
     seen: list[Item] = []
 
-    def watch(place: LocalPlace, loop: Loop) -> None:
-        trainer, accumulate = loop.stages.learner, loop.stages.learner.accumulate
+    def watch(place: Place, loop: Loop) -> None:
+        trainer, accumulate = loop.stages.ranks, loop.stages.ranks.accumulate
         trainer.accumulate = lambda items: (seen.extend(items), accumulate(items))  # type: ignore[method-assign, assignment]
 
     overrides = (f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'mixture'}", *settings)

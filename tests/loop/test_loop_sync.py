@@ -13,10 +13,10 @@ from tiny_runs import NUM_PROMPTS, Workshop, play, rows_of, same_bits, select, t
 
 from headrace import api
 from headrace.buffer.lag import LagPolicy
-from headrace.learner.batch import Item
 from headrace.loop.loop import Loop
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.runs.audit import audit
+from headrace.types import Item
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ async def test_gradients_accumulate_while_groups_are_still_under_way(
 ):
     waiting: list[tuple[int, int]] = []  # groups in flight, and the version, at each micro-batch
 
-    def watch(place: LocalPlace, loop: Loop) -> None:
-        accumulate = loop.stages.learner.accumulate
+    def watch(place: Place, loop: Loop) -> None:
+        accumulate = loop.stages.ranks.accumulate
 
         def spy(items: list[Item]) -> Any:
             waiting.append((len(loop.stages.buffer.in_flight), loop.version))
             return accumulate(items)
 
-        monkeypatch.setattr(loop.stages.learner, "accumulate", spy)
+        monkeypatch.setattr(loop.stages.ranks, "accumulate", spy)
 
     await play(workshop.config("streamed", *slow_last, reward="late"), watch)
     first_step = [in_flight for in_flight, version in waiting if version == 0]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from played_runs import GOOD, KINDS, SAMPLES, TRAINED, Process, World, delivered
 
+from headrace.ledger import recovery
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.runs.audit import audit
 from headrace.types import Drop
@@ -58,7 +59,7 @@ class Recovery(RuleBasedStateMachine):
         assert not self.process.notes
         if self.process.gone:
             process, self.process = self.process, None
-            self.finished = process.bury() and process.loop.over and not process.loop.interrupted
+            self.finished = process.bury() and process.loop.over and not process.loop.ending.asked
 
     # ---- what happens while a process lives
 
@@ -92,7 +93,7 @@ class Recovery(RuleBasedStateMachine):
         self.process.pass_time(rounds, at)
         self.check_whether_gone()
 
-    @precondition(lambda self: self.alive and not self.process.loop.interrupted)
+    @precondition(lambda self: self.alive and not self.process.loop.ending.asked)
     @rule()
     def it_is_interrupted(self) -> None:
         self.process.do(self.process.loop.interrupt)
@@ -122,8 +123,9 @@ class Recovery(RuleBasedStateMachine):
     @rule(at=AT)
     def an_attempt_delivers_that_is_over(self, at: int) -> None:
         with Ledger.open(self.world.run_dir) as books:
-            under_way = books.attempts(state="open")
-            over = [attempt for attempt in books.attempts() if attempt not in under_way]
+            known = recovery.Recovery(books)
+            under_way = known.attempts(state="open")
+            over = [attempt for attempt in known.attempts() if attempt not in under_way]
         if not over:
             return
         attempt = over[-1 - at % len(over)]
@@ -155,12 +157,12 @@ class Recovery(RuleBasedStateMachine):
     def on_disk(self) -> dict[str, list[Any]]:
         with Ledger.open(self.world.run_dir) as books:
             return {
-                "accounts": books._read("SELECT name, tokens, trajectories FROM accounts ORDER BY name"),
-                "attempts": books._read("SELECT serial, number, state FROM attempts ORDER BY serial, number"),
-                "groups": books._read(
+                "accounts": books.read("SELECT name, tokens, trajectories FROM accounts ORDER BY name"),
+                "attempts": books.read("SELECT serial, number, state FROM attempts ORDER BY serial, number"),
+                "groups": books.read(
                     "SELECT serial, attempt, state, COUNT(*), MAX(lag) FROM trajectories GROUP BY 1, 2, 3"
                 ),
-                "steps": books.steps_after(0),
+                "steps": recovery.Recovery(books).steps_after(0),
                 "rows": [(row.step, row.reward_mean) for row in books.rows()],
             }
 
@@ -263,7 +265,7 @@ TestRecovery = Recovery.TestCase
 
 def steps_of(world: World) -> list[list[int]]:
     with Ledger.open(world.run_dir) as books:
-        return [[serial for serial, _ in groups] for _, groups in books.steps_after(0)]
+        return [[serial for serial, _ in groups] for _, groups in recovery.Recovery(books).steps_after(0)]
 
 
 def play_to_the_end(process: Process) -> None:

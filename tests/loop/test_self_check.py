@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_runs import Workshop, rows_of, same_bits, timeless, weights
 
 from headrace import api
 from headrace.errors import ModelError
-from headrace.learner.corrections import MismatchSums
 from headrace.loop import self_check
 from headrace.policy.policy import Policy
 from headrace.runs.audit import audit
+from headrace.types import Mismatch
 
 
 class Notes(api.Nobody):
@@ -49,12 +49,41 @@ def warm_learner(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 
 def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    warm_learner(monkeypatch, 2.0)
+    warm_learner(monkeypatch, 1.05)
     notes = Notes()
     summary = api.train(workshop.config("wrong", "loop.steps=1", reward="dense"), notes)
     (note,) = notes.notes
     assert f"{summary['mismatch_before']:.2g} away from the engine's on average" in note
     assert "Rounding in float32 explains at most 0.001" in note
+
+
+def test_a_learner_far_from_the_engine_does_not_train(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    warm_learner(monkeypatch, 8.0)
+    message = r"the run does not start: .* are (0\.\d+|\d) nats away .* Try model\.dtype=float32"
+    with pytest.raises(ModelError, match=message):
+        api.train(workshop.config("far", "loop.steps=1", reward="dense"))
+    assert not (workshop.directory / "far" / "model").exists()
+
+
+def test_no_run_starts_beyond_the_limit_and_none_is_refused_below():
+    self_check.refuse_far(Mismatch(count=10, mean_abs=self_check.FAR))
+    for distance in (1.01 * self_check.FAR, math.inf, math.nan):
+        with pytest.raises(ModelError, match="10 sampled tokens"):
+            self_check.refuse_far(Mismatch(count=10, mean_abs=distance))
+    assert max(self_check.LARGE.values()) < self_check.FAR
+
+
+def test_what_could_not_be_checked_is_told(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.policy.probe.MOST_FLOP", {"cpu": 0.0})
+    path = workshop.directory / "windowed"
+    shutil.copytree(workshop.model, path)
+    config = json.loads((path / "config.json").read_text())
+    window = {"sliding_window": 20, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    (path / "config.json").write_text(json.dumps(config | window))
+    notes = Notes()
+    api.train(workshop.config("windowed-run", "loop.steps=1", f"model.path={path}", reward="dense"), notes)
+    (note,) = notes.notes
+    assert note.startswith("Qwen3ForCausalLM has a sliding window of 20 tokens")
 
 
 def test_an_exact_run_is_exact(workshop: Workshop):
@@ -72,10 +101,10 @@ def test_an_exact_run_that_is_not_does_not_start(workshop: Workshop, monkeypatch
 
 
 def test_the_least_difference_is_refused_in_exact_mode():
-    self_check.refuse_inexact(MismatchSums(count=10))
+    self_check.refuse_inexact(Mismatch(count=10))
     for distance in (1e-12, math.nan):
         with pytest.raises(ModelError, match="10 sampled tokens"):
-            self_check.refuse_inexact(MismatchSums(count=10, abs_delta=distance))
+            self_check.refuse_inexact(Mismatch(count=10, mean_abs=distance))
 
 
 def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
@@ -85,8 +114,8 @@ def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: p
 
     checked = train("checked")
 
-    async def nothing(*_: object) -> MismatchSums:
-        return MismatchSums()
+    async def nothing(*_: object) -> Mismatch:
+        return Mismatch()
 
     monkeypatch.setattr(api, "self_check", nothing)
     unchecked = train("unchecked")
@@ -96,9 +125,9 @@ def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: p
 
 
 @pytest.mark.parametrize(("dtype", "limit"), self_check.LARGE.items())
-def test_the_warning_begins_where_rounding_ends(dtype: torch.dtype, limit: float):
-    assert self_check.warning(MismatchSums(count=10, abs_delta=9.9 * limit), dtype) == ""
-    text = self_check.warning(MismatchSums(count=10, abs_delta=20 * limit), dtype)
+def test_the_warning_begins_where_rounding_ends(dtype: str, limit: float):
+    assert self_check.warning(Mismatch(count=10, mean_abs=0.99 * limit), dtype) == ""
+    text = self_check.warning(Mismatch(count=10, mean_abs=2 * limit), dtype)
     assert "10 sampled tokens" in text
-    assert ("model.dtype=float32" in text) == (dtype in (torch.bfloat16, torch.float16))
-    assert self_check.warning(MismatchSums(count=1, abs_delta=math.nan), dtype), "what is no number is not small"
+    assert ("model.dtype=float32" in text) == (dtype in ("bfloat16", "float16"))
+    assert self_check.warning(Mismatch(count=1, mean_abs=math.nan), dtype), "what is no number is not small"

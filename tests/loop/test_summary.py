@@ -12,8 +12,9 @@ import pytest
 from tiny_runs import NUM_PROMPTS, Workshop, rows_of, select, write_prompts
 
 from headrace import api
+from headrace.row import Row
 from headrace.runs.audit import books
-from headrace.types import STAGES, Row
+from headrace.types import STAGES
 
 PUBLIC = {
     "score_before",

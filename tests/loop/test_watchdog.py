@@ -23,7 +23,7 @@ from headrace.learner.learner import Learner
 from headrace.ledger.clock import StageClock
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.watchdog import STACKS, Watchdog, beside
-from headrace.place.local import LocalPlace
+from headrace.place.place import Place
 from headrace.rollout.engine import Engine
 
 IMPATIENT = ("recovery.hang_s=0.5", "reward.timeout_s=1")
@@ -127,7 +127,7 @@ async def test_as_long_as_something_moves_slowly_nothing_hangs(tmp_path: Path):
 
 
 async def test_all_work_is_progress(workshop: Workshop):
-    places: list[LocalPlace] = []
+    places: list[Place] = []
     await play(workshop.config("progress"), lambda place, loop: places.append(place))
     computed_tokens, verdicts, moves = places[0].progress()  # type: ignore[misc]
     assert computed_tokens > places[0].engine.sampled_tokens > 0, "prompts are work, too"

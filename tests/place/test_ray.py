@@ -21,9 +21,9 @@ from headrace.errors import ConfigError, MissingExtraError, RunError
 from headrace.ledger.files import run_config, scale
 from headrace.ledger.ledger import Ledger
 from headrace.place import places
-from headrace.place.remote import RemotePlace, _gpus_of_a_worker
+from headrace.place.place import Place, _gpus_of_a_worker
+from headrace.row import Row
 from headrace.runs.audit import audit, books
-from headrace.types import Row
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -32,10 +32,10 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def once(at_step: int, harm: Callable[[RemotePlace], None]) -> Callable[[RemotePlace, Row], None]:
+def once(at_step: int, harm: Callable[[Place], None]) -> Callable[[Place, Row], None]:
     done: list[int] = []
 
-    def on_row(place: RemotePlace, row: Row) -> None:
+    def on_row(place: Place, row: Row) -> None:
         if row.step == at_step and not done:
             done.append(row.step)
             harm(place)
@@ -52,8 +52,9 @@ def test_strictly_on_policy_the_same_answers_are_trained_on_with_the_same_result
     start = weights_of_model(workshop)
     assert max(float((here[name] - start[name]).abs().max()) for name in here) > 1e-4  # it was trained at all
     with Ledger.open(run.run_dir) as ledger:
-        workers = {span.worker for span in ledger.spans_between(0.0, 1e9) if span.stage == "rollout"}
-        details = {span.detail.split(",")[0] for span in ledger.spans_between(0.0, 1e9) if span.stage == "publish"}
+        workers = {worker for (worker,) in ledger.read("SELECT worker FROM spans WHERE stage = 'rollout'")}
+        spans = ledger.read("SELECT detail FROM spans WHERE stage = 'publish'")
+        details = {detail.split(",")[0] for (detail,) in spans}
     assert workers == {"rollout-0", "rollout-1"}
     assert {"gather", "cast", "encode", "transfer", "apply"} <= details
 
@@ -77,11 +78,11 @@ def test_in_turns_on_the_same_devices(workshop: Workshop, local_run: Path):
 
 
 def test_what_a_killed_rollout_worker_was_at_goes_to_others(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    def harm(place: RemotePlace, row: Row) -> None:
+    def harm(place: Place, row: Row) -> None:
         if row.step == 2:
-            kill(place.actor.workers[0].pid)
+            kill(place.pool.workers[0].pid)
         if row.step == 4:  # now there is nobody left
-            for worker in place.actor.workers:
+            for worker in place.pool.workers:
                 kill(worker.pid)
 
     run = train(
@@ -99,7 +100,7 @@ def test_what_a_killed_rollout_worker_was_at_goes_to_others(workshop: Workshop, 
 
 def test_workers_join_and_leave_a_run_that_goes_on(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
     """From the second step on nothing is scored until the new worker takes part; from then on one is to leave."""
-    monkeypatch.setattr("headrace.place.remote.LOOK_S", 0.05)
+    monkeypatch.setattr("headrace.place.elastic.LOOK_S", 0.05)
     run_dir, gate = workshop.directory / "scale", workshop.directory / "gate"
     rewards = workshop.directory / "gated.py"
     rewards.write_text(
@@ -110,7 +111,7 @@ def test_workers_join_and_leave_a_run_that_goes_on(workshop: Workshop, monkeypat
         "    return sum(map(ord, completion.text)) % 97 / 97\n"
     )
 
-    def more(place: RemotePlace) -> None:
+    def more(place: Place) -> None:
         gate.touch()
         assert "1 -> 2 rollout workers" in scale(run_dir, 2)
 
@@ -138,9 +139,9 @@ def test_only_a_cluster_with_devices_of_their_own_gets_more_workers(local_run: P
 
 
 def test_without_a_rank_the_run_goes_on_from_its_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    def harm(place: RemotePlace) -> None:
-        place.trainer.all("facts")
-        kill(pid_of(place.trainer.ranks[1]))
+    def harm(place: Place) -> None:
+        place.ranks.facts()
+        kill(pid_of(place.ranks.ranks[1]))
 
     run = train(
         workshop, "kill-rank", "place.cluster=ray", "learner.ranks=2", "loop.steps=4", "recovery.every_steps=4",
@@ -205,6 +206,6 @@ def test_without_ray_the_extra_is_named(workshop: Workshop, monkeypatch: pytest.
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-    monkeypatch.setattr(places.importlib, "import_module", missing)
+    monkeypatch.setattr("headrace.user_code.importlib.import_module", missing)
     with pytest.raises(MissingExtraError, match=r"pip install 'headrace\[ray\]'"):
         places.open_place(workshop.config("none", "place.cluster=ray"), tmp_path)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
+import pytest
 from tiny_runs import Workshop
 
-from headrace.ledger.clock import StageClock
-from headrace.place.rollout_pool import RolloutPool
+from headrace.errors import DataError, WorkerLostError
+from headrace.place.device import DeviceThread
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
-from headrace.place.workers import WorkerLostError
 from headrace.publish.disk import DiskReceiver
-from headrace.rollout.sampling import Sampling
-from headrace.types import Prompt, Trajectory
+from headrace.rollout.engine import Engine
+from headrace.rollout.pool import RolloutPool
+from headrace.types import Prompt, Sampling, Trajectory
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
@@ -41,10 +43,10 @@ class Here:
         spec = RolloutSpec(
             config=config, model=config.model, name=name, epoch_s=0.0, longest_prompt=8, receiving=DiskReceiver
         )
-        self.name, self.worker, self.dead = name, RolloutWorker(spec), False
+        self.name, self.worker, self.dead = name, RolloutWorker(DeviceThread(), spec), False
 
-    def ask(self, method: str, *args: Any) -> Asked:
-        return Asked(asyncio.ensure_future(self._answer(method, *args)))
+    def ask(self, method: Callable[..., Any], *args: Any) -> Asked:
+        return Asked(asyncio.ensure_future(self._answer(method.__name__, *args)))
 
     async def _answer(self, method: str, *args: Any) -> Any:
         found = await getattr(self.worker, method)(*args)
@@ -64,7 +66,9 @@ class Books:
         self.lost: list[str] = []
         self.pool = RolloutPool(
             exact=False,
-            clock=StageClock(),
+            now=time.monotonic,
+            on_span=lambda span: None,
+            on_begun=lambda serial, version: None,
             on_sampled=lambda n: setattr(self, "sampled", self.sampled + n),
             on_redone=lambda n: setattr(self, "redone", self.redone + n),
             on_lost=lambda worker, why: self.lost.append(worker.name),
@@ -104,7 +108,7 @@ async def test_tokens_that_went_with_a_worker_are_booked_and_its_answers_come_al
 async def test_without_anybody_an_aborted_group_ends_with_nothing(workshop: Workshop):
     books = Books()
     futures = books.start(8)
-    books.pool.abort(0)
+    books.pool.abort([0])
     first, second = await asyncio.gather(*futures[:2])
     assert first.num_sampled_tokens == second.num_sampled_tokens == books.sampled == 0
     assert not futures[2].done()
@@ -132,4 +136,36 @@ async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_n
     assert books.pool.workers == [staying]
     await asyncio.gather(*first, *later)
     assert (books.redone, books.lost) == (0, [])
+    books.pool.close()
+
+
+async def test_drain_waits_for_everything_under_way(workshop: Workshop):
+    books = Books(Here(workshop, "busy"))
+    futures = books.start(30)
+    await books.pool.drain()
+    assert len(futures) == 8
+    assert all(future.done() for future in futures)
+    await asyncio.wait_for(books.pool.drain(), 5)
+    books.pool.close()
+
+
+async def test_an_engine_error_reaches_everyone_who_waits(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def broken(engine: Engine, wanted: int) -> int:
+        raise ZeroDivisionError("the engine broke")
+
+    monkeypatch.setattr(Engine, "_decode", broken)
+    books = Books(Here(workshop, "broken"))
+    running = asyncio.create_task(books.pool.run())
+    outcomes = await asyncio.gather(*books.start(30), return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["the engine broke"] * 8
+    with pytest.raises(ZeroDivisionError, match="the engine broke"):
+        await running
+    await asyncio.wait_for(books.pool.drain(), 5)
+    books.pool.close()
+
+
+async def test_an_order_that_cannot_be_taken_fails_the_pool(workshop: Workshop):
+    books = Books(Here(workshop, "small"))
+    with pytest.raises(DataError, match=r"prompt 'p0' has 3 tokens and may get 9999 new ones"):
+        await asyncio.gather(*books.start(9999))
     books.pool.close()

@@ -14,13 +14,13 @@ from mixtures import MIXTURES
 from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection
+from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import Group
+from headrace.types import Group, Sampling
 
 LORA = Lora(rank=4, alpha=8.0, seed=1)
 Maker = Callable[..., Policy]
@@ -94,7 +94,8 @@ def test_a_step_changes_the_adapters_alone(make_policy: Maker, tmp_path: Path, a
     before, group = weights_of(policy), sampled(policy)
     section = LearnerSection(lr=1e-2)
     learner = Learner(policy, section, temperature=1.0, max_new_tokens=20, total_steps=1)
-    for items in [*learner.add(group), *learner.rest()]:
+    intake = Intake(learner.section)
+    for items in [*intake.add(group), *intake.rest()]:
         learner.accumulate(items)
     assert learner.finish().grad_norm > 0
     changed = {name for name, weight in weights_of(policy).items() if not torch.equal(weight, before[name])}

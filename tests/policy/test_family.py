@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headrace.config import ModelSection
 from headrace.policy.family import JoinedLinear, is_mixture
 from headrace.policy.policy import Policy, load_policy
+from headrace.policy.probe import packed_logits, random_ids
 
 
 def linears(*sizes: int, bias: bool) -> list[nn.Linear]:
@@ -30,7 +31,7 @@ def join(policy: Policy) -> None:
 
 
 def logits(policy: Policy) -> Tensor:
-    return policy._probe_logits(policy._probe_ids()).detach()
+    return packed_logits(policy, random_ids(policy, 2, 9)).detach()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -77,7 +77,7 @@ def test_takes_the_same_model_without_soft_capping(make_policy: Callable[..., Po
         final_logit_softcapping=None,
         sliding_window=4,
     )
-    with torch.no_grad(), policy._stock_attention():
+    with torch.no_grad(), policy.stock_attention():
         expected = policy.model(input_ids=IDS[None], use_cache=False).logits[0]
     torch.testing.assert_close(our_logits(policy), expected, rtol=0, atol=1e-4)
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from headrace.prompts.cursor import Cursor, Draw
+from headrace.prompts.stream import Cursor, Drawn
 
 
 def test_every_record_once_per_epoch_in_a_new_order():
@@ -17,7 +17,7 @@ def test_every_record_once_per_epoch_in_a_new_order():
 
 def test_without_shuffle_the_order_is_the_file():
     cursor = Cursor(3, seed=1, shuffle=False)
-    assert [cursor.next() for _ in range(4)] == [Draw(0, 0, 0), Draw(1, 0, 1), Draw(2, 0, 2), Draw(3, 1, 0)]
+    assert [cursor.next() for _ in range(4)] == [Drawn(0, 0, 0), Drawn(1, 0, 1), Drawn(2, 0, 2), Drawn(3, 1, 0)]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 6, 7, 8, 20])

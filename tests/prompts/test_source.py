@@ -68,6 +68,7 @@ def test_damaged_gzip(tmp_path):
     [
         ('{"prompt": ', "line 3: not JSON"),
         ("[1, 2]", "line 3: a JSON object is needed, not list"),
+        ("null", "line 3: a JSON object is needed, not NoneType"),
         ('{"question": "x", "answer": "y"}', r"line 3: no field 'prompt' .*has: answer, question"),
     ],
 )
@@ -109,7 +110,7 @@ def test_missing(tmp_path, name):
 
 def test_unknown_kind(tmp_path):
     (tmp_path / "a.csv").write_text("prompt\n")
-    with pytest.raises(DataError, match=r"not a file of a known kind; use 'arithmetic'"):
+    with pytest.raises(DataError, match=r"not of a known kind; use 'arithmetic'"):
         opened(tmp_path / "a.csv")
 
 
@@ -187,7 +188,7 @@ def test_unknown_reasoning_gym_task():
 @pytest.mark.parametrize(
     ("spec", "library", "extra", "module"),
     [
-        ("a.parquet", "pyarrow", "data", "source_parquet"),
+        ("a.parquet", "datasets", "data", "source_datasets"),
         ("folder", "datasets", "data", "source_datasets"),
         ("reasoning-gym:leg_counting", "reasoning_gym", "tasks", "source_reasoning_gym"),
     ],

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from egress import tcp_sent_bytes
 from small_weights import copied, same_bits, stepped, weights
 from transports import PATIENCE_S, SHORT_S, Audience, CollectiveFrame, Frame, deliver
 
 from headrace.errors import PublishError
-from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.encoding import Encoder
 from headrace.publish.payload import Payload
 from headrace.publish.publisher import Publisher, Subscriber
@@ -90,7 +90,10 @@ def test_a_slow_receiver_holds_nobody_longer_than_the_timeout_and_gets_the_versi
     ticket = everybody.publisher.stage(1, START.items())
     prompt = everybody.subscribers[:1]
     problems = deliver(everybody.publisher, ticket, prompt, SHORT_S)
-    assert all("version 1" in problem for problem in problems)
+    if isinstance(frame, CollectiveFrame):  # a collective needs everybody: sender and receiver both give up
+        assert [("version 1" in problem) for problem in problems] == [True, True]
+    else:  # receivers help themselves, each at its own pace
+        assert problems == []
     everybody.end.expect(["", ""])
     assert not everybody.deliver(everybody.end.ticket(1))
 
@@ -117,7 +120,12 @@ def test_a_receiver_that_dies_costs_the_others_a_timeout_at_most(frame: Frame, p
         delivery = pool.submit(deliver, publisher, ticket, [survivor], SHORT_S)
         time.sleep(pause_s)
         child.kill()
-        assert all("version 1" in problem for problem in delivery.result())
+        problems = delivery.result()
+    if isinstance(frame, CollectiveFrame):  # it may have died before or after its part was done
+        assert [problem for problem in problems if "version 1" not in problem] == []
+        assert problems or survivor.times.transfer_bytes == 6_000_000, "no problem, and no version either"
+    else:
+        assert problems == []
     end.expect([""])
     assert not deliver(publisher, end.ticket(1), [survivor])
     survivor.commit(1)

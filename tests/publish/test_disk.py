@@ -50,7 +50,7 @@ def test_another_version_in_the_place_of_the_announced_one_is_refused(tmp_path: 
     sender.stage(encoder.encode(1, weights(0).items()))
     announced = sender.ticket(1)
     sender.stage(encoder.encode(1, weights(1).items()))  # a run that begins again
-    with pytest.raises(PublishError, match="holds another version than the one that was announced"):
+    with pytest.raises(PublishError, match="contains another version than the ticket says"):
         DiskReceiver().fetch(announced, 1.0)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
-from headrace.publish.publisher import MAX_DELTAS, Publisher, PublishTimes, Subscriber
+from headrace.publish.publisher import MAX_DELTAS, Publisher, Subscriber, with_receivers
+from headrace.types import PublishTimes
 
 START = {name: tensor for name, tensor in weights().items() if tensor.dtype == torch.bfloat16}
 FULL_BYTES = 2 * sum(tensor.numel() for tensor in START.values())
@@ -63,7 +64,7 @@ def test_bytes_and_seconds_are_booked_by_operation(tmp_path: Path) -> None:
     quick, slow = Subscriber(DiskReceiver(), live), PublishTimes(transfer_s=5.0, apply_s=7.0)
     quick.stage(ticket, 1.0)
     quick.commit(1)
-    times = publisher.times.with_receivers([quick.times, slow])
+    times = with_receivers(publisher.times, [quick.times, slow])
     assert times.gather_s >= 0.01 * len(START)
     assert min(times.cast_s, times.encode_s) > 0.0
     assert publisher.times.total_s <= wall_s  # nothing counts twice

@@ -19,7 +19,8 @@ from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import COMPLETE, DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import Publisher, Subscriber
-from headrace.publish.transport import ReceivingEnd, SendingEnd, Ticket
+from headrace.roles import ReceivingEnd, SendingEnd
+from headrace.types import Ticket
 
 PATIENCE_S = 20.0  # for what should succeed, on a busy machine
 SHORT_S = 0.7  # for what should not

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
+from egress import tcp_sent_bytes
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transports import PATIENCE_S
 
-from headrace.publish.egress import tcp_sent_bytes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 
 @contextmanager

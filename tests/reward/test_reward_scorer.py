@@ -18,7 +18,7 @@ from reward_completions import MakeScorer, completion
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
-from headrace.reward.pool import Pool
+from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.reward.worker import Setup
 from headrace.types import Completion, DropReason, Score
@@ -122,7 +122,7 @@ async def test_fields_arrive_whatever_mapping_they_are_or_fail_alone(make_scorer
     view = Completion(prompt="", text="", fields=MappingProxyType({"verdict": 5}), num_tokens=1, finish="eos")
     scores = await score_all(scorer, view, completion(cannot=lambda: 0), completion("abc"))
     assert [score.reward for score in scores] == [5.0, None, 3.0]
-    assert "cannot be sent" in scores[1].detail
+    assert "cannot be pickled" in scores[1].detail
 
 
 async def test_coroutines_run_together_and_time_out_alone(make_scorer: MakeScorer) -> None:
@@ -269,7 +269,7 @@ async def test_a_function_that_cannot_be_loaded_stops_the_start(tmp_path: Path, 
 
 async def test_closing_ends_every_process_and_tells_those_who_wait(rewards: str) -> None:
     setup = Setup(function=f"{rewards}:score", answer_field="answer", pattern="", timeout_s=60.0)
-    pool = Pool(setup, num_workers=2, retries=0)
+    pool = JudgePool(setup, num_workers=2, retries=0)
     with pytest.raises(RewardError, match="not started"):
         await pool.run(completion())
     await pool.start()
@@ -288,7 +288,7 @@ async def test_closing_ends_every_process_and_tells_those_who_wait(rewards: str)
 
 async def test_a_worker_that_died_idle_is_replaced_without_blame(rewards: str) -> None:
     setup = Setup(function=f"{rewards}:score", answer_field="answer", pattern="", timeout_s=60.0)
-    pool = Pool(setup, num_workers=1, retries=0)
+    pool = JudgePool(setup, num_workers=1, retries=0)
     await pool.start()
     os.kill(pool.pids[0], 9)
     await asyncio.sleep(0.2)
@@ -311,11 +311,11 @@ async def test_a_cancelled_caller_does_not_stop_the_pool(make_scorer: MakeScorer
 def test_workers_end_when_the_trainer_is_killed(rewards: str) -> None:
     code = f"""
 import asyncio, os, signal
-from headrace.reward.pool import Pool
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 async def main():
     setup = Setup(function={rewards + ":score"!r}, answer_field="", pattern="", timeout_s=60.0)
-    pool = Pool(setup, num_workers=1, retries=0)
+    pool = JudgePool(setup, num_workers=1, retries=0)
     await pool.start()
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())

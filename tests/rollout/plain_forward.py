@@ -17,8 +17,8 @@ from tight_store import TightStore
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import Sampling, request_seed
-from headrace.types import IntArray
+from headrace.rollout.sampling import request_seed
+from headrace.types import IntArray, Sampling
 
 Doubles = npt.NDArray[np.float64]
 Family = tuple[IntArray, list[Request]]

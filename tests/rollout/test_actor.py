@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,10 @@ from plain_forward import plain_logprobs as expected_logprobs
 
 from headrace.errors import DataError
 from headrace.policy.policy import Policy
-from headrace.rollout.actor import RolloutActor, trajectory_id
+from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, Prompt, Span, Trajectory
+from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
 
 pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known
 
@@ -44,6 +43,16 @@ class Scene:
     booked: list[int] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
 
+    def start(
+        self, serial: int, prompt: Prompt, samplings: Sequence[Sampling], *, counted: bool = True
+    ) -> list[asyncio.Future[Trajectory]]:
+        return self.actor.start(order_of(serial, prompt, samplings, counted=counted))
+
+
+def order_of(serial: int, prompt: Prompt, samplings: Sequence[Sampling], *, counted: bool = True) -> Order:
+    indices = tuple(range(len(samplings)))
+    return Order(serial=serial, prompt=prompt, samplings=tuple(samplings), indices=indices, counted=counted)
+
 
 @asynccontextmanager
 async def acting(policy: Policy, *, seed: int = 0, **settings: Any) -> AsyncIterator[Scene]:
@@ -58,7 +67,15 @@ async def acting(policy: Policy, *, seed: int = 0, **settings: Any) -> AsyncIter
         yield
 
     engine = make_engine(policy, clock=clock, **settings)
-    actor = RolloutActor(engine, Thread(), seed=seed, clock=clock, span=span, on_sampled=booked.append)
+    actor = RolloutActor(
+        engine,
+        Thread(),  # type: ignore[arg-type]
+        seed=seed,
+        clock=clock,
+        span=span,
+        on_sampled=booked.append,
+        on_begun=lambda serial, version: None,
+    )
     running = asyncio.create_task(actor.run())
     try:
         yield Scene(actor, running, clock, booked, stages)
@@ -72,7 +89,7 @@ async def test_trajectories_are_complete(policy: Policy):
     model = stock_model(policy)
     samplings = [SHORT, MIDDLE, Sampling(max_new_tokens=9, top_k=5, temperature=0.8)]
     async with acting(policy) as scene:
-        futures = [f for serial, p in enumerate(PROMPTS, 40) for f in scene.actor.start(serial, p, samplings)]
+        futures = [f for serial, p in enumerate(PROMPTS, 40) for f in scene.start(serial, p, samplings)]
         trajectories = await asyncio.gather(*futures)
     assert [t.id for t in trajectories] == [f"{40 + i}:{p.id}/{j}" for i, p in enumerate(PROMPTS) for j in range(3)]
     for i, t in enumerate(trajectories):
@@ -94,13 +111,13 @@ async def test_trajectories_are_complete(policy: Policy):
 async def test_trajectories_come_as_they_finish(policy: Policy):
     order: list[str] = []
     async with acting(policy) as scene:
-        futures = scene.actor.start(0, PROMPTS[0], [LONG, SHORT, MIDDLE])
+        futures = scene.start(0, PROMPTS[0], [LONG, SHORT, MIDDLE])
         for future in futures:
             future.add_done_callback(lambda done: order.append(done.result().id[-1]))
         short = await futures[1]
         assert not futures[0].done()
         assert scene.actor.engine.has_work
-        later = scene.actor.start(1, PROMPTS[1], [SHORT])
+        later = scene.start(1, PROMPTS[1], [SHORT])
         await asyncio.gather(*futures, *later)
         assert not scene.actor.engine.has_work
     assert order == ["1", "2", "0"]
@@ -110,7 +127,7 @@ async def test_trajectories_come_as_they_finish(policy: Policy):
 async def test_the_actor_waits_for_work_and_takes_it_up_again(policy: Policy):
     async with acting(policy) as scene:
         for serial in range(3):
-            await asyncio.gather(*scene.actor.start(serial, PROMPTS[serial], [SHORT] * 2))
+            await asyncio.gather(*scene.start(serial, PROMPTS[serial], [SHORT] * 2))
             calls = len(scene.stages)
             await asyncio.sleep(0.01)
             assert len(scene.stages) == calls, "an idle engine is not stepped"
@@ -131,7 +148,7 @@ async def test_tokens_are_booked_before_their_trajectories(policy: Policy):
             delivered += future.result().num_sampled_tokens
             balances.append(sum(scene.booked) - delivered)
 
-        futures = [f for serial, p in enumerate(PROMPTS) for f in scene.actor.start(serial, p, [LONG, SHORT, MIDDLE])]
+        futures = [f for serial, p in enumerate(PROMPTS) for f in scene.start(serial, p, [LONG, SHORT, MIDDLE])]
         for future in futures:
             future.add_done_callback(arrived)
         await asyncio.gather(*futures)
@@ -154,7 +171,7 @@ async def test_the_future_resolves_only_after_the_booking(policy: Policy, monkey
     monkeypatch.setattr(RolloutActor, "_deliver", delivered)
     async with acting(policy) as scene:
         scene.actor._on_sampled = lambda count: events.append(("booked", count))
-        await asyncio.gather(*scene.actor.start(0, PROMPTS[0], [SHORT, MIDDLE]))
+        await asyncio.gather(*scene.start(0, PROMPTS[0], [SHORT, MIDDLE]))
     balance = 0
     for kind, count in events:
         balance += count if kind == "booked" else -count
@@ -164,8 +181,8 @@ async def test_the_future_resolves_only_after_the_booking(policy: Policy, monkey
 
 async def test_evaluation_draws_other_noise_and_does_not_count(policy: Policy):
     async with acting(policy) as scene:
-        counted = scene.actor.start(0, PROMPTS[0], [MIDDLE] * 3)
-        evaluation = scene.actor.start(0, PROMPTS[0], [MIDDLE] * 3, counted=False)
+        counted = scene.start(0, PROMPTS[0], [MIDDLE] * 3)
+        evaluation = scene.start(0, PROMPTS[0], [MIDDLE] * 3, counted=False)
         ours, theirs = await asyncio.gather(*counted), await asyncio.gather(*evaluation)
     assert sum(scene.booked) == scene.actor.engine.sampled_tokens == 3 * 25
     assert [t.id for t in theirs] == [f"eval:0:p4/{i}" for i in range(3)]
@@ -176,12 +193,12 @@ async def test_evaluation_draws_other_noise_and_does_not_count(policy: Policy):
 
 async def test_evaluation_alone_is_booked_to_its_own_stage(policy: Policy):
     async with acting(policy) as scene:
-        await asyncio.gather(*scene.actor.start(0, PROMPTS[0], [SHORT] * 2, counted=False))
+        await asyncio.gather(*scene.start(0, PROMPTS[0], [SHORT] * 2, counted=False))
         assert set(scene.stages) == {"evaluate"}
         assert scene.booked == []
         scene.stages.clear()
-        long = scene.actor.start(1, PROMPTS[1], [MIDDLE])
-        await asyncio.gather(*long, *scene.actor.start(0, PROMPTS[0], [SHORT], counted=False))
+        long = scene.start(1, PROMPTS[1], [MIDDLE])
+        await asyncio.gather(*long, *scene.start(0, PROMPTS[0], [SHORT], counted=False))
         assert scene.stages[0] == "rollout"
         assert sum(scene.booked) == 25
 
@@ -189,7 +206,7 @@ async def test_evaluation_alone_is_booked_to_its_own_stage(policy: Policy):
 async def test_noise_follows_from_seed_and_serial_and_index(policy: Policy):
     async def answers(seed: int, *serials: int) -> list[tuple[int, ...]]:
         async with acting(policy, seed=seed) as scene:
-            futures = [f for serial in serials for f in scene.actor.start(serial, PROMPTS[0], [MIDDLE] * 2)]
+            futures = [f for serial in serials for f in scene.start(serial, PROMPTS[0], [MIDDLE] * 2)]
             return [tuple(t.token_ids) for t in await asyncio.gather(*futures)]
 
     first = await answers(0, 5, 6)
@@ -203,16 +220,15 @@ async def test_noise_follows_from_seed_and_serial_and_index(policy: Policy):
 
 async def test_abort_gives_what_was_sampled_so_far(policy: Policy):
     async with acting(policy, max_running=3) as whole_scene:
-        whole = [await f for f in whole_scene.actor.start(0, PROMPTS[0], [LONG] * 2)]
+        whole = [await f for f in whole_scene.start(0, PROMPTS[0], [LONG] * 2)]
     async with acting(policy, max_running=3) as scene:
-        running = scene.actor.start(0, PROMPTS[0], [LONG, LONG])
-        beside = scene.actor.start(1, PROMPTS[1], [MIDDLE])
-        waiting = scene.actor.start(2, PROMPTS[2], [LONG] * 3)
+        running = scene.start(0, PROMPTS[0], [LONG, LONG])
+        beside = scene.start(1, PROMPTS[1], [MIDDLE])
+        waiting = scene.start(2, PROMPTS[2], [LONG] * 3)
 
         def abort_at_first_tokens(count: int) -> None:
             if not scene.booked:
-                scene.actor.abort(0)
-                scene.actor.abort(2)
+                scene.actor.abort([0, 2])
             scene.booked.append(count)
 
         scene.actor._on_sampled = abort_at_first_tokens
@@ -233,9 +249,9 @@ async def test_abort_gives_what_was_sampled_so_far(policy: Policy):
 
 async def test_a_group_that_starts_as_another_is_aborted_finishes(policy: Policy):
     async with acting(policy) as scene:
-        old = scene.actor.start(0, PROMPTS[0], [LONG] * 2)
-        scene.actor.abort(0)
-        new = scene.actor.start(1, PROMPTS[1], [SHORT] * 2)
+        old = scene.start(0, PROMPTS[0], [LONG] * 2)
+        scene.actor.abort([0])
+        new = scene.start(1, PROMPTS[1], [SHORT] * 2)
         async with asyncio.timeout(30):
             trajectories = await asyncio.gather(*old, *new)
     assert [t.num_sampled_tokens for t in trajectories] == [0, 0, 6, 6]
@@ -243,9 +259,9 @@ async def test_a_group_that_starts_as_another_is_aborted_finishes(policy: Policy
 
 async def test_abort_leaves_evaluation_alone(policy: Policy):
     async with acting(policy) as scene:
-        counted = scene.actor.start(0, PROMPTS[0], [LONG])
-        evaluation = scene.actor.start(0, PROMPTS[0], [MIDDLE], counted=False)
-        scene.actor.abort(0)
+        counted = scene.start(0, PROMPTS[0], [LONG])
+        evaluation = scene.start(0, PROMPTS[0], [MIDDLE], counted=False)
+        scene.actor.abort([0])
         assert (await counted[0]).finish is FinishReason.ABORT
         assert (await evaluation[0]).num_sampled_tokens == 25
 
@@ -253,27 +269,18 @@ async def test_abort_leaves_evaluation_alone(policy: Policy):
 async def test_a_stop_string_ends_the_text(policy: Policy):
     sampling = Sampling(max_new_tokens=60, temperature=0.5, top_k=12)
     async with acting(policy) as scene:
-        text = (await scene.actor.start(0, PROMPTS[0], [sampling])[0]).text
+        text = (await scene.start(0, PROMPTS[0], [sampling])[0]).text
     stop = text[20:23]
     async with acting(policy) as scene:
         stopping = Sampling(max_new_tokens=60, temperature=0.5, top_k=12, stop=(stop,))
-        trajectory = await scene.actor.start(0, PROMPTS[0], [stopping])[0]
+        trajectory = await scene.start(0, PROMPTS[0], [stopping])[0]
     assert trajectory.finish is FinishReason.STOP
     assert trajectory.text == text[: text.index(stop) + 3]
 
 
-async def test_drain_waits_for_everything_under_way(policy: Policy):
-    async with acting(policy) as scene:
-        futures = [f for serial, p in enumerate(PROMPTS) for f in scene.actor.start(serial, p, [MIDDLE, SHORT])]
-        await scene.actor.drain()
-        assert all(future.done() for future in futures)
-        assert not scene.actor.engine.has_work
-        await asyncio.wait_for(scene.actor.drain(), 5)
-
-
 async def test_a_cancelled_waiter_disturbs_nobody(policy: Policy):
     async with acting(policy) as scene:
-        futures = scene.actor.start(0, PROMPTS[0], [SHORT, MIDDLE])
+        futures = scene.start(0, PROMPTS[0], [SHORT, MIDDLE])
         futures[0].cancel()
         assert (await futures[1]).num_sampled_tokens == 25
         assert sum(scene.booked) == 31
@@ -293,30 +300,27 @@ async def test_an_engine_error_reaches_everyone_who_waits(policy: Policy, monkey
 
     monkeypatch.setattr(Engine, "_decode", breaking)
     async with acting(policy) as scene:
-        short = scene.actor.start(0, PROMPTS[0], [SHORT])
-        futures = [f for serial, p in enumerate(PROMPTS, 1) for f in scene.actor.start(serial, p, [LONG] * 2)]
-        draining = asyncio.create_task(scene.actor.drain())
+        short = scene.start(0, PROMPTS[0], [SHORT])
+        futures = [f for serial, p in enumerate(PROMPTS, 1) for f in scene.start(serial, p, [LONG] * 2)]
         assert (await short[0]).num_sampled_tokens == 6
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the engine broke"] * 6
         with pytest.raises(ZeroDivisionError, match="the engine broke"):
             await scene.running
-        with pytest.raises(ZeroDivisionError, match="the engine broke"):
-            await draining
-        await asyncio.wait_for(scene.actor.drain(), 5)
 
 
 async def test_what_cannot_fit_the_context_is_refused(make_policy: Callable[..., Policy]):
     policy = make_policy(max_position_embeddings=20)
     async with acting(policy) as scene:
         with pytest.raises(DataError, match="prompt 'p17' has 17 tokens and may get 6 new ones"):
-            scene.actor.start(0, PROMPTS[2], [Sampling(max_new_tokens=3), SHORT])
-        (trajectory,) = await asyncio.gather(*scene.actor.start(0, PROMPTS[2], [Sampling(max_new_tokens=3)]))
+            scene.start(0, PROMPTS[2], [Sampling(max_new_tokens=3), SHORT])
+        (trajectory,) = await asyncio.gather(*scene.start(0, PROMPTS[2], [Sampling(max_new_tokens=3)]))
         assert len(trajectory.token_ids) == 20
-        await asyncio.wait_for(scene.actor.drain(), 5)
 
 
 def test_ids_tell_epochs_prompts_and_samples_apart():
-    ids = {trajectory_id(serial, prompt, index) for serial in (1, 11) for prompt in PROMPTS for index in (0, 1)}
-    assert len(ids) == 12
-    assert trajectory_id(40, PROMPTS[0], 3) == "40:p4/3"
+    orders = [order_of(serial, prompt, [SHORT] * 4) for serial in (1, 11) for prompt in PROMPTS]
+    assert len({order.request_id(i) for order in orders for i in (0, 1)}) == 12
+    order = order_of(40, PROMPTS[0], [SHORT] * 4)
+    assert order.request_id(3) == "40:p4/3"
+    assert replace(order, attempt=2, counted=False).request_id(3) == "eval:40.2:p4/3"

@@ -29,8 +29,7 @@ from headrace.policy.policy import Policy
 from headrace.rollout import store as store_module
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, Span
+from headrace.types import FinishReason, Sampling, Span
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3": {},

@@ -25,8 +25,7 @@ from plain_forward import (
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, IntArray
+from headrace.types import FinishReason, IntArray, Sampling
 
 PAGES = 8
 KINDS = (

@@ -24,8 +24,7 @@ from plain_forward import (
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, Span
+from headrace.types import FinishReason, Sampling, Span
 
 # ---- abort
 

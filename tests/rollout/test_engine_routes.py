@@ -26,8 +26,7 @@ from plain_forward import (
 
 from headrace.policy.policy import Policy
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import IntArray, RouteArray
+from headrace.types import IntArray, RouteArray, Sampling
 
 pytestmark = pytest.mark.usefixtures("endless")
 Maker = Callable[..., Policy]

@@ -26,8 +26,7 @@ from transformers import DynamicCache
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routers, Routes
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, IntArray, Span
+from headrace.types import FinishReason, IntArray, Sampling, Span
 
 pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known
 

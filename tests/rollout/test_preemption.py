@@ -25,8 +25,7 @@ from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
 from headrace.rollout.rows import Burst, Rows
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, Span
+from headrace.types import FinishReason, Sampling, Span
 
 pytestmark = pytest.mark.usefixtures("endless")
 

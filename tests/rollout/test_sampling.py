@@ -13,7 +13,8 @@ from plain_forward import Doubles, allowed_ids, distribution, finish, make_engin
 
 from headrace.policy.policy import Policy
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import Sampling, draw, request_seed, uniforms
+from headrace.rollout.sampling import draw, request_seed, uniforms
+from headrace.types import Sampling
 
 NUM_DRAWS, FAMILY = 20_000, 250
 CASES = {

@@ -28,8 +28,7 @@ from headrace.rollout.draft import Drafter, Drafts
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
 from headrace.rollout.rows import Burst, Rows
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason
+from headrace.types import FinishReason, Sampling
 
 Maker = Callable[..., Policy]
 

@@ -26,8 +26,7 @@ from plain_forward import (
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason
+from headrace.types import FinishReason, Sampling
 
 pytestmark = pytest.mark.usefixtures("endless")
 

@@ -18,8 +18,9 @@ OnDrop = Callable[[list[tuple[Trajectory, str]], Group, bool], None]
 class Buffer:
     """Groups on their way from generation to training.
 
-    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next` hands it to the learner.
-    `on_drop(trajectories with reasons, their group, was_buffered)` hears of everything that leaves on the way.
+    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next` gives it
+    to the learner. `on_drop(trajectories with reasons, their group, was_buffered)` is called for
+    every drop.
     """
 
     def __init__(
@@ -33,35 +34,35 @@ class Buffer:
     ) -> None:
         self.policy = policy
         self.version = 0
-        self.wave = 0  # groups that are started while nothing else runs begin a new one
-        self.in_flight: dict[int, int | None] = {}  # serial -> version of its first token, None before
-        self.buffered: list[Group] = []  # in the policy's order: there may be thousands, and each `next` takes one
+        self.wave = 0  # a new one begins when a group is started while none is in flight
+        self.in_flight: dict[int, int | None] = {}  # serial -> version of the first token
+        self.buffered: list[Group] = []  # sorted by `policy.order`
         self._attempts: dict[int, int] = {}  # serial -> attempt, of the groups in flight
         self._held = False
         self._sieve, self._patience = sieve, patience
         self._on_buffered, self._on_drop = on_buffered, on_drop
-        self._committed = 0  # admitted and not dropped, ever, or done without
-        self._taken = 0  # of the step under way
-        self._missing = 0  # groups that this step does without
+        self._committed = 0  # groups admitted and not dropped, plus those that steps did without
+        self._taken = 0  # groups of the current step
+        self._missing = 0  # groups that the current step does without
         self._wave_left = 0
         self._window = policy.least_window  # groups that may be in flight or buffered
-        self._idle: int | None = None  # the fewest groups that lay in the buffer since the step began
-        self._barren: Counter[str] = Counter()  # reasons of the groups dropped since the last good one
+        self._idle: int | None = None  # fewest buffered groups since the step began
+        self._barren: Counter[str] = Counter()  # drop reasons since the last good group
         self._changed = asyncio.Condition()
 
     def restore(self, *, version: int, wave: int, buffered: list[Group], num_again: int) -> None:
-        """Go on from where a run stood that ended too soon, before `num_again` groups are started again."""
+        """Continue a run that ended too soon, before `num_again` groups are started again."""
         self.version, self.wave, self.buffered = version, wave, sorted(buffered, key=self.policy.order)
         self._committed = version * self.policy.groups_per_step + len(buffered)
-        if self.policy.max_lag == 0 and not num_again:  # the last group of its wave was scored, or dropped
+        if self.policy.max_lag == 0 and not num_again:  # its wave was complete
             self._do_without()
-        # what a restart starts again belongs to a wave of which the rest may not have been started at all
+        # groups that are started again belong to a wave that may not have been started completely
         self._wave_left = self.policy.capacity(version=version, committed=self._committed)
 
     # ---- the producer's side
 
     async def admit(self) -> int:
-        """Wait until groups may be started, and say how many."""
+        """Wait until groups may be started; returns how many."""
         async with self._changed:
             while True:
                 if not self.in_flight:
@@ -79,7 +80,7 @@ class Buffer:
                 await self._changed.wait()
 
     def start(self, serial: int, attempt: int = 1) -> int:
-        """A group is admitted, under the version that is returned."""
+        """A group is admitted. Returns the version it is admitted under."""
         self.wave += not self.in_flight
         self.in_flight[serial], self._attempts[serial] = None, attempt
         self._committed += 1
@@ -87,14 +88,14 @@ class Buffer:
         return self.version
 
     def begin(self, serial: int, version: int) -> None:
-        """`version` sampled the group's first token: from here on it ages."""
+        """`version` sampled the group's first token: its lag counts from here."""
         if serial in self.in_flight and self.in_flight[serial] is None:
             self.in_flight[serial] = version
 
     async def put(self, group: Group) -> bool:
-        """A group is generated and scored; whether it waits for the learner now.
+        """A group is generated and scored. Returns whether it was buffered.
 
-        What comes of an attempt that is over, because a restart made another, changes nothing.
+        A group of an attempt that a restart has replaced is ignored.
         """
         async with self._changed:
             if self._attempts.get(group.serial) != group.attempt:
@@ -120,11 +121,11 @@ class Buffer:
             return waits
 
     async def lose(self, serial: int, reason: str) -> None:
-        """A group left before it was complete, and why; whoever calls has booked its trajectories."""
+        """A group was dropped before it was complete. The caller has booked its trajectories."""
         async with self._changed:
             del self.in_flight[serial], self._attempts[serial]
             self._committed -= 1
-            if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # those say nothing about the task
+            if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # not the task's fault
                 self._barren[reason] += 1
             self._do_without()
             self._changed.notify_all()
@@ -132,9 +133,9 @@ class Buffer:
     # ---- the learner's side
 
     async def next(self) -> Group | None:
-        """The next group to train on, never older than max_lag: the hard check is here, not at admission.
+        """The next group to train on. Its lag is checked here, not only at admission.
 
-        None when the step has all its groups, or as many as it will get.
+        None if the step has all its groups, or as many as it will get.
         """
         waited = False
         async with self._changed:
@@ -150,14 +151,14 @@ class Buffer:
                     self._idle = left if self._idle is None else min(self._idle, left)
                     if waited:
                         self._window = self.policy.widened(self._window)
-                    self._changed.notify_all()  # there is room for another
+                    self._changed.notify_all()  # another group may be admitted
                     return group
                 waited = True
                 self._check_progress()
                 await self._changed.wait()
 
     async def settle(self, version: int) -> list[int]:
-        """A version is published: later groups start under it. Returns the running groups that became hopeless."""
+        """`version` is published. Returns the serials of groups in flight that are too old now."""
         async with self._changed:
             self.version = version
             self._taken = self._missing = 0
@@ -166,13 +167,13 @@ class Buffer:
             return self.policy.abort(self.in_flight, version=version)
 
     async def hold(self, held: bool) -> None:
-        """Stop or resume admission, for an engine that must run empty before its weights change."""
+        """Stop or resume admission, so that an engine can drain before its weights change."""
         async with self._changed:
             self._held = held
             self._changed.notify_all()
 
     def _do_without(self) -> None:
-        """If the step can be taken without what was dropped, nothing is started in its place."""
+        """If the step can be taken without dropped groups, they are not replaced."""
         ready = self._taken + len(self.buffered)
         missing = self.policy.missing(ready=ready, in_flight=len(self.in_flight))
         self._committed += missing - self._missing
@@ -193,8 +194,8 @@ class Buffer:
         if self._barren.total() >= limit:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
             hint = (
-                "no_signal means that every answer to a prompt got the same reward: the task is too hard, too easy, or "
-                "the reward cannot tell answers apart. "
+                "no_signal means that all answers to a prompt got the same reward: the task is too hard "
+                "or too easy, or the reward does not distinguish answers. "
             )
             raise StalledError(
                 f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "

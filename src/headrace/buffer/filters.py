@@ -1,19 +1,16 @@
-"""Which trajectories are worth training on. Whatever is left out is left out with a reason."""
+"""Which trajectories are trained on. Every other one is dropped with a reason."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from headrace.config import BufferSection
 from headrace.errors import ConfigError, HeadraceError
 from headrace.types import DropReason, Group, Trajectory
+from headrace.user_code import load_function
 
-Filter = Callable[[Group], bool]
 Dropped = list[tuple[Trajectory, str]]
 
 
@@ -22,10 +19,10 @@ class Sieve:
 
     def __init__(self, section: BufferSection) -> None:
         self._section = section
-        self._own = [(spec.rsplit(":", 1)[-1], load_filter(spec)) for spec in section.filters]
+        self._own = [(spec.rsplit(":", 1)[-1], _load_filter(spec)) for spec in section.filters]
 
     def sift(self, group: Group) -> tuple[Group | None, Dropped]:
-        """What of the group may be trained on, and what may not and why."""
+        """What of the group to train on, if anything, and the dropped trajectories with reasons."""
         dropped: Dropped = []
         if self._section.drop_overlong:
             dropped = [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]
@@ -37,13 +34,13 @@ class Sieve:
         return None, dropped + [(t, reason) for t in group.trajectories]
 
     def _verdict(self, group: Group) -> str | None:
-        """Why the whole group is dropped, if it is."""
+        """The reason to drop the whole group, if there is one."""
         if not group.trajectories:
             return DropReason.INCOMPLETE
         for name, keep in self._own:
             try:
                 kept = keep(group)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise HeadraceError(f"the filter '{name}' failed on prompt '{group.prompt.id}': {error!r}") from error
             if not kept:
                 return f"filter:{name}"
@@ -53,25 +50,8 @@ class Sieve:
         return None
 
 
-def load_filter(spec: str) -> Filter:
-    """A user's filter from 'module:function' or 'file.py:function'."""
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where:
-        raise ConfigError(f"buffer.filters: '{spec}' is not 'module:function' or 'file.py:function'")
-    try:
-        if where.endswith(".py"):
-            found = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert found is not None
-            assert found.loader is not None
-            module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
-        else:
-            if str(Path.cwd()) not in sys.path:  # a console script does not search it by itself
-                sys.path.append(str(Path.cwd()))
-            module = importlib.import_module(where)
-    except Exception as error:  # importing runs the user's code
-        raise ConfigError(f"buffer.filters: '{where}' cannot be loaded: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"buffer.filters: '{where}' has no function '{name}'")
-    return function  # type: ignore[no-any-return]
+def _load_filter(spec: str) -> Callable[[Group], bool]:
+    function = load_function(spec, "buffer.filters", ConfigError)
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"buffer.filters: '{spec}' is an async function; a filter must be an ordinary one")
+    return function

@@ -12,6 +12,7 @@ import typer
 
 from headrace.cli.app import Json, app, messages
 from headrace.cli.paper import Paper
+from headrace.cli.train import prepare_process
 from headrace.errors import ConfigError
 from headrace.insight.scenario import amount
 from headrace.runs.report import Table, count
@@ -29,6 +30,7 @@ def sync_command(
     as_json: Json = False,
 ) -> None:
     """Tell what it costs here to bring new weights to engines: every encoding by every transport, after a real step."""
+    prepare_process()
     with messages():
         num_params = int(amount(params, "--params"))
         if not 1 <= num_params <= _MAX_PARAMS:
@@ -64,12 +66,12 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
             transports["object_store"] = stack.enter_context(store.local_store(3 * num_bytes))
         except ImportError:
             found["missing"] = "ray is not installed. Run: pip install 'headrace[ray]'"
-        costs = [
-            measuring.measure(transport, encoding, versions, ends, receivers)
-            for transport, ends in transports.items()
-            for encoding in measuring.Encoding
-        ]
-    found["publications"] = [asdict(cost) | {"total_s": cost.times.total_s} for cost in costs]
+        found["publications"] = []
+        for transport, ends in transports.items():
+            for encoding in measuring.EncodingKind:
+                times = measuring.measure(encoding, versions, ends, receivers)
+                one = {"encoding": encoding, "transport": transport, "full_bytes": num_bytes}
+                found["publications"].append(one | {"times": asdict(times), "total_s": times.total_s})
     return found
 
 

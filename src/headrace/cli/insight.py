@@ -44,7 +44,7 @@ def triage_command(
     placement: Annotated[
         Placement, typer.Option(help="of typed times: what may run at the same time")
     ] = Placement.OVERLAPPED,
-    last_steps: Annotated[int | None, typer.Option(min=1, help="look at the last so many steps only")] = None,
+    last_steps: Annotated[int | None, typer.Option(min=1, help="look only at this many of the last steps")] = None,
     as_json: Json = False,
 ) -> None:
     """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
@@ -77,7 +77,7 @@ def plan_command(
     useful: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
     hardware: HardwareFile = None,
     target: Annotated[
-        str | None, typer.Option("--search", help="find the fewest devices for so many trained tokens a second")
+        str | None, typer.Option("--search", help="find the fewest devices that train this many tokens a second")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -21,15 +21,16 @@ from headrace.cli.paper import ASCII, FINE, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
+from headrace.row import Row
 from headrace.runs.report import count, duration
-from headrace.types import STAGES, Row, StageTimes
+from headrace.types import STAGES, StageTimes
 
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
 PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal
 PLOT_ROWS = 9  # odd, so that one of them is the middle
 
 
-class _Bar(Progress):
+class _ProgressLine(Progress):
     """The bar of a phase, with a line of facts below it."""
 
     def __init__(self, console: Console, clock: Callable[[], str], facts: Callable[[], str]) -> None:
@@ -42,7 +43,8 @@ class _Bar(Progress):
         for task in self.tasks:
             task.fields["clock"] = self._clock_text()
         yield from super().get_renderables()
-        yield Text(self._facts_text(), style="bold")
+        if facts := self._facts_text():
+            yield Text(facts, style="bold")
 
 
 class LiveDisplay:
@@ -60,7 +62,7 @@ class LiveDisplay:
         self._rows: list[Row] = []
         self._score: float | None = None
         self._run_dir: Path | str = ""
-        self._bar: _Bar | None = None
+        self._bar: _ProgressLine | None = None
         self._quarter = 0
 
     def __enter__(self) -> Self:
@@ -132,7 +134,7 @@ class LiveDisplay:
         if self._bar is None:
             training = bool(self._rows)
             clock = self._clock_text if training else str
-            self._bar = _Bar(self.paper.console, clock, self._facts_text if training else str)
+            self._bar = _ProgressLine(self.paper.console, clock, self._facts_text if training else str)
             self._bar.add_task(text, clock="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total, refresh=True)

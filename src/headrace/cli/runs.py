@@ -15,6 +15,7 @@ from headrace.config_file import changed
 from headrace.dashboard.serve import serve
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount, Books
+from headrace.row import Row
 from headrace.runs.audit import audit as audit_books
 from headrace.runs.audit import books as read_books
 from headrace.runs.facts import RunFacts, RunState, read_runs
@@ -32,7 +33,6 @@ from headrace.runs.tables import (
     trajectory_facts,
     why_no_tokens,
 )
-from headrace.types import Row
 
 LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from headrace.cli.paper import Paper
 from headrace.config_file import explain, to_toml
 from headrace.ledger.files import scale as scale_run
 from headrace.runs.report import Table
+from headrace.threads import choose_wait_policy
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")]
 
@@ -25,20 +25,10 @@ def prepare_process() -> None:
     """Make the choices that hold for this whole process; a library must not make them when it is imported.
 
     SIGTERM, with which clusters preempt, does what Ctrl-C does.
-
-    How torch's CPU threads wait for each other: spinning, their default, or asleep. Spinning is faster while they
-    have the cores to themselves, but spinning threads starve each other when anything else wants one. Measured on
-    two cores, generating with a small model: alone 21,000 tokens per second spinning and 16,000 asleep; beside one
-    busy process 5,000 and 14,000. It takes effect only before torch is first imported.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        num_running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])  # this process is one of them
-    except OSError:
-        return  # not Linux
-    if num_running > 1:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    choose_wait_policy()
 
 
 @app.command()

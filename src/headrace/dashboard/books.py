@@ -22,7 +22,6 @@ from headrace.types import STAGES
 
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
-MOST_LAG_BUCKETS = 32
 NUM_REWARDS = 1000  # of the first and of the newest answers
 MOST_BARS = 20  # of a histogram
 PAGE_SIZE = 25
@@ -30,24 +29,14 @@ PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """A stage was busy, in one worker; spans that lie close together are one bar."""
-
-    lane: str
-    stage: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run; `busy` is the share of them by lane."""
+    """What every worker did in the last seconds of a run, a lane each; `busy` is the share of them by lane."""
 
     start_s: float
     end_s: float
     lanes: tuple[str, ...]
     busy: Mapping[str, float]
-    bars: Sequence[Bar]
+    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start and end; spans that are close are one bar
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,9 +44,8 @@ class LagShares:
     """Trained tokens by step and lag; grows with the run, reading each transfer once."""
 
     created: str = ""  # when the ledger was: another run may take the place of one
-    width: int = 1  # steps in a bucket
     last_id: int = 0  # of the transfers that were read
-    tokens: Counter[tuple[int, int]] = field(default_factory=Counter)  # by bucket and lag
+    tokens: Counter[tuple[int, int]] = field(default_factory=Counter)  # by step and lag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +96,7 @@ def read_elapsed_s(run_dir: Path) -> float:
 
 
 def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
-    """About the last so many steps; an evaluation between them takes its part of the time."""
+    """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
     with looking_into(run_dir) as connection:
         (end_s,) = connection.execute("SELECT MAX(end_s) FROM spans").fetchone()
         (length_s,) = connection.execute(
@@ -129,31 +117,23 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
         gap_s = length_s / FINEST
         starts_s, ends_s = union((starts_s, ends_s + gap_s))
         drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
-        bars += [Bar(lane=name, stage=stage, start_s=begin, end_s=end) for begin, end in drawn]
+        bars += [(name, stage, begin, end) for begin, end in drawn]
     return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(busy), busy=busy, bars=bars)
 
 
 def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
     """Read the transfers that came since the last look."""
     with looking_into(run_dir) as connection:
-        (last_id, last_step) = connection.execute(
-            "SELECT COALESCE(MAX(id), 0), (SELECT COALESCE(MAX(step), 0) FROM rows) FROM transfers"
-        ).fetchone()
+        (last_id,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM transfers").fetchone()
         if (created := when_created(connection)) != shares.created:
-            shares.created, shares.width, shares.last_id, shares.tokens = created, 1, 0, Counter()
-        while last_step > shares.width * MOST_LAG_BUCKETS:
-            shares.width *= 2
-            halved: Counter[tuple[int, int]] = Counter()
-            for (bucket, lag), tokens in shares.tokens.items():
-                halved[bucket // 2, lag] += tokens
-            shares.tokens = halved
+            shares.created, shares.last_id, shares.tokens = created, 0, Counter()
         found = connection.execute(
-            "SELECT (step - 1) / ?1, COALESCE(lag, 0), SUM(tokens) FROM transfers "
-            "WHERE id > ?2 AND id <= ?3 AND credit = 'trained' GROUP BY 1, 2",
-            (shares.width, shares.last_id, last_id),
+            "SELECT step, COALESCE(lag, 0), SUM(tokens) FROM transfers "
+            "WHERE id > ? AND id <= ? AND credit = 'trained' GROUP BY 1, 2",
+            (shares.last_id, last_id),
         )
-        for bucket, lag, tokens in found:
-            shares.tokens[bucket, lag] += tokens
+        for step, lag, tokens in found:
+            shares.tokens[step, lag] += tokens
         shares.last_id = last_id
 
 

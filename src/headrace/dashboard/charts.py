@@ -7,6 +7,7 @@ colour everywhere. Text and lines take theirs from the page's style sheet: light
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ STAGE_COLOURS = dict(zip(STAGES, (BLUE, ORANGE, PINK, GREEN, RED), strict=True))
 FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
 RUN_COLOURS = (BLUE, ORANGE)
 LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
+MOST_LAG_BARS = 32
 MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
 
 # A bar of the timeline: where its lane and its seconds are.
@@ -93,11 +95,11 @@ def sankey(accounts: Sequence[Account]) -> Options:
 def timeline(shown: Timeline) -> Options:
     """A lane for each stage and worker, seconds to the right."""
     series = []
-    for stage in dict.fromkeys(bar.stage for bar in shown.bars):
+    for stage in dict.fromkeys(stage for _, stage, _, _ in shown.bars):
         data = [
-            {"value": [shown.lanes.index(bar.lane), round(bar.start_s, 4), round(bar.end_s, 4)], "name": bar.lane}
-            for bar in shown.bars
-            if bar.stage == stage
+            {"value": [shown.lanes.index(lane), round(start_s, 4), round(end_s, 4)], "name": lane}
+            for lane, of, start_s, end_s in shown.bars
+            if of == stage
         ]
         look = {"type": "custom", ":renderItem": _DRAW_BAR, "encode": {"x": [1, 2], "y": 0}}
         colour = STAGE_COLOURS.get(stage, GREY)
@@ -120,9 +122,11 @@ def timeline(shown: Timeline) -> Options:
 
 def lag_bars(shares: LagShares, last_step: int) -> Options:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
+    width = 2 ** max(0, math.ceil(math.log2(max(last_step, 1) / MOST_LAG_BARS)))
     totals: Counter[int] = Counter()
     held: Counter[tuple[int, int]] = Counter()
-    for (bucket, lag), tokens in shares.tokens.items():
+    for (step, lag), tokens in shares.tokens.items():
+        bucket = (step - 1) // width
         totals[bucket] += tokens
         held[bucket, min(lag, MOST_LAGS)] += tokens
     buckets = sorted(totals)
@@ -139,8 +143,8 @@ def lag_bars(shares: LagShares, last_step: int) -> Options:
     ]
     names = []
     for bucket in buckets:
-        end = min((bucket + 1) * shares.width, max(last_step, 1))
-        names.append(str(end) if shares.width == 1 else f"{bucket * shares.width + 1}-{end}")
+        end = min((bucket + 1) * width, max(last_step, 1))
+        names.append(str(end) if width == 1 else f"{bucket * width + 1}-{end}")
     options = _bars(series, names, x="step", y="% of trained tokens")
     options["yAxis"]["max"] = 100
     return options

@@ -33,39 +33,33 @@ class Field:
 
 
 def _number(low: float, high: float, read: Callable[[str], float] = amount) -> Callable[[str], float]:
+    """Reads a number from `low` to `high`; a whole one, if they are."""
+
     def within(text: str) -> float:
         value = read(text)
         if not low <= value <= high:
             raise ConfigError(f"{text.strip()} is out of range: from {low:,g} to {high:,g}")
-        return value
+        if isinstance(high, int) and value != int(value):
+            raise ConfigError(f"{text.strip()} is not a whole number")
+        return type(high)(value)
 
     return within
 
 
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        value = _number(low, high)(text)
-        if value != int(value):
-            raise ConfigError(f"{text.strip()} is not a whole number")
-        return int(value)
-
-    return whole
-
-
 FIELDS = {
-    "num_devices": Field(label="GPUs", says="how many", value="8", read=_whole(1, 100_000)),
+    "num_devices": Field(label="GPUs", says="how many", value="8", read=_number(1, 100_000)),
     "model": Field(label="model size", says="7B, 500M; a mixture: 235B-A22B", value="7B", read=sized_shape),
-    "num_prompts": Field(label="prompts", says="per step", value="64", read=_whole(1, MOST_ANSWERS)),
-    "num_samples": Field(label="answers", says="per prompt", value="16", read=_whole(1, 4096)),
+    "num_prompts": Field(label="prompts", says="per step", value="64", read=_number(1, MOST_ANSWERS)),
+    "num_samples": Field(label="answers", says="per prompt", value="16", read=_number(1, 4096)),
     "mean_tokens": Field(label="tokens", says="of an answer, on average: 512, 8k", value="1k", read=_number(1, 1e7)),
-    "cv": Field(label="spread of lengths", says="deviation over mean; 0: all alike", value="1", read=_number(0, 10)),
+    "cv": Field(label="spread of lengths", says="deviation over mean; 0: all alike", value="1", read=_number(0, 10.0)),
     "reward_s": Field(
         label="time of a verdict",
         says="95 in 100 take less: 4s, 200ms",
         value="0s",
-        read=_number(0, 86_400, seconds),
+        read=_number(0, 86_400.0, seconds),
     ),
-    "max_lag": Field(label="largest lag", says="updates behind; 0: on-policy", value="4", read=_whole(0, 64)),
+    "max_lag": Field(label="largest lag", says="updates behind; 0: on-policy", value="4", read=_number(0, 64)),
 }
 
 

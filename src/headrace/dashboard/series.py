@@ -16,13 +16,14 @@ import numpy as np
 
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
+from headrace.row import ROW_METRICS
 from headrace.runs.columns import Ints, Numbers, RowColumns, reading
-from headrace.types import ROW_METRICS, STAGES, StageTimes
+from headrace.types import STAGES, StageTimes
 
 MOST_POINTS = 400  # of a curve
 RECENT_STEPS = 20  # what "now" is in the overview
 
-_DERIVED = {"reward_low": -1, "reward_high": 1}  # the mean reward, and so many standard deviations
+_DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the mean reward
 # How the numbers of several rows become one.
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
 _OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import ipaddress
 import socket
 from pathlib import Path
 
 from headrace.dashboard.site import Site
-from headrace.errors import ConfigError, MissingExtraError, RunError
+from headrace.errors import ConfigError, RunError
+from headrace.user_code import load_optional
 
 
 def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -> None:
@@ -18,12 +18,7 @@ def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -
     if dollars_per_hour is not None and dollars_per_hour < 0:
         raise ConfigError(f"--dollars-per-hour is {dollars_per_hour:g}; a price is not below zero")
     _check_free(host, port)
-    try:
-        page = importlib.import_module("headrace.dashboard.nicegui_pages")
-    except ModuleNotFoundError as error:
-        if error.name != "nicegui":
-            raise
-        raise MissingExtraError("nicegui", "dash") from error
+    page = load_optional("headrace.dashboard.nicegui_pages", "nicegui", "dash")
     page.serve(Site(root, dollars_per_hour), host=host, port=port, local=is_local(host))
 
 

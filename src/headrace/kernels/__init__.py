@@ -1,4 +1,7 @@
-"""Triton kernels for what torch has no good operation for. Triton comes with torch where there is a GPU to run it."""
+"""Triton kernels: batch-invariant (one fixed order of sums), or faster than torch's operations.
+
+Triton is installed with torch on machines with a GPU.
+"""
 
 import importlib.util
 

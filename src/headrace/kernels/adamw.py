@@ -1,6 +1,6 @@
-"""AdamW in one kernel over all weights: gradients in any precision, float32 masters, and the weights they round to.
+"""Multi-tensor AdamW: one kernel over all weights, with float32 masters.
 
-Whether the step is taken at all is decided on the GPU, so nothing waits for the gradient's norm.
+Whether the step is taken is decided on the GPU, so the host does not wait for the gradient's norm.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192  # numbers that one program squares
-PART = 1024  # numbers that one program updates; reading and writing five of each, it wants fewer at a time
+BLOCK = 8192  # elements per program in the norm
+PART = 1024  # elements per program in the update, which reads and writes five tensors
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's AdamW, its settings and its state, with another way to take a step."""
+    """torch's AdamW with the same settings and state; `step_fused` takes the place of `step`."""
 
     _cut: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -33,9 +33,10 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> Tensor:
         """Update the masters (this optimizer's parameters), and round them into `weights`.
 
-        All weights are of one precision, and so are all gradients; a weight without a gradient stays as it is.
-        Gradients are multiplied by `scale` and clipped to a norm of `clip`, unless that is 0. Returns the norm before
-        clipping; one that is not finite leaves everything as it was. `add_up` sums its square over processes.
+        All weights have one dtype, and so have all gradients; a weight without a gradient is not
+        changed. Gradients are multiplied by `scale` and clipped to a norm of `clip`, unless that is
+        0. Returns the norm before clipping; if it is not finite, nothing is changed. `add_up` sums
+        its square over ranks.
         """
         group, steps = self.param_groups[0], self._steps
         triples = zip(weights, gradients, group["params"], strict=True)
@@ -49,7 +50,7 @@ class FusedAdamW(torch.optim.AdamW):
         blocks = self._blocks(sizes, device)
         places = np.array([[tensor.data_ptr() for tensor in column] for column in zip(*rows, strict=True)])
         table = (*torch.from_numpy(np.vstack([places, sizes])).to(device).split([5, 1]), blocks)
-        # a weight or gradient that is a part of a joined one may begin anywhere
+        # a view into a larger tensor may begin at any address
         even = all(size % 16 == 0 for size in sizes) and not (places % 16).any()
         shape = {"GRADIENT": kind, "EVEN": even, "BLOCK": BLOCK}
         squares = torch.empty(len(blocks) // 2, dtype=torch.float32, device=device)
@@ -66,7 +67,7 @@ class FusedAdamW(torch.optim.AdamW):
         return norm
 
     def _numbers(self, factor: Tensor) -> Tensor:
-        """Whether the step is taken, the gradients' factor, the rate, and the root of the second moment's bias."""
+        """Whether the step is taken, the gradients' factor, the rate, the second moment's correction."""
         group, steps = self.param_groups[0], self._steps
         beta1, beta2 = group["betas"]
         taken = torch.isfinite(factor)
@@ -75,7 +76,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @property
     def _steps(self) -> Tensor:
-        """How many were taken: all weights take the same ones, so the first weight's count does for all."""
+        """The step count, one tensor shared by all weights."""
         first = self.param_groups[0]["params"][0]
         state = self.state[first]
         if "step" not in state:
@@ -85,13 +86,13 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _moments(self, master: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         state: dict[str, Any] = self.state[master]
-        state["step"] = steps  # also after loading a state, which gives each weight a count of its own
+        state["step"] = steps  # a loaded state has a count per weight
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
         return state["exp_avg"], state["exp_avg_sq"]
 
     def _blocks(self, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-        """Of all blocks, first whose they are, then which of its owner's they are; made once."""
+        """Of each block the index of its tensor, then of each its index in the tensor. Cached."""
         if self._cut is None or self._cut[0] != sizes:
             counts = -(-np.array(sizes) // BLOCK)
             owner = np.repeat(np.arange(len(sizes)), counts)
@@ -105,10 +106,10 @@ _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _place(sizes, blocks, num_blocks, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
-    """Whose block this program has a part of, the numbers' places in it, and which of them exist.
+    """This program's tensor index, its elements in that tensor, and their mask.
 
-    EVEN: sizes are multiples of 16, and tensors begin at multiples of 16 bytes. With that known, loads and stores are
-    16 bytes wide.
+    EVEN: sizes are multiples of 16, and tensors begin at multiples of 16 bytes, so loads and stores
+    are 16 bytes wide.
     """
     block, part = tl.program_id(0) // (BLOCK // PART), tl.program_id(0) % (BLOCK // PART)
     owner = tl.load(blocks + block)

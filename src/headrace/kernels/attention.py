@@ -1,10 +1,11 @@
-"""Attention in one fixed order of arithmetic: a token gets the same bits in a decode step, a prefill and training.
+"""Batch-invariant attention: a token gets the same bits in decode, prefill and training.
 
-The keys of a sequence are taken in tiles of TILE tokens, tiles are summed up in segments of SEGMENT tokens, segments
-are joined in order. A segment of a decode step has a program of its own, so few long sequences fill the GPU as well as
-many short ones; a block of a longer stretch walks through all segments itself. Both do the same arithmetic: segments
-begin at fixed places, what a query may not see adds exact zeros, sums over a tile are matrix products (whose order does
-not depend on how a program is laid out), and nothing is fused that could be fused in one kernel and not in the other.
+Keys are read in tiles of TILE tokens, tiles are summed into segments of SEGMENT tokens, and
+segments are joined in order. In decode each segment has a program of its own (split-KV, as in flash
+decoding), so few long sequences fill the GPU as well as many short ones. In prefill and training a
+block of queries loops over all segments. Both compute the same bits: segments begin at fixed
+positions, masked keys add exact zeros, sums over a tile are matrix products (whose order does not
+depend on the layout of the program), and floating-point contraction (fused multiply-add) is off.
 
 n sequences, T tokens, H query heads, J key/value heads, D head size, P pages of PAGE tokens.
 """
@@ -24,7 +25,7 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 SEGMENT = 512
 TILE = 64
-BLOCK = 128  # query rows (tokens times heads that share a key) of one program
+BLOCK = 128  # query rows of one program: tokens times query heads per key/value head (GQA)
 
 
 def decode_attention(
@@ -38,9 +39,10 @@ def decode_attention(
     window: int,
     longest: int,
 ) -> Tensor:
-    """Attention `[n, H, D]` of each query to the first `lengths_n` tokens of its sequence, the query's own included.
+    """Paged decode attention `[n, H, D]` over the first `lengths_n` tokens of each sequence.
 
-    `tables [n, most pages]` names the pages of each sequence in order; no length is above `longest`.
+    `tables [n, max pages]` are the page tables of the sequences; `longest` is an upper bound of
+    `lengths_n`.
     """
     n, num_heads, head_size = q_nHD.shape
     num_kv_heads, page = keys_PJTD.shape[1:3]
@@ -51,7 +53,7 @@ def decode_attention(
         partial = torch.empty(n, num_heads, num_segments, head_size, dtype=torch.float32, device=out.device)
         sums = torch.empty(n, num_heads, num_segments, 2, dtype=torch.float32, device=out.device)
     shape: dict[str, Any] = {"H": num_heads, "D": head_size, "DP": padded_size(head_size)}
-    group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))  # a matrix product has at least 16 rows
+    group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))  # tl.dot needs 16 rows
     _decode[(n, num_kv_heads, num_segments)](
         q_nHD, keys_PJTD, values_PJTD, tables, lengths_n, out, partial, sums,
         scale * LOG2E, window, keys_PJTD.stride(0), keys_PJTD.stride(1), tables.stride(0), num_segments,
@@ -68,12 +70,13 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Stretches of sequences, cut into blocks: each row is (first token, its position, tokens, source, end).
+    """Parts of sequences in blocks. A row is (first token, its position, num tokens, source, end).
 
-    `source` is where the sequence begins among the keys, or its row in the page tables; `end` is the stretch's end.
+    `source` is where the sequence begins among the keys, or its row in the page tables; `end` is
+    the position where the part ends.
 
     Example:
-        two whole sequences of 5 and 3 tokens, 4 tokens to a block:
+        two whole sequences of 5 and 3 tokens, 4 tokens per block:
         Blocks(table=tensor([[4, 4, 1, 0, 5], [0, 0, 4, 0, 5], [5, 0, 3, 5, 3]]), tokens=4)
     """
 
@@ -84,7 +87,7 @@ class Blocks:
     def of(
         cls, starts: Sequence[int], ends: Sequence[int], sources: Sequence[int], tokens: int, device: torch.device
     ) -> Blocks:
-        """For stretches from position `starts` to `ends`, laid end to end, so many tokens to a block."""
+        """Blocks of packed parts, from positions `starts` to `ends`, with `tokens` per block."""
         rows, first = [], 0
         for start, end, source in zip(starts, ends, sources, strict=True):
             at = np.arange(start, end, tokens)
@@ -92,17 +95,17 @@ class Blocks:
             rows.append(np.stack([first + at - start, at, np.minimum(tokens, end - at), source * same, end * same], 1))
             first += end - start
         table = np.concatenate(rows)
-        table = table[np.argsort(-table[:, 1], kind="stable")]  # those with the longest past first
+        table = table[np.argsort(-table[:, 1], kind="stable")]  # longest context first
         return cls(torch.from_numpy(table.astype(np.int32)).to(device), tokens)
 
 
 def padded_size(head_size: int) -> int:
-    """As wide as matrix products want it."""
+    """The power of two, at least 16, that tl.dot needs."""
     return max(16, int(triton.next_power_of_2(head_size)))
 
 
 def block_tokens(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> int:
-    """Tokens that make a block of query rows; float32 leaves room for fewer."""
+    """Tokens per block of query rows; fewer in float32, to fit into shared memory."""
     rows = BLOCK if dtype.itemsize == 2 else BLOCK // 4
     return max(1, rows // int(triton.next_power_of_2(num_heads // num_kv_heads)))
 
@@ -110,9 +113,10 @@ def block_tokens(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> int:
 def block_attention(
     q_THD: Tensor, keys: Tensor, values: Tensor, tables: Tensor | None, blocks: Blocks, *, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[T, H, D]` of each token to its sequence's past and itself, and the log-sums `[H, T]` behind it.
+    """Causal attention `[T, H, D]` of packed tokens, and its log-sum-exp `[H, T]`.
 
-    Keys and values lie `[T, J, D]` beside each other (strides allowed), or in pages `[P, J, PAGE, D]` with `tables`.
+    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` with
+    `tables`.
     """
     tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = keys.shape[1]
@@ -141,7 +145,7 @@ def _sum_segment(
     q, K, V, table, base, token_stride, page_stride, start, end, first, last, scale,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Queries `q [M, DP]` against keys `start` to `end`; query m sees those from `first[m]` up to `last[m]`."""
+    """Online softmax over keys `start` to `end`; query m of `q` sees `first[m]` to `last[m]`."""
     d, t = tl.arange(0, DP), tl.arange(0, TILE)
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -158,7 +162,7 @@ def _sum_segment(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where((at[None, :] < last[:, None]) & (at[None, :] >= first[:, None]), scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen nothing yet
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # all keys so far were masked
         shrink = tl.exp2(highest - level)
         v = tl.load(V + place + t[:, None] * token_stride + d[None, :], mask=there, other=0.0)
         p = tl.exp2(scores - level[:, None]).to(v.dtype)
@@ -170,7 +174,7 @@ def _sum_segment(
 
 @triton.jit
 def _join_sums(total, highest, their_total, theirs):
-    """The sums of two neighbouring stretches as one, and what each stretch's own is to be multiplied by."""
+    """Join the sums of two neighbouring segments. Returns the factors of their outputs, too."""
     higher = tl.maximum(highest, theirs)
     level = tl.where(higher == float("-inf"), 0.0, higher)
     mine, yours = tl.exp2(highest - level), tl.exp2(theirs - level)

@@ -1,7 +1,8 @@
-"""The gradient of packed causal attention. Every sum has one program and one order: the same input gives the same bits.
+"""The gradient of packed causal attention. Deterministic: every sum has one order, no atomics.
 
-T tokens, H query heads, J key/value heads, D head size. Two passes: one over blocks of queries, for theirs; one over
-blocks of keys, for those of keys and values, each going through all the query heads that share the key.
+T tokens, H query heads, J key/value heads, D head size. Two passes: one over blocks of queries for
+their gradient, one over blocks of keys for those of keys and values, looping over the query heads
+of the group (GQA). `pulls` are the row sums of grad * out, called delta in FlashAttention.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def attention_gradient(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. Inputs are contiguous, `blocks` are QUERIES tokens of whole sequences."""
+    """Gradients of queries, keys and values. `blocks` are of QUERIES tokens, of whole sequences."""
     tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = k_TJD.shape[1]
     grad_q, grad_k, grad_v = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
@@ -65,7 +66,7 @@ def _of_queries(
     level = tl.load(log_sums + row, mask=m < count, other=0.0) * 1.4426950408889634
     acc = tl.zeros([M, DP], tl.float32)
     first = tl.maximum(position + 1 - window, 0) // N * N if WINDOW else 0
-    own = position // N * N  # before it lies what every query of the block sees, unless there is a window
+    own = position // N * N  # without a window, all queries of the block see the keys before it
     acc = _through_keys(
         acc, q, g, K, V, level, pull, position, source, head // (H // J), first, own, scale2, window,
         J, D, DP, M, N, WINDOW, WINDOW,
@@ -83,7 +84,7 @@ def _through_keys(
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Add what keys `first` to `end` pull at a block of queries; without MASKED, each query sees all of them."""
+    """Add the gradient of keys `first` to `end`; without MASKED, all of them are visible."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
     for s in range(first, end, N):
         there = (s + n < end)[:, None] & (d < D)[None, :]
@@ -115,7 +116,7 @@ def _of_keys(
     v = tl.load(V + at, mask=inside, other=0.0)
     of_k, of_v = tl.zeros([N, DP], tl.float32), tl.zeros([N, DP], tl.float32)
     end = tl.minimum(position + count - 1 + window, length) if WINDOW else length
-    # behind the end a query is nothing but zeros, and so is what it pulls
+    # queries beyond the end are zeros and add nothing
     for group in range(H // J):
         asking = head * (H // J) + group
         for s in range(position // M * M, end, M):

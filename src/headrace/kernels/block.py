@@ -1,7 +1,8 @@
-"""What stands between a decoder's matrices, one kernel each: residual and norm, norm and rotation, gate.
+"""Fused kernels between a decoder's matmuls: residual + RMSNorm, QK-norm + RoPE, SwiGLU.
 
-Each has a backward of its own. A row's result depends on that row alone, to the last bit.
-T tokens, E hidden size, H query heads, J key/value heads, D head size, F width of the gate, N = (H + 2 J) D.
+Each has its own backward. All are batch-invariant: the bits of a row depend on that row alone. T
+tokens, E hidden size, H query heads, J key/value heads, D head size, F width of the gate, N = (H +
+2 J) D.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # that share the rows of a backward pass; each keeps its own sum of the weight's gradient
+PROGRAMS = 512  # of a backward pass; each sums the weight's gradient over its share of the rows
 
 
 def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x + update, and its RMS norm."""
+    """x + update, and its RMSNorm."""
     if torch.is_grad_enabled():
         return _AddNorm.apply(x_TE, update_TE, weight_E, epsilon)  # type: ignore[no-untyped-call, no-any-return]
     return _add_norm(x_TE, update_TE, weight_E, epsilon)
@@ -98,7 +99,7 @@ def _add_norm_backward(
 
 
 def _sum_rows(partial: Tensor) -> Tensor:
-    """The sum over the first dimension: few rows, which torch's own is slow for."""
+    """The sum over the first dimension, faster than torch's for few rows."""
     rows, width = partial.shape
     total = torch.empty(width, dtype=partial.dtype, device=partial.device)
     _sum_columns[(triton.cdiv(width, 32),)](partial, total, rows, width, ROWS=triton.next_power_of_2(rows), num_warps=4)
@@ -114,7 +115,7 @@ def _sum_columns(partial, total, rows, width, ROWS: tl.constexpr):
 
 
 def gate(gate_up_T2F: Tensor) -> Tensor:
-    """silu(first half) · second half."""
+    """SwiGLU: silu(first half) * second half."""
     if torch.is_grad_enabled():
         return _Gate.apply(gate_up_T2F)  # type: ignore[no-untyped-call, no-any-return]
     return _gate(gate_up_T2F)
@@ -167,7 +168,7 @@ def _gate_backward(gate_up, grad, found, width, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How queries, keys and values lie side by side in a row of N numbers, and the norm that some models put on them.
+    """The layout of queries, keys and values in a row of N numbers, and the QK-norm, if any.
 
     Example:
         Heads(num=16, num_kv=8, size=128, norms=(q_norm.weight, k_norm.weight), epsilon=1e-6)
@@ -189,9 +190,9 @@ def rotate_and_store(
     values_PJTD: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """Norm and rotation of queries and keys; keys and values go to their `slots` in the cache.
+    """QK-norm and RoPE; writes keys and values to `slots_T` of the paged KV cache.
 
-    A slot is page · PAGE + place in the page. Returns the queries `[T, H, D]`.
+    A slot is page * PAGE + offset in the page. Returns the queries `[T, H, D]`.
     """
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
     page = keys_PJTD.shape[2]
@@ -203,7 +204,7 @@ def rotate_and_store(
 
 
 def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[T, H, D]` and keys `[T, J, D]` after norm and rotation, and the values `[T, J, D]`."""
+    """Queries `[T, H, D]` and keys `[T, J, D]` after QK-norm and RoPE, and values `[T, J, D]`."""
     if torch.is_grad_enabled():
         q_norm, k_norm = heads.norms if heads.norms is not None else (None, None)
         q, k, v = _RotateHeads.apply(qkv_TN, q_norm, k_norm, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
@@ -294,7 +295,7 @@ def _rotate(
 
 @triton.jit
 def _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF: tl.constexpr):
-    """The norm's weight for either half of each head."""
+    """The norm's weights for both halves of each head."""
     w = tl.load(q_norm + at + 0 * head, mask=of_query, other=0.0).to(tl.float32)
     w += tl.load(k_norm + at + 0 * head, mask=of_key, other=0.0).to(tl.float32)
     z = tl.load(q_norm + HALF + at + 0 * head, mask=of_query, other=0.0).to(tl.float32)

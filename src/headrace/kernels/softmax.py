@@ -1,8 +1,9 @@
-"""From logits to a token and its log-prob, and back: sampling, log-probs of given tokens, and their gradient.
+"""Softmax over the vocabulary: sampling, log-probs of given tokens, and their gradient.
 
-The first pass reads the logits once and keeps the peak and the sum of each block of BLOCK tokens; the second puts a
-row's blocks together. Drawing a token and scoring a given one share both passes, so a token that was drawn has the same
-log-prob, to the last bit, when it is scored from the same logits. n rows, V vocabulary.
+The first pass reads the logits once and keeps the maximum and the sum of each block of BLOCK
+tokens; the second combines the blocks of a row. Sampling and scoring share both passes, so the
+log-prob of a sampled token is bit-identical to its score from the same logits. n rows, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ BLOCK = 4096
 
 
 def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens `[n]`, drawn by inverting the cumulative distribution at `uniforms_n`, and their log-probs `[n]`.
+    """Sample tokens `[n]` by inverse CDF at `uniforms_n` (float64), and their log-probs `[n]`.
 
-    The distribution is softmax(logits / temperature); at a temperature of 0 the likeliest token is certain.
-    `uniforms_n` are float64 in (0, 1).
+    The distribution is softmax(logits / temperature); a temperature of 0 is greedy, with a log-prob
+    of 0.
     """
     n, vocab = logits_nV.shape
     peaks, sums = _sum_up(logits_nV, temperatures_n)
@@ -34,7 +35,7 @@ def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -
 
 
 def token_logprobs(logits_nV: Tensor, tokens_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs `[n]` of given tokens, and the log of each row's sum `[n]`, which `logits_gradient` needs."""
+    """Log-probs `[n]` of given tokens, and the rows' log-sum-exp `[n]`."""
     n, vocab = logits_nV.shape
     peaks, sums = _sum_up(logits_nV, temperatures_n)
     logprobs, log_sums = torch.empty_like(peaks[:, 0]), torch.empty_like(peaks[:, 0])
@@ -49,7 +50,7 @@ def token_logprobs(logits_nV: Tensor, tokens_n: Tensor, temperatures_n: Tensor) 
 def logits_gradient(
     logits_nV: Tensor, tokens_n: Tensor, log_sums_n: Tensor, grads_n: Tensor, temperatures_n: Tensor
 ) -> Tensor:
-    """The gradient of `token_logprobs`, weighted with `grads_n`, written over the logits."""
+    """The gradient of `token_logprobs`, times `grads_n`, written in place of the logits."""
     n, vocab = logits_nV.shape
     _gradient[(n, triton.cdiv(vocab, BLOCK))](
         logits_nV, tokens_n, log_sums_n, grads_n, temperatures_n, vocab, BLOCK=BLOCK, num_warps=8
@@ -70,7 +71,7 @@ def _sum_up(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _rate(temperatures, row):
-    """What the logits are multiplied by; 0 is taken as 1, since the likeliest token does not depend on it."""
+    """1 / temperature; 1 for a temperature of 0, because the greedy token does not depend on it."""
     temperature = tl.load(temperatures + row)
     return 1.0 / tl.where(temperature > 0, temperature, 1.0)
 
@@ -82,16 +83,16 @@ def _sum_blocks(logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK: tl.
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     x = x * _rate(temperatures, row)
     peak = tl.max(x, 0)
-    level = tl.where(peak == float("-inf"), 0.0, peak)  # a block of impossible tokens
+    level = tl.where(peak == float("-inf"), 0.0, peak)  # all tokens of the block are excluded
     tl.store(peaks + row * num_blocks + block, peak)
     tl.store(sums + row * num_blocks + block, tl.sum(tl.exp(x - level), 0))
 
 
 @triton.jit
 def _masses(peaks, sums, row, num_blocks, b):
-    """A row's peak, and the sum of each block relative to it.
+    """A row's maximum, and the sum of each block relative to it.
 
-    float64, because a float32 sum over 150,000 tokens would move rare tokens' probabilities.
+    In float64: a float32 sum over 150,000 tokens would change the probability of rare tokens.
     """
     own_peaks = tl.load(peaks + row * num_blocks + b, mask=b < num_blocks, other=float("-inf"))
     own_sums = tl.load(sums + row * num_blocks + b, mask=b < num_blocks, other=0.0)
@@ -118,7 +119,8 @@ def _draw(
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32) * rate
     reached = tl.cumsum(tl.exp(x - peak).to(tl.float64), 0) + before
     within = tl.sum((reached < target).to(tl.int32), 0)
-    # a block's mass and the sum of its tokens differ by a rounding: that must not lead to an impossible token
+    # a block's mass and the sum of its tokens differ by rounding: that must not select an excluded
+    # token
     place, possible = tl.arange(0, BLOCK), x > float("-inf")
     within = tl.minimum(within, tl.max(tl.where(possible, place, 0), 0))
     within = tl.maximum(within, tl.min(tl.where(possible, place, BLOCK - 1), 0))

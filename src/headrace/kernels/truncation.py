@@ -1,8 +1,9 @@
-"""Top-k, top-p and min-p without sorting: the least likely token that stays is found bit by bit.
+"""Top-k, top-p and min-p without sorting: a radix search for the smallest kept logit.
 
-Seen as an unsigned number, a logit's bits keep its order, once negative ones are turned round. The largest number that
-leaves enough tokens (top-k) or enough probability (top-p) at or above it is built from its highest bit down, one pass
-over the row for each; bfloat16 has sixteen bits. Tokens that tie with the last one that stays, stay.
+The bits of a float, with negative ones inverted, are an unsigned integer of the same order. The
+largest limit that keeps enough tokens (top-k) or enough probability (top-p) is built from its
+highest bit down, with one pass over the row per bit; bfloat16 needs sixteen. Tokens equal to the
+last kept one are kept.
 
 n rows, V vocabulary.
 """
@@ -18,7 +19,7 @@ BLOCK = 8192
 
 
 def truncated(logits_nV: Tensor, temperatures_n: Tensor, top_k_n: Tensor, top_p_n: Tensor, min_p_n: Tensor) -> Tensor:
-    """The logits with -inf for what cannot be sampled: after top-k (0 is off), then top-p (1 is off), then min-p."""
+    """Set excluded logits to -inf: by top-k (0 is off), then top-p (1 is off), then min-p."""
     n, vocab = logits_nV.shape
     out = torch.empty_like(logits_nV)
     _truncate[(n,)](
@@ -30,14 +31,14 @@ def truncated(logits_nV: Tensor, temperatures_n: Tensor, top_k_n: Tensor, top_p_
 
 @triton.jit
 def _ordered(x):
-    """A float32's bits as a number from 0 to 2^32 - 1 that keeps its order."""
+    """A float32 as an integer from 0 to 2^32 - 1 of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @triton.jit
 def _above(row, vocab, limit, peak, rate, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of a row's tokens are at or above the limit, or how much they weigh relative to the likeliest."""
+    """Number (COUNT) or total relative probability of the tokens at or above `limit`."""
     total = 0.0
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -50,7 +51,7 @@ def _above(row, vocab, limit, peak, rate, COUNT: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _largest(row, vocab, wanted, peak, rate, COUNT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest limit that leaves as much as is wanted."""
+    """The largest limit for which `_above` is at least `wanted`."""
     limit = tl.full([], 0, tl.int64)
     for bit in range(0, 32 - LOWEST):
         higher = limit + (tl.full([], 2147483648, tl.int64) >> bit)

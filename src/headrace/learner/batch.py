@@ -1,6 +1,6 @@
-"""From trajectories to packed tensors. The only place that packs.
+"""From trajectories to the packed tensors of a micro-batch (sequences end to end, no padding).
 
-T tokens of a micro-batch, N of them sampled, L mixture layers, K experts per token.
+T tokens of a micro-batch, N of them sampled, L mixture-of-experts layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -15,32 +15,16 @@ from torch import Tensor
 from headrace.policy.attention import PackedPlan
 from headrace.policy.logprobs import Support
 from headrace.policy.routes import Routers
-from headrace.types import FloatArray, RouteArray, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """A trajectory with what the loss needs besides.
-
-    Example:
-        Item(trajectory=Trajectory(...), advantage=0.8, reference=None)
-    """
-
-    trajectory: Trajectory
-    advantage: float
-    reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
-
-    def __len__(self) -> int:
-        return len(self.trajectory.token_ids)
+from headrace.types import Item, RouteArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch."""
+    """The tensors of one micro-batch."""
 
     token_ids: Tensor  # [T]
     plan: PackedPlan
-    at: Tensor  # [N] where the sampled tokens stand
+    at: Tensor  # [N] positions of the sampled tokens
     behaviour: Tensor  # [N] log-probs at sampling time
     advantage: Tensor  # [N]
     sequence_ids: Tensor  # [N] which sequence a sampled token belongs to
@@ -51,11 +35,13 @@ class Batch:
 
 
 def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | None = None) -> Batch:
-    """Lay the sequences end to end. With `routers`, they bring the experts that a mixture model chose for them."""
+    """Lay the sequences end to end. With `routers`, the recorded expert choices are replayed."""
     trajectories = [s.trajectory for s in sequences]
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
+    if rootless := [t.id for t in trajectories if t.sampled[0]]:
+        raise ValueError(f"trajectory {rootless[0]} begins with a sampled token: there is no prompt before it")
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -75,7 +61,7 @@ def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | Non
 
 
 def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Support | None:
-    """The sampling subsets of all sampled tokens, when sampling was truncated."""
+    """The sampling support of all sampled tokens; None if sampling was not truncated."""
     replays = [t.replay for t in trajectories]
     supports = [(r.support_ids, r.support_offsets) for r in replays if r is not None and r.support_ids is not None]
     if not supports:
@@ -91,13 +77,12 @@ def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Suppor
 
 
 def _routes(trajectories: Sequence[Trajectory], device: torch.device, routers: Routers) -> Tensor:
-    """The experts of all tokens."""
     found: list[RouteArray] = []
     for trajectory in trajectories:
         routes = None if trajectory.replay is None else trajectory.replay.routes
         needed = (len(trajectory.token_ids), *routers.shape)
         if routes is None:
-            raise ValueError(f"trajectory {trajectory.id} lacks the experts that its tokens were sent to")
+            raise ValueError(f"trajectory {trajectory.id} lacks the expert routing of its tokens")
         if routes.shape != needed:
             raise ValueError(
                 f"trajectory {trajectory.id} has experts of shape {list(routes.shape)}; tokens, layers and experts per "
@@ -110,14 +95,14 @@ def _routes(trajectories: Sequence[Trajectory], device: torch.device, routers: R
 
 
 class Packer:
-    """Collects sequences into micro-batches of at most `budget` tokens (a longer sequence gets one of its own)."""
+    """Collects micro-batches of at most `budget` tokens. A longer sequence gets one of its own."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._pending: list[Item] = []
 
     def add(self, sequences: Sequence[Item]) -> list[list[Item]]:
-        """Take sequences in; return the micro-batches that are full, filled in order so that timing never matters."""
+        """Returns the micro-batches that are now full. They are filled in the order of arrival."""
         full = []
         for sequence in sequences:
             if self._pending and sum(map(len, self._pending)) + len(sequence) > self.budget:
@@ -127,13 +112,12 @@ class Packer:
         return full
 
     def rest(self) -> list[list[Item]]:
-        """What is left at the end of a step."""
         rest, self._pending = self._pending, []
         return [rest] if rest else []
 
 
 def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
-    """Micro-batches of nearly equal size, at most `budget` tokens each: longest first, onto the lightest.
+    """Micro-batches of nearly equal size, at most `budget` tokens each.
 
     A sequence longer than the budget gets one of its own.
     """

@@ -1,9 +1,9 @@
-"""The learner: groups in, one optimizer step out.
+"""The learner: micro-batches in, one optimizer step out.
 
-A step is `add` for each group as it comes, `accumulate` for each micro-batch that is full, and `finish`. Gradients are
-summed unnormalised and divided once, at the end, by what the whole step held: the result does not depend on how the
-step was cut, and work can begin before the step's last group exists. Nor does it depend on how many processes a step
-was cut among (`sharding.py`).
+A step is `accumulate` for each micro-batch of an `Intake`, and `finish`. Gradients are summed
+unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step.
+So the result does not depend on how the step was cut into micro-batches or among processes
+(`sharding.py`), and work can begin before the step's last group exists.
 """
 
 from __future__ import annotations
@@ -20,56 +20,32 @@ from torch import Tensor
 
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
-from headrace.learner.aggregation import normaliser, weights
-from headrace.learner.batch import Batch, Item, balanced, pack
-from headrace.learner.corrections import NUM_SUMS, MismatchSums, corrected, correction_weight
-from headrace.learner.intake import Intake
-from headrace.learner.kl import kl
-from headrace.learner.losses import CARRIES_WEIGHT, LOSSES
-from headrace.learner.optimizer import Optimizer
-from headrace.learner.schedule import learning_rate
+from headrace.learner.batch import Batch, balanced, pack
+from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
+from headrace.learner.objective import normaliser, objective
+from headrace.learner.optimizer import Optimizer, learning_rate
 from headrace.learner.sharding import Sharding
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one optimizer step did.
-
-    Example:
-        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, entropy=0.4, kl_reference=0.0, clipped_share=0.02,
-            mismatch=MismatchSums(...))
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    entropy: float
-    kl_reference: float
-    clipped_share: float
-    mismatch: MismatchSums
+from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Running sums of the step under way."""
+    """Running sums of the current step."""
 
     num_tokens: int = 0
     num_sequences: int = 0
-    # of loss, log-probs, clipped tokens and divergence, then those of the mismatch
+    # sums of loss, log-probs, clipped tokens and KL, then those of the mismatch
     fetched: np.ndarray = field(default_factory=lambda: np.zeros(4 + NUM_SUMS))
 
     def add(self, batch: Batch, fetched: np.ndarray) -> None:
-        """One micro-batch."""
         self.num_tokens += len(batch.at)
         self.num_sequences += batch.num_sequences
         self.fetched = self.fetched + fetched
 
     def over(self, sharding: Sharding) -> _Sums:
-        """Those of all ranks."""
+        """The sums over all ranks."""
         num_tokens, num_sequences, *fetched = sharding.add_up(
             np.array([self.num_tokens, self.num_sequences, *self.fetched])
         )
@@ -77,7 +53,7 @@ class _Sums:
 
 
 class Learner:
-    """Trains the policy in place; with a `sharding`, together with the other ranks."""
+    """Trains `policy` in place; with a `sharding`, together with the other ranks."""
 
     def __init__(
         self,
@@ -94,7 +70,6 @@ class Learner:
         self.sharding = sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        self._intake = Intake(section)
         self._sums = _Sums()
         self._reference = _frozen_copy(policy) if section.kl_coef else None
         if section.checkpoint_activations:
@@ -108,9 +83,9 @@ class Learner:
         self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: trained weights in full precision and the optimizer's moments.
+        """What a checkpoint stores, by name: master weights and the optimizer's moments.
 
-        With a sharding they are parts, and say of what.
+        With a sharding they are DTensors of this rank's parts.
         """
         found, shards = self._optimizer.tensors(), self.policy.shards
         if shards is None:
@@ -119,9 +94,9 @@ class Learner:
         return {name: shards.as_part(whose[name], part) if part.ndim else part for name, part in found.items()}
 
     def weights(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights in another precision, one after the other, so that only one need be held.
+        """Names and whole weights as `dtype`, one at a time to save memory.
 
-        With a sharding every rank has to draw all of them.
+        With a sharding this is a collective: every rank must iterate to the end.
         """
         if self.policy.shards is not None:
             yield from self.policy.shards.whole(dtype, trained_only=trained_only)
@@ -131,26 +106,26 @@ class Learner:
                 yield name, parameter.detach().to(dtype)
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """The weights of the reference, if there is one; they never change."""
+        """The weights of the reference policy, if there is one. They never change."""
         return {} if self._reference is None else dict(self._reference.model.named_parameters())
 
     def loaded(self, step: int) -> None:
-        """The tensors were written to, and are those after so many steps."""
+        """The tensors were written to from outside: they are those after `step` steps."""
         self._optimizer.loaded()
         self.step_index = step
 
     @property
     def uses_reference(self) -> bool:
-        """Whether groups must be scored by the reference first."""
+        """Whether the intake needs the result of `reference_logprobs`."""
         return self._reference is not None
 
     @torch.no_grad()
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
         """Log-probs of the group's sampled tokens under the start weights.
 
-        The reference is a policy of its own: it chooses its own experts, not those the tokens were sampled with. In the
-        loss, the divergence from it is that of whole distributions; as a part of the reward, where only the log-probs
-        of the sampling are at hand, that of distributions cut to the support.
+        The reference routes tokens to its own choice of experts, not to those of the sampling. With
+        kl_in="loss" the KL compares whole distributions; with kl_in="reward", where only the
+        log-probs of the sampling are known, it compares distributions cut to the sampling support.
         """
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
@@ -168,98 +143,63 @@ class Learner:
         return [found[t.id] for t in group.trajectories]
 
     @torch.no_grad()
-    def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
-        """How far the log-probs computed here are from those sampled with; trains nothing. Ranks know their own."""
-        total = MismatchSums()
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
+        """Compare the log-probs computed here with those of the sampling, without training.
+
+        With a sharding, `trajectories` are this rank's part, and the answer is that of all ranks.
+        """
+        sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in self._passes(everything):
             if not items:
                 _take_part(self.policy)
                 continue
             batch = pack(items, self.policy.device, self.policy.routers)
-            total += MismatchSums.of(self._logprobs(batch)[0], batch.behaviour)
-        return total
-
-    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
-        """Take a group into the step; returns micro-batches that are now full."""
-        return self._intake.add(group, references)
-
-    def rest(self) -> list[list[Item]]:
-        """The step has all its groups: the remaining micro-batches."""
-        return self._intake.rest()
+            found = mismatch_sums(self._logprobs(batch)[0], batch.behaviour)
+            sums += np.array([len(batch.at), *found.tolist()])
+        if self.sharding is not None:
+            sums = self.sharding.add_up(sums)
+        return mismatch_of(int(sums[0]), sums[1:].tolist())
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        """Forward and backward over one micro-batch, or a rank's part of it; gradients add up unnormalised."""
-        for part in [items] if self.sharding is None else self._passes(items):
+        """Forward and backward over one micro-batch, or this rank's part of it."""
+        alone = self.sharding is None or self.sharding.num_ranks == 1  # then `items` are one pass, in this order
+        for part in [items] if alone else self._passes(items):
             if not part:
                 _take_part(self.policy, backward=True)
                 continue
             batch = pack(part, self.policy.device, self.policy.routers)
             sums = self._backward(batch)
-            # fetched once, and last: whatever waits for a GPU before that leaves it without work
+            # one transfer, and last: any earlier wait for the GPU would leave it idle
             self._sums.add(batch, sums.cpu().numpy())
 
     def _passes(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Micro-batches of these. Ranks that have fewer than others take part in the rest with empty ones."""
+        """Cut `items` into micro-batches, equally many on all ranks; some may be empty."""
         found = balanced(items, self.section.micro_batch_tokens)
         num_passes = len(found) if self.sharding is None else self.sharding.most(len(found))
         return found + [[] for _ in range(num_passes - len(found))]
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Add the micro-batch's gradients; what `_Sums` wants to know of it, on the device."""
+        """Add the micro-batch's gradients. Returns, on the device, what `_Sums.fetched` adds up."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
-            loss, clipped, divergence = self._loss(batch, current, unfiltered)
+            loss, clipped, divergence = objective(
+                self.section, batch, current, unfiltered, constant_length=self._constant_length
+            )
             self._optimizer.make_room()
             loss.backward()
         parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
-        mismatch = MismatchSums.on_device(current, batch.behaviour)
-        return torch.cat([torch.stack([part.double() for part in parts]), mismatch])
+        sums = torch.stack([part.double() for part in parts])
+        return torch.cat([sums, mismatch_sums(current, batch.behaviour)])
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens, through the experts they were sampled with: over the support, and over all tokens."""
+        """Of the sampled tokens: over the sampling support, and over the vocabulary."""
         return self.policy.both_logprobs(
             batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
         )
 
-    def _loss(self, batch: Batch, current: Tensor, unfiltered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, which tokens are held back, and the divergence from the reference."""
-        s = self.section
-        proximal = current.detach()  # one update per step: the step starts from the weights that are being updated
-        terms = LOSSES[s.loss](
-            current,
-            proximal,
-            batch.behaviour,
-            batch.advantage,
-            batch.sequence_ids,
-            clip_low=s.clip_low,
-            clip_high=s.clip_high,
-        )
-        weight, kept = correction_weight(
-            s.correction,
-            proximal,
-            batch.behaviour,
-            low=s.correction_low,
-            high=s.correction_high,
-            carried=s.loss in CARRIES_WEIGHT,
-        )
-        per_token = corrected(terms.per_token, weight, kept)
-        divergence = torch.zeros_like(proximal)
-        if batch.reference is not None:
-            divergence = kl(s.kl_estimator, unfiltered if s.kl_in == "loss" else current, batch.reference)
-            if s.kl_in == "loss":
-                per_token = per_token + s.kl_coef * divergence
-        share = weights(
-            s.aggregation,
-            batch.sequence_ids,
-            batch.num_sequences,
-            constant_length=self._constant_length,
-            dtype=per_token.dtype,
-        )
-        return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach()
-
     def finish(self) -> StepStats:
-        """The optimizer step, in place. Call it between two engine steps."""
+        """The optimizer step, in place. Call it only between two engine steps."""
         sums, self._sums = self._sums, _Sums()
         if self.sharding is not None:
             assert self.policy.shards is not None
@@ -278,8 +218,8 @@ class Learner:
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
         if not math.isfinite(norm) and (name := self._optimizer.not_finite()) is not None:
             raise ModelError(
-                f"step {self.step_index + 1}: the weights '{name}' are not finite numbers, and neither is any gradient "
-                "from now on. Resume the run from its last checkpoint; if it comes to this again, lower learner.lr"
+                f"step {self.step_index + 1}: the weights '{name}' are no longer finite numbers, so no gradient can "
+                "be. Resume the run from its last checkpoint; if this happens again, lower learner.lr"
             )
         self.step_index += 1
         count, (loss, logprobs, clipped, divergence, *mismatch) = sums.num_tokens, sums.fetched.tolist()
@@ -291,7 +231,7 @@ class Learner:
             entropy=-logprobs / count,
             kl_reference=divergence / count,
             clipped_share=clipped / count,
-            mismatch=MismatchSums.read(count, mismatch),
+            mismatch=mismatch_of(count, mismatch),
         )
 
 
@@ -301,7 +241,7 @@ def _frozen_copy(policy: Policy) -> Policy:
 
 
 def _take_part(policy: Policy, *, backward: bool = False) -> None:
-    """A pass that counts nothing: the other ranks cannot gather their weights without this one's."""
+    """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
     tokens, second = torch.zeros(2, dtype=torch.int64, device=policy.device), torch.tensor([1], device=policy.device)
     with torch.set_grad_enabled(backward):
         logprobs = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)

@@ -1,10 +1,10 @@
-"""AdamW that keeps float32 master weights when the policy itself is in a lower precision."""
+"""The learning rate of each step, and AdamW with float32 master weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,34 @@ from headrace.config import LearnerSection
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.adamw import FusedAdamW
 
+ScheduleKind = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: ScheduleKind, total_steps: int) -> float:
+    """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
+
+    The last step of a run still learns; a run continued past `total_steps` on a falling schedule
+    does not.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    match schedule:
+        case "constant":
+            return lr
+        case "linear":
+            return lr * (1 - progress)
+        case "cosine":
+            return lr * 0.5 * (1 + math.cos(math.pi * progress))
+        case _:
+            assert_never(schedule)
+
 
 class Optimizer:
     """One optimizer step, in place, on the weights that the engine decodes with.
 
-    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so the sum is kept in float32.
+    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
+    float32.
     """
 
     def __init__(
@@ -28,7 +51,7 @@ class Optimizer:
         section: LearnerSection,
         add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`add_up` sums over the processes that have the other parts of the same weights: the norm is that of all."""
+        """`add_up` sums over all ranks, for the norm of the whole gradient."""
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
         self.masters: list[Tensor] = [
@@ -42,7 +65,7 @@ class Optimizer:
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a restart needs, by name; whoever writes to them calls `loaded` next."""
+        """Masters and moments, by name. Call `loaded` after writing to them."""
         found: dict[str, Tensor] = {}
         for name, master in zip(self._names, self.masters, strict=True):
             state = self.adamw.state[master]
@@ -56,13 +79,13 @@ class Optimizer:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """The masters were written to: the weights follow."""
+        """Copy the masters into the weights."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
 
     def make_room(self) -> None:
-        """Call it before each backward pass: the gradients of earlier ones are added up in the masters' precision."""
+        """Call before each backward pass: adds earlier gradients to those of the masters."""
         pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p.grad is not None]
         for parameter, master in pairs:
             if master is not parameter:
@@ -72,9 +95,9 @@ class Optimizer:
                 parameter.grad = None
 
     def step(self, *, lr: float, scale: float, clip: float) -> float:
-        """Multiply the gradients by `scale`, clip their norm, update. Returns the norm before clipping.
+        """Scale the gradients, clip their norm to `clip`, update. Returns the norm before clipping.
 
-        A norm that is not finite leaves weights and moments as they were.
+        A norm that is not finite leaves weights and moments unchanged.
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -83,21 +106,20 @@ class Optimizer:
         return norm
 
     def not_finite(self) -> str | None:
-        """The name of a weight that holds something else than finite numbers."""
+        """The name of a weight with an infinity or NaN in it."""
         for name, master in zip(self._names, self.masters, strict=True):
             if not bool(torch.isfinite(master).all()):
                 return name
         return None
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
         self._several = False
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
     def _step_on_gpu(self, scale: float, clip: float) -> float:
         assert isinstance(self.adamw, FusedAdamW)
-        gradients = [p.grad for p in self.parameters]  # those of a single pass serve just as they are
+        gradients = [p.grad for p in self.parameters]  # of a single pass
         if self._several:
             self.make_room()
             gradients = [m.grad for m in self.masters]
@@ -121,7 +143,7 @@ class Optimizer:
 
 
 def _fits_kernel(parameters: list[nn.Parameter]) -> bool:
-    """Whether one kernel can go through all of them: on a GPU, and of one precision."""
+    """Whether `FusedAdamW` can update them: on a GPU, and all of one precision."""
     dtypes = {p.dtype for p in parameters}
     return kernels.AVAILABLE and parameters[0].is_cuda and len(dtypes) == 1 and torch.float64 not in dtypes
 

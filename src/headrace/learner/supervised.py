@@ -1,4 +1,4 @@
-"""Warm start: a few supervised steps on worked examples, so that RL begins with answers worth scoring."""
+"""Warm start: supervised fine-tuning (SFT) on worked examples before RL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Example = tuple[Prompt, str]
 
 
 class WarmStart:
-    """Raises the likelihood of worked solutions, step by step."""
+    """Supervised steps on worked solutions; the loss is on solution tokens only."""
 
     def __init__(self, policy: Policy, section: WarmstartSection) -> None:
         self._policy, self._section = policy, section
@@ -25,7 +25,7 @@ class WarmStart:
         self._done = 0
 
     def step(self, examples: Sequence[Example]) -> float:
-        """One optimizer step; the loss before it."""
+        """One optimizer step. Returns the loss before it."""
         policy, steps = self._policy, self._section.steps
         sequences = [_sequence(policy, *example) for example in examples]
         lengths = [len(tokens) for tokens, _ in sequences]
@@ -34,7 +34,8 @@ class WarmStart:
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0).mean()
         loss.backward()
-        # up over the first tenth, down over the last quarter: the start of RL should not hang on the last few batches
+        # up over the first tenth, down over the last quarter: RL should not start from the noise of
+        # the last batches
         rise, fall = (self._done + 1) / max(1, steps // 10), (steps - self._done) / max(1, steps // 4)
         self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
         self._done += 1
@@ -47,14 +48,14 @@ def warm_start(
     draw_examples: Callable[[int], Sequence[Example]],
     on_step: Callable[[int, float], None],
 ) -> None:
-    """All steps; `on_step(steps done, loss)` hears of progress."""
+    """Take all `section.steps`, calling `on_step(steps done, loss)` after each."""
     warming = WarmStart(policy, section)
     for done in range(1, section.steps + 1):
         on_step(done, warming.step(draw_examples(section.examples)))
 
 
 def _sequence(policy: Policy, prompt: Prompt, solution: str) -> tuple[IntArray, int]:
-    """Token ids of prompt, solution and end, and how many are the prompt's."""
+    """Token ids of prompt, solution and end-of-text, and the number of prompt tokens."""
     tokenizer = policy.tokenizer
     ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return np.concatenate([prompt.token_ids, np.array(ids, np.int32)]), len(prompt.token_ids)

@@ -7,34 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
-from headrace.types import STAGES, StageTimes
+from headrace.types import STAGES, StageSpan, StageTimes
 
-STALL = "training waits"  # detail of a `checkpoint` span: the part of its time that is not beside the training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpan:
-    """A stage was busy from `start_s` to `end_s`.
-
-    Example:
-        StageSpan(stage="train", start_s=12.0, end_s=12.8, worker="local", version=3, detail="16 groups")
-    """
-
-    stage: str
-    start_s: float
-    end_s: float
-    worker: str = "local"
-    version: int | None = None
-    detail: str = ""
+STALL = "training waits"  # detail of a `checkpoint` span that holds up training
 
 
 class StageClock:
-    """Seconds since the run's start, and the spans measured on it; any thread may measure."""
+    """Seconds since the run's start, and the spans measured with it. Thread-safe."""
 
     def __init__(self, start_s: float = 0.0) -> None:
-        """`start_s` is where the clock of a run that goes on stood."""
+        """`start_s` is the last time of the run that is resumed."""
         self._origin = time.monotonic() - start_s
         self._lock = threading.Lock()
         self._finished: list[StageSpan] = []
@@ -42,7 +26,7 @@ class StageClock:
         self._moves: Counter[str] = Counter()
 
     def now(self) -> float:
-        """Seconds since the run began; what lies between two processes of it does not count."""
+        """Seconds since the run began, without the time between two processes of it."""
         return time.monotonic() - self._origin
 
     @contextmanager
@@ -64,17 +48,17 @@ class StageClock:
                 self._moves[stage] += 1
 
     def add(self, span: StageSpan) -> None:
-        """Book a span that was measured elsewhere, on this clock."""
+        """Add a span that was measured elsewhere, in seconds of this clock."""
         with self._lock:
             self._finished.append(span)
 
     def moved(self, stage: str) -> None:
-        """A stage that is busy for long has come further."""
+        """A stage made progress within a long span."""
         with self._lock:
             self._moves[stage] += 1
 
     def moves(self) -> dict[str, int]:
-        """How often each stage came further or to an end; equal answers mean that nothing happened in between."""
+        """How often each stage made progress: equal results mean that nothing happened."""
         with self._lock:
             return dict(self._moves)
 
@@ -85,9 +69,10 @@ class StageClock:
         return finished
 
     def running(self) -> list[StageSpan]:
-        """Spans that go on, as if they ended now, for a row that is due.
+        """Unfinished spans, as if they ended now, for the next row.
 
-        Ask before `drain`: a span that ends in between is then in both and counts once, instead of in neither.
+        Call it before `drain`: a span that ends in between is then in both and counts once, instead
+        of in neither.
         """
         with self._lock:
             now_s = self.now()
@@ -95,7 +80,7 @@ class StageClock:
 
 
 def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> StageTimes:
-    """Seconds of the interval in which each stage was busy; spans of one stage that overlap count once."""
+    """Seconds in which each stage was busy; overlapping spans count once."""
     clipped: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
     for span in spans:
         if span.stage in clipped:
@@ -114,11 +99,4 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _ended(span: StageSpan, end_s: float) -> StageSpan:
-    return StageSpan(
-        stage=span.stage,
-        start_s=span.start_s,
-        end_s=end_s,
-        worker=span.worker,
-        version=span.version,
-        detail=span.detail,
-    )
+    return replace(span, end_s=end_s)

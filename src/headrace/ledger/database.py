@@ -1,4 +1,4 @@
-"""Opening the ledger's file: made once by the run, read by anybody else, errors in the user's words."""
+"""Opening the ledger's SQLite file (WAL mode), with errors in the user's words."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from headrace.ledger.schema import SCHEMA, SCHEMA_VERSION
 
 FILE_NAME = "ledger.sqlite"
 LOCK_NAME = "lock"
-LOCK_WAIT_S = 5.0  # another program that looks into the file may hold it for a moment
+LOCK_WAIT_S = 5.0  # another program that reads the file may lock it for a moment
 _SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
 def create_database(run_dir: Path) -> sqlite3.Connection:
-    """Make the run's database; refuses a directory that already has one."""
+    """Create the run's database; refuses a directory that already has one."""
 
     def prepare(connection: sqlite3.Connection) -> None:
         _log_ahead(connection)
@@ -50,13 +50,13 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
 
 
 def reopen_database(run_dir: Path) -> sqlite3.Connection:
-    """Open the database of a run that ended too soon, to go on writing it."""
-    open_database(run_dir).close()  # what is missing or of another layout is refused here
+    """Open the database of a run that ended too soon, to continue writing."""
+    open_database(run_dir).close()  # refuses a file that is missing or of another layout
     return _connect(run_dir / FILE_NAME, _log_ahead)
 
 
 def is_complete(run_dir: Path) -> bool:
-    """Whether the run came to make its database; a process may die while it does, and then nothing is in it."""
+    """Whether its creation was complete: a process that died before left an empty file."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         return False
@@ -64,7 +64,7 @@ def is_complete(run_dir: Path) -> bool:
         try:
             return bool(connection.execute("SELECT 1 FROM sqlite_master").fetchone())
         except sqlite3.Error:
-            return True  # damaged: whoever opens it says so
+            return True  # damaged: `open_database` will say so
 
 
 def remove_database(run_dir: Path) -> None:
@@ -74,8 +74,8 @@ def remove_database(run_dir: Path) -> None:
 
 
 def close_database(connection: sqlite3.Connection) -> None:
-    """Close a written database, leaving one plain file that also opens where nothing may be written beside it."""
-    with contextlib.suppress(sqlite3.OperationalError):  # a reader holds on to it: it stays a WAL database
+    """Close a written database, leaving one file without WAL, for read-only directories."""
+    with contextlib.suppress(sqlite3.OperationalError):  # a reader has it open
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("PRAGMA journal_mode = DELETE")
@@ -84,7 +84,7 @@ def close_database(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """All or nothing; a full disk becomes a RunError, a broken rule of the books stays an IntegrityError."""
+    """All or nothing. A full disk raises RunError, a broken rule of the books IntegrityError."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -101,7 +101,6 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 
 def explain(error: sqlite3.Error, path: Path) -> RunError:
-    """The error in the user's words."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
         return RunError(f"Cannot write {path} ({error}). Is the disk full? Free some space, or choose another run.dir.")
@@ -110,7 +109,7 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
     if code == sqlite3.SQLITE_BUSY:
         return RunError(
             f"{path} is locked: another program has been writing to it, or kept a transaction open, for more than "
-            f"{LOCK_WAIT_S:g} s. End that program; `headrace resume {path.parent}` goes on with the run."
+            f"{LOCK_WAIT_S:g} s. End that program; `headrace resume {path.parent}` continues the run."
         )
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
@@ -118,9 +117,9 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
 
 
 def claimed(run_dir: Path) -> IO[str]:
-    """The lock's file, with this process's id in it. While it is open no other process can train in the directory.
+    """The open lock file of `run_dir`: no other process can train there while it is open.
 
-    The system closes it with the process.
+    The operating system closes it with the process.
     """
     try:
         lock = (run_dir / LOCK_NAME).open("a+")
@@ -145,7 +144,7 @@ def claimed(run_dir: Path) -> IO[str]:
 def _connect(
     path: Path, prepare: Callable[[sqlite3.Connection], None], *, read_only: bool = False
 ) -> sqlite3.Connection:
-    """A connection that could be prepared."""
+    """A connection on which `prepare` succeeded."""
     where = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
     try:
         connection = sqlite3.connect(where, uri=True, isolation_level=None, timeout=LOCK_WAIT_S)
@@ -165,7 +164,7 @@ def _log_ahead(connection: sqlite3.Connection) -> None:
 
 
 def _claim(path: Path) -> None:
-    """Make the file exclusively, so that two runs cannot start in one directory."""
+    """Create the file exclusively, so that two runs cannot start in one directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -184,7 +183,7 @@ def _claim(path: Path) -> None:
 
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database of another layout, or one that never was a ledger."""
+    """Refuse a database of another layout, or one that is not a ledger."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone():
         raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
     meta = dict(connection.execute("SELECT key, value FROM meta"))

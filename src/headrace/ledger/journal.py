@@ -1,7 +1,7 @@
-"""What a restart needs of the books: which groups were under way, what the finished ones hold, what was trained.
+"""A trajectory in the database: its columns, and its tokens as safetensors (no pickle).
 
-A trajectory's tokens are stored beside its account entry, in one transaction, as safetensors: nothing is unpickled when
-they are read. A step is written down before the weights change, so that a restart can take the same step again.
+Sampled tokens may lie anywhere in a trajectory, in several pieces: the column `spans` and the
+stored mask say where.
 """
 
 from __future__ import annotations
@@ -15,28 +15,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from headrace.types import FinishReason, Replay, Score, Span, Timing, Trajectory
+from headrace.ledger.row_json import plain
+from headrace.types import Drop, FinishReason, Replay, Score, Span, Timing, Trajectory
 
 _REPLAYED = ("support_ids", "support_offsets", "routes")
-_COLUMNS = (
-    "t.id, t.prompt_id, t.idx, t.reward, t.reward_parts, t.finish, t.spans, "
-    "t.submitted_s, t.started_s, t.finished_s, t.scored_s, j.data"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One try at generating a group. A restart makes another of what was under way, and only the newest counts.
-
-    Example:
-        Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
-    """
-
-    serial: int
-    number: int
-    prompt_id: str
-    wave: int  # groups of one wave were started together, and nothing else ran beside them
-    version: int  # of the policy when it was admitted
+_TIMES = ("submitted_s", "started_s", "finished_s")
+# what `_trajectory` reads; a partial trajectory has no verdict yet
+_PARTIAL = ("id", "prompt_id", "idx", "finish", "spans", *_TIMES)
+_WHOLE = (*_PARTIAL, "scored_s", "reward", "reward_parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +30,51 @@ class Restart:
     """What a restart found and did.
 
     Example:
-        Restart(number=1, at_s=61.2, checkpoint=20, version=27, rule="requeue", redone_steps=7, retrained_tokens=28672,
-            lost_tokens=512, lost_trajectories=16)
+        Restart(number=1, at_s=61.2, checkpoint=20, version=27, rule="requeue", redone_steps=7,
+            retrained_tokens=28672, lost_tokens=512, lost_trajectories=16)
     """
 
     number: int
     at_s: float
     checkpoint: int  # the version it was loaded with
-    version: int  # the version it went on from
+    version: int  # the version it continued from
     rule: str  # for what was in flight
     redone_steps: int
     retrained_tokens: int
-    lost_tokens: int  # sampled, and gone with the process
+    lost_tokens: int  # sampled, and lost with the process
     lost_trajectories: int
+
+
+def columns(trajectory: Trajectory) -> dict[str, Any]:
+    """All columns of a finished trajectory that do not depend on what becomes of it."""
+    t, num_sampled = trajectory, trajectory.num_sampled_tokens
+    return {
+        "id": t.id,
+        "prompt_id": t.prompt_id,
+        "idx": int(t.index),
+        "num_tokens": num_sampled,
+        "num_prompt_tokens": len(t.token_ids) - num_sampled,  # wherever they stand
+        "reward": None if t.reward is None else float(t.reward),
+        "reward_parts": json.dumps(plain(t.reward_parts), allow_nan=False),
+        "finish": str(t.finish),
+        "spans": json.dumps([[int(span.version), int(span.start), int(span.end)] for span in t.spans]),
+        "oldest_version": int(t.oldest_version) if t.spans else None,
+        **{name: getattr(t.timing, name) for name in (*_TIMES, "scored_s")},
+    }
+
+
+def columns_of_drop(drop: Drop) -> dict[str, Any]:
+    """The columns of an aborted trajectory, of which nothing is known but its drop."""
+    known = {"id": drop.trajectory_id, "prompt_id": drop.prompt_id, "num_tokens": int(drop.num_tokens)}
+    reward = None if drop.reward is None else float(drop.reward)
+    return {**known, "reward": reward, "reward_parts": "{}", "spans": "[]"}
+
+
+def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
+    """Insert one row of named values."""
+    names = ", ".join(values)
+    marks = ", ".join(f":{name}" for name in values)
+    connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -74,31 +92,35 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
-    """The journaled trajectories that a condition on `trajectories t` selects, by serial and index."""
-    query = f"SELECT {_COLUMNS} FROM trajectories t JOIN journal j ON j.trajectory_id = t.id WHERE {where}"
-    return [_trajectory(*found) for found in connection.execute(f"{query} ORDER BY t.serial, t.idx", tuple(values))]
+    """Trajectories that the condition `where` on `trajectories t` selects, with tokens."""
+    query = (
+        f"SELECT {', '.join(f't.{name}' for name in _WHOLE)}, j.data FROM trajectories t "
+        f"JOIN journal j ON j.trajectory_id = t.id WHERE {where} ORDER BY t.serial, t.idx"
+    )
+    return [_trajectory(_WHOLE, found) for found in connection.execute(query, tuple(values))]
 
 
 def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-    """In place of those before."""
+    """Replace all stored partial trajectories, by serial and index."""
     connection.execute("DELETE FROM partials")
     for serial, by_index in partials.items():
         for index, t in by_index.items():
-            times = (t.timing.submitted_s, t.timing.started_s, t.timing.finished_s)
-            values = (serial, index, t.id, t.prompt_id, str(t.finish), spans_json(t), *times, encode(t))
-            connection.execute("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            known = columns(t)
+            values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "idx": index, "data": encode(t)}
+            insert(connection, "partials", values)
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:
-    """By index, what a group's answers had sampled at the last checkpoint; not of those that left the books since."""
-    columns = "id, prompt_id, idx, NULL, '{}', finish, spans, submitted_s, started_s, finished_s, NULL, data"
-    where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
-    found = connection.execute(f"SELECT {columns} FROM partials WHERE {where} ORDER BY idx", (serial,))
-    return {values[2]: _trajectory(*values) for values in found}
+    """By index, a group's partial trajectories that were not booked since."""
+    query = (
+        f"SELECT {', '.join(_PARTIAL)}, data FROM partials "
+        "WHERE serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1) ORDER BY idx"
+    )
+    found = [_trajectory(_PARTIAL, values) for values in connection.execute(query, (serial,))]
+    return {trajectory.index: trajectory for trajectory in found}
 
 
 def write_verdicts(connection: sqlite3.Connection, verdicts: Mapping[bytes, Score]) -> None:
-    """What was said of answers."""
     values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts.items()]
     connection.executemany("INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)", values)
 
@@ -110,8 +132,8 @@ def read_verdicts(connection: sqlite3.Connection) -> dict[bytes, Score]:
 
 
 def prune(connection: sqlite3.Connection, before: int, max_verdicts: int) -> None:
-    """Forget the tokens of what was trained or dropped before this step, and the oldest verdicts beyond so many."""
-    old = (  # a step that was skipped is taken again with the others, and may hold older answers
+    """Delete tokens of what was trained or dropped before step `before`, and old verdicts."""
+    old = (  # a skipped step is taken again with the others, and may have older trajectories
         "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
         "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"
     )
@@ -119,39 +141,23 @@ def prune(connection: sqlite3.Connection, before: int, max_verdicts: int) -> Non
     connection.execute("DELETE FROM verdicts WHERE id <= (SELECT MAX(id) FROM verdicts) - ?", (max_verdicts,))
 
 
-def spans_json(trajectory: Trajectory) -> str:
-    """Version, start and end of each span."""
-    return json.dumps([[int(span.version), int(span.start), int(span.end)] for span in trajectory.spans])
-
-
-def _trajectory(
-    id: str,
-    prompt_id: str,
-    index: int,
-    reward: float | None,
-    parts: str,
-    finish: str,
-    spans: str,
-    submitted_s: float,
-    started_s: float,
-    finished_s: float,
-    scored_s: float | None,
-    data: bytes,
-) -> Trajectory:
-    arrays: Mapping[str, Any] = load(data)
+def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
+    """From the columns `names` and, last, the encoded rest."""
+    values = dict(zip((*names, "data"), found, strict=True))
+    arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
     return Trajectory(
-        id=id,
-        prompt_id=prompt_id,
-        index=index,
+        id=values["id"],
+        prompt_id=values["prompt_id"],
+        index=values["idx"],
         token_ids=arrays["token_ids"],
         sampled=arrays["sampled"],
         logprobs=arrays["logprobs"],
-        spans=tuple(Span(version=v, start=start, end=end) for v, start, end in json.loads(spans)),
-        finish=FinishReason(finish),
+        spans=tuple(Span(version=v, start=start, end=end) for v, start, end in json.loads(values["spans"])),
+        finish=FinishReason(values["finish"]),
         text=arrays["text"].tobytes().decode(errors="surrogatepass"),
-        timing=Timing(submitted_s=submitted_s, started_s=started_s, finished_s=finished_s, scored_s=scored_s),
-        reward=reward,
-        reward_parts=json.loads(parts),
+        timing=Timing(**{name: values[name] for name in _TIMES}, scored_s=values.get("scored_s")),
+        reward=values.get("reward"),
+        reward_parts=json.loads(values.get("reward_parts", "{}")),
         replay=Replay(**replayed) if replayed else None,
     )

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from headrace.types import ROW_METRICS, STAGES, Row, StageTimes
+from headrace.row import ROW_METRICS, Row
+from headrace.types import STAGES, StageTimes
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -1,7 +1,10 @@
-"""The database's tables, and the rules of double entry as constraints and triggers.
+"""The database's tables, and the rules of double-entry bookkeeping as constraints and triggers.
 
 Every amount moves from one account to another, so all accounts always add up to zero:
 generated = trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
+
+`headrace audit` compares the text of every statement with that in the file. So another text of a statement, even in a
+comment inside it, needs another SCHEMA_VERSION.
 """
 
 SCHEMA_VERSION = "3"
@@ -39,6 +42,8 @@ CREATE TABLE transfers (
 -- A trajectory leaves each account once: so it is trained on once, or dropped once, and never both.
 CREATE UNIQUE INDEX transfers_leave_once ON transfers (trajectory_id, debit) WHERE trajectory_id IS NOT NULL;
 
+-- num_tokens counts sampled tokens, num_prompt_tokens all others. `spans` say where the sampled ones are, as
+-- [version, start, end]: anywhere in the trajectory, in any number of pieces.
 CREATE TABLE trajectories (
     id TEXT PRIMARY KEY,
     prompt_id TEXT NOT NULL,
@@ -66,10 +71,10 @@ CREATE TABLE trajectories (
 CREATE INDEX trajectories_by_state ON trajectories (state);
 CREATE INDEX trajectories_by_serial ON trajectories (serial);
 
--- The tokens of what reached the buffer: what a restart trains on, and what `headrace show` prints.
+-- The tokens of what reached the buffer: a restart trains on them, and `headrace show` prints them.
 CREATE TABLE journal (trajectory_id TEXT PRIMARY KEY REFERENCES trajectories (id), data BLOB NOT NULL);
 
--- What the reward function said, by a digest of what it saw: a restart does not ask it again.
+-- Verdicts of the reward function, by a digest of what it saw: a restart does not judge again.
 CREATE TABLE verdicts (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, reward REAL NOT NULL, parts TEXT NOT NULL);
 
 CREATE TABLE attempts (
@@ -83,7 +88,7 @@ CREATE TABLE attempts (
 );
 CREATE UNIQUE INDEX attempts_one_open ON attempts (serial) WHERE state = 'open';
 
--- What answers that were under way had sampled when the last checkpoint was written, for recovery.in_flight = resume.
+-- Trajectories in flight when the last checkpoint was written, for recovery.in_flight = resume.
 CREATE TABLE partials (
     serial INTEGER NOT NULL,
     idx INTEGER NOT NULL,
@@ -98,7 +103,7 @@ CREATE TABLE partials (
     PRIMARY KEY (serial, idx)
 );
 
--- Written before the weights change: what each step trains on, in order, as [serial, attempt].
+-- Written before the weights change: the groups that each step trains on, in order, as [serial, attempt].
 CREATE TABLE steps (step INTEGER PRIMARY KEY, groups TEXT NOT NULL);
 
 CREATE TABLE restarts (

@@ -16,31 +16,29 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from headrace.ledger.row_json import scalars
-from headrace.types import Row
+from headrace.row import Row
 
 
 class TensorboardSink:
-    """Writes an event file under `tensorboard/` in the run's directory; the settings are shown as text."""
+    """Writes an event file under `tensorboard/`, with the settings as text."""
 
     def __init__(self, run_dir: Path, config_dict: Mapping[str, Any]) -> None:
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
         self._add(0, [_text("config", json.dumps(config_dict, indent=2, default=str))])
 
     def write(self, row: Row) -> None:
-        """Add the row's numbers at its step."""
         self._add(row.step, [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()])
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
     def _add(self, step: int, values: list[Any]) -> None:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()  # rows are seconds apart, and the page that shows them is live
+        self._writer.flush()  # rows are seconds apart, and TensorBoard shows them live
 
 
 def _text(tag: str, text: str) -> Any:
-    indented = "\n".join(f"    {line}" for line in text.splitlines())  # the page renders Markdown: this is code in it
+    indented = "\n".join(f"    {line}" for line in text.splitlines())  # a Markdown code block
     return Summary.Value(
         tag=f"{tag}/text_summary",
         metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),

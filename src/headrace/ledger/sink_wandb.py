@@ -10,11 +10,11 @@ from typing import Any
 import wandb
 
 from headrace.ledger.row_json import scalars
-from headrace.types import Row
+from headrace.row import Row
 
 
 class WandbSink:
-    """Logs each row's numbers to a run named like the run's directory; a restart goes on with the same one."""
+    """Logs rows to a run named like the run's directory; a restart continues the same one."""
 
     def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], project: str) -> None:
         kept = run_dir / "wandb" / "headrace-id"
@@ -31,9 +31,7 @@ class WandbSink:
         kept.write_text(id)
 
     def write(self, row: Row) -> None:
-        """Log the row's numbers at its step."""
         self._run.log(scalars(row), step=row.step)
 
     def close(self) -> None:
-        """Finish the run on the service."""
         self._run.finish()

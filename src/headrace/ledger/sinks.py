@@ -1,25 +1,38 @@
-"""Where rows go besides the ledger: the sinks that the settings ask for."""
+"""Where rows are exported besides the ledger: the sinks in `ledger.sinks`."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.config import LedgerSection
-from headrace.errors import MissingExtraError
-from headrace.ledger.sink_jsonl import JsonlSink
+from headrace.ledger.row_json import row_to_json
 from headrace.roles import Sink
-from headrace.types import Row
+from headrace.row import Row
+from headrace.user_code import load_optional
+
+
+class JsonlSink:
+    """Writes rows to `rows.jsonl`, one JSON object per line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
+
+    def write(self, row: Row) -> None:
+        self._file.write(row_to_json(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def open_sinks(
     section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any], past: Sequence[Row] = ()
 ) -> list[Sink]:
-    """Open every sink in `ledger.sinks`, or none: if one fails, those already open are closed.
+    """Open every sink in `section.sinks`, or none: if one fails, those already open are closed.
 
-    `past` are the rows of a run that goes on: a text file is written anew, the others have them already.
+    `past` are the rows of a resumed run: rows.jsonl is written anew, the other sinks have them
+    already.
     """
     opened: list[Sink] = []
     try:
@@ -37,10 +50,7 @@ def open_sinks(
 def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any]) -> Sink:
     if name == "jsonl":
         return JsonlSink(run_dir)
-    try:
-        module = importlib.import_module(f"headrace.ledger.sink_{name}")
-    except ImportError as error:
-        raise MissingExtraError(name, name) from error
+    module = load_optional(f"headrace.ledger.sink_{name}", name, name)
     if name == "tensorboard":
         return module.TensorboardSink(run_dir, config_dict)  # type: ignore[no-any-return]
     return module.WandbSink(run_dir, config_dict, section.wandb_project)  # type: ignore[no-any-return]

@@ -8,28 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from headrace.errors import ModelError
 from headrace.loop.self_check import LARGE
-from headrace.policy.attention import PackedPlan
-from headrace.policy.policy import Policy
 from headrace.types import IntArray
-
-Likeliest = Callable[[IntArray], Sequence[tuple[int, float]]]
 
 
 class Canary:
     """Compares engines and learner on one prompt. The first comparison says how far apart they usually are.
 
-    `likeliest(prompt)` has, of every engine that has room for it, the likeliest next token and its log-prob;
+    `greedy(prompt)` has, of every engine with room for it, the most likely next token and its log-prob;
     `logprob(prompt, token)` is the learner's.
     """
 
     def __init__(
-        self, likeliest: Likeliest, logprob: Callable[[IntArray, int], float], prompt: IntArray, *, dtype: torch.dtype
+        self,
+        greedy: Callable[[IntArray], Sequence[tuple[int, float]]],
+        logprob: Callable[[IntArray, int], float],
+        prompt: IntArray,
+        *,
+        dtype: str,
     ) -> None:
-        self._likeliest, self._logprob, self._prompt = likeliest, logprob, prompt
+        self._greedy, self._logprob, self._prompt = greedy, logprob, prompt
         self._rounding = LARGE[dtype]
         self._usual: float | None = None
 
@@ -39,7 +39,7 @@ class Canary:
         An engine whose cache is full of running sequences is left out: the next update has its own turn.
         """
         known: dict[int, float] = {}
-        for token, sampled_with in self._likeliest(self._prompt):
+        for token, sampled_with in self._greedy(self._prompt):
             if token not in known:
                 known[token] = self._logprob(self._prompt, token)
             self._compare(version, sampled_with, known[token])
@@ -54,11 +54,3 @@ class Canary:
                 f"and the learner {trained_on:.4g}: what is sampled with is not what is trained, or the weights are "
                 "damaged. The run stops here, and nothing was sampled with them"
             )
-
-
-@torch.no_grad()
-def next_logprob(policy: Policy, prompt: IntArray, token: int) -> float:
-    """Of a token after a prompt, as training computes it."""
-    tokens = torch.from_numpy(np.append(prompt, token).astype(np.int64)).to(policy.device)
-    last = torch.tensor([len(prompt)], device=policy.device)
-    return float(policy.logprobs(tokens, PackedPlan([len(tokens)], policy.device), last, 1.0))

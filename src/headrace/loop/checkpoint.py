@@ -1,42 +1,26 @@
 """Checkpoints on disk: complete or not there at all.
 
-A checkpoint is a directory with tensors as safetensors, written by `torch.distributed.checkpoint`, and a manifest with
-the checksum of every file. It is written under another name, brought to the disk, and renamed; what a crash leaves
-half-written is never taken for one. What else a restart needs (groups, steps, the cursor) is in the ledger.
-
-The ranks of a sharded learner write their parts side by side, into one directory that all of them see, and whoever has
-the run directory completes it (`write_tensors`). Any number of ranks can read it.
+A checkpoint is a directory with tensors (`learner.tensor_files`) and a manifest with the checksum of every file. It is
+written under another name, flushed to the disk, and renamed; what a crash leaves half-written is never taken for one.
+What else a restart needs (groups, steps, the cursor) is in the ledger.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
-from torch.distributed.tensor import DTensor
 
 from headrace.errors import RunError
 from headrace.ledger.files import CHECKPOINTS
 
 MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1
-
-logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it has a line for every tensor
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +35,10 @@ class Checkpoint:
     version: int
     facts: Mapping[str, Any]
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the tensors, in place. Parts of sharded ones are filled with what belongs there."""
-        try:
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.path / TENSORS)), no_dist=True)
-        except Exception as error:  # of many types, by what does not fit
-            raise RunError(f"the checkpoint {self.path} does not fit this model and optimizer: {error}") from error
-
-
-def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the host's memory, which stay as they are while training goes on."""
-    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return copies
-
-
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Write them into the directory. All processes of a `group` call this, and each writes the parts that it holds."""
-    parts = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    broken = [name for name, part in parts.items() if not bool(torch.isfinite(part).all())]
-    num_broken = torch.tensor(len(broken))
-    if group is not None:  # what one finds stops all: alone, it would leave the others waiting
-        all_reduce(num_broken, group=group)
-    if num_broken:
-        raise ValueError(f"{broken[0] if broken else 'a part on another rank'} holds what is not a finite number")
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    @property
+    def tensors(self) -> Path:
+        """The directory that `learner.tensor_files` reads."""
+        return (self.path / TENSORS).absolute()
 
 
 class Checkpoints:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from headrace.config import Config
+from headrace.episode.episode import episode
 from headrace.reward.scorer import Scorer
-from headrace.rollout.rollouts import Rollouts
-from headrace.rollout.sampling import Sampling
-from headrace.types import Completion, Prompt, Trajectory
+from headrace.rollout.pool import RolloutPool
+from headrace.types import Prompt, Sampling
 
 
-async def evaluate(actor: Rollouts, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
+async def evaluate(pool: RolloutPool, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
     """Mean reward on the held-out prompts. The noise is the same each time, so scores of one run compare closely.
 
     Answers that could not be scored are left out, not counted as zero; None when there is no other.
@@ -21,15 +22,11 @@ async def evaluate(actor: Rollouts, scorer: Scorer, prompts: list[Prompt], confi
         temperature=config.loop.eval_temperature,
         stop=config.rollout.stop,
     )
-
-    async def one(prompt: Prompt, future: asyncio.Future[Trajectory]) -> float | None:
-        trajectory = await future
-        return (await scorer.score(Completion.of(prompt, trajectory))).reward
-
-    answers = [
-        one(prompt, future)
+    episodes = [
+        episode(prompt, future, scorer.score, time.monotonic)
         for i, prompt in enumerate(prompts)
-        for future in actor.start(i, prompt, [sampling] * config.loop.eval_samples, counted=False)
+        for future in pool.start(i, prompt, [sampling] * config.loop.eval_samples, counted=False)
     ]
-    rewards = [reward for reward in await asyncio.gather(*answers) if reward is not None]
+    found = [outcome.trajectory.reward for outcome in await asyncio.gather(*episodes)]
+    rewards = [reward for reward in found if reward is not None]
     return sum(rewards) / len(rewards) if rewards else None

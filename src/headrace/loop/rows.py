@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 import numpy as np
 
-from headrace.learner.learner import StepStats
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.rollout.request import EngineCounts
-from headrace.types import Group, Row, Trajectory
-
-
-class Counting(Protocol):
-    """Where engines say what they did."""
-
-    @property
-    def counts(self) -> EngineCounts:
-        """So far, all together."""
-        ...
+from headrace.rollout.pool import RolloutPool
+from headrace.row import Row
+from headrace.types import Group, StepStats, Trajectory
 
 
 class RowMaker:
     """Collects what a row needs and books it."""
 
-    def __init__(self, ledger: Ledger, clock: StageClock, engines: Counting) -> None:
-        self._ledger, self._clock, self._engines = ledger, clock, engines
+    def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
+        self._ledger, self._clock, self._pool = ledger, clock, pool
         self._start_s = clock.now()
         self._books = ledger.totals()
-        self._counts = engines.counts
+        self._counts = pool.counts
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self.first_reward_failure = ""
 
@@ -110,8 +100,8 @@ class RowMaker:
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
             ratio_mean=stats.mismatch.ratio_mean,
-            ratio_p01=stats.mismatch.ratio_quantile(0.01),
-            ratio_p99=stats.mismatch.ratio_quantile(0.99),
+            ratio_p01=stats.mismatch.ratio_p01,
+            ratio_p99=stats.mismatch.ratio_p99,
             ratio_outside=stats.mismatch.outside_share,
             clipped_share=stats.clipped_share,
             effective_samples=stats.mismatch.effective_samples,
@@ -126,7 +116,7 @@ class RowMaker:
 
     def _count_laid_aside(self) -> tuple[int, int]:
         """Preemptions and parks since the row before."""
-        before, self._counts = self._counts, self._engines.counts
+        before, self._counts = self._counts, self._pool.counts
         return self._counts.preemptions - before.preemptions, self._counts.parks - before.parks
 
     def flush(self) -> None:

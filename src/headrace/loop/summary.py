@@ -11,7 +11,7 @@ from headrace.types import STAGES, StageTimes
 
 def summarise(ledger: Ledger, loop: Loop, *, wall_s: float) -> dict[str, Any]:
     """Totals of the run. `wall_s` is the whole command, `loop_s` the steps alone; goodput is over the latter."""
-    rows, books, counts = ledger.rows(), ledger.totals(), loop.stages.actor.counts
+    rows, books, counts = ledger.rows(), ledger.totals(), loop.stages.pool.counts
     loop_s = sum(row.wall_s for row in rows)
     stage_s = StageTimes(**{stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES})
     return {
@@ -29,5 +29,5 @@ def summarise(ledger: Ledger, loop: Loop, *, wall_s: float) -> dict[str, Any]:
         "wall": stage_s.wall,
         "drafted_tokens": counts.drafted_tokens,
         "accepted_tokens": counts.accepted_tokens,
-        "reward_failure": loop.first_reward_failure,
+        "reward_failure": loop.rows.first_reward_failure,
     }

@@ -3,65 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
-
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
 from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
-from headrace.ledger.files import REFERENCE, START
-from headrace.ledger.ledger import Ledger
-from headrace.loop.checkpoint import Checkpoints
-from headrace.loop.loop import Loop
-from headrace.loop.stages import Stages, Trainer
+from headrace.ledger.files import START
 from headrace.place.memory import CACHE, GIB, memory_for, room
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Lora, Policy, load_policy
-from headrace.prompts.stream import PromptStream
-from headrace.reward.scorer import Scorer
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
-from headrace.types import Group, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFacts:
-    """What is to be known of a policy without holding it.
-
-    Example:
-        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype=torch.float32, max_context=1024)
-    """
-
-    name: str
-    num_weights: int
-    device: str
-    dtype: torch.dtype
-    max_context: int
-
-    @classmethod
-    def of(cls, policy: Policy) -> PolicyFacts:
-        """Of a whole policy."""
-        return cls(
-            name=type(policy.model).__name__,
-            num_weights=sum(p.numel() for p in policy.model.parameters()),
-            device=policy.device.type,
-            dtype=policy.dtype,
-            max_context=policy.max_context,
-        )
-
-
-class Starting(Trainer, Protocol):
-    """A trainer at the start of a run, whose reference is still to be kept."""
-
-    def snapshot_reference(self) -> Callable[[Path], None]:
-        """What writes the reference into a directory."""
-        ...
 
 
 def model_of(config: Config, run_dir: Path) -> ModelSection:
@@ -118,37 +70,6 @@ def make_engine(
             speculate=r.speculate,
             clock=clock,
         )
-
-
-def make_loop(config: Config, sieve: Sieve, **stages: Any) -> Loop:
-    """The loop around stages that are there, with its buffer between them."""
-    lag = LagPolicy(
-        max_lag=config.loop.max_lag,
-        groups_per_step=config.loop.groups_per_step,
-        min_share=config.buffer.min_share,
-        eager=config.rollout.on_update == "drain",  # what is started during a step, its update would have to wait for
-    )
-
-    def on_drop(dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
-        loop.drop(dropped, from_buffer=was_buffered, of=(group.serial, group.attempt))
-
-    buffer = Buffer(lag, sieve, patience=config.buffer.patience, on_buffered=stages["ledger"].buffered, on_drop=on_drop)
-    stages["actor"].on_begun = buffer.begin
-    loop = Loop(config, Stages(buffer=buffer, **stages))
-    return loop
-
-
-def first_checkpoint(run_dir: Path, trainer: Starting, prompts: PromptStream, checkpoints: Checkpoints) -> None:
-    """Of a new run; before its ledger, which says that there is something to resume."""
-    checkpoints.write(0, trainer.snapshot(), {"prompts": prompts.state()})
-    if trainer.uses_reference:
-        Checkpoints(run_dir, 1, REFERENCE).write(0, trainer.snapshot_reference(), {})
-
-
-def keep_verdicts(scorer: Scorer, ledger: Ledger) -> None:
-    """Verdicts of the run so far are not asked for again, and new ones are kept."""
-    scorer.verdicts.update(ledger.verdicts())
-    scorer.on_verdict = ledger.judged
 
 
 def make_learner(config: Config, policy: Policy, sharding: Sharding | None = None) -> Learner:

@@ -2,56 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, WorkerLostError
+from headrace.place.device import DeviceThread
 from headrace.place.memory import STEPS, memory_for
-from headrace.place.workers import Answer, WorkerLostError
+from headrace.roles import Reply
 
+R = TypeVar("R")
 START_TIMEOUT_S = 300.0  # until a worker's process is up and its model loaded
 
 
 class _Host:
-    """In the worker's process: holds the object that is served. Ray calls what it is asked on one event loop.
+    """In the worker's process: holds the objects that are served, and their device thread.
 
-    If the object cannot be made, every question is answered with why: of an error in a constructor Ray passes on the
-    text alone.
+    If an object cannot be made, every call is answered with why: of an error in a constructor Ray passes on the text
+    alone.
     """
 
     def __init__(self, directory: str, make: Callable[..., Any], *args: Any) -> None:
         if os.path.isdir(directory):  # what settings name, they name from there
             os.chdir(directory)
+        self._device = DeviceThread()
+        self._served: list[Any] = []
         self._failure: Exception | None = None
-        try:
-            with memory_for("the start of a worker", STEPS):
-                self._served = make(*args)
-        except Exception as error:
-            self._failure = error
+        self._serve(make, *args)
 
     async def whereabouts(self) -> tuple[str, int]:
         self._check()
         return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def serve_beside(self, make: Callable[..., Any], *args: Any) -> None:
+        self._check()
+        await asyncio.to_thread(self._serve, make, *args, self._served[0])
+        self._check()
+
+    async def ask(self, place: int, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._check()
         with memory_for("training", STEPS):
-            found = getattr(self._served, method)(*args)
-            return await found if inspect.isawaitable(found) else found
+            bound = getattr(self._served[place], method)
+            if inspect.iscoroutinefunction(bound):
+                return await bound(*args, **named)
+            return await asyncio.wrap_future(self._device.submit(bound, *args, **named))
+
+    def _serve(self, make: Callable[..., Any], *args: Any) -> None:
+        try:
+            with memory_for("the start of a worker", STEPS):
+                self._served.append(make(self._device, *args))
+        except Exception as error:
+            self._failure = error
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
 
-class RayAnswer:
+class RayReply:
     """An object reference, with errors in our words."""
 
     def __init__(self, ref: Any, worker: str) -> None:
@@ -77,23 +92,34 @@ class RayAnswer:
 
 
 class RayWorker:
-    """One process of the cluster."""
+    """One object in a process of the cluster; the first of that process, or one beside it."""
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any, place: int = 0) -> None:
         self.name, self.node, self.pid = name, "", 0
-        self._handle = handle
+        self._handle, self._place = handle, place
+        self._made: RayReply | None = None
 
-    def ask(self, method: str, *args: Any) -> RayAnswer:
-        """Call a method there."""
-        return RayAnswer(self._handle.ask.remote(method, *args), self.name)
+    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
+        """Call the object's method of that name."""
+        return RayReply(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
+
+    def beside(self, make: Callable[..., Any], *args: Any) -> RayWorker:
+        """Another object in the same process."""
+        other = RayWorker(self.name, self._handle, self._place + 1)
+        other._made = RayReply(self._handle.serve_beside.remote(make, *args), self.name)
+        return other
 
     async def ready(self) -> None:
         """Wait until its object is made, and learn where it is."""
-        self.node, self.pid = await RayAnswer(self._handle.whereabouts.remote(), self.name)
+        if self._made is not None:
+            await self._made
+        self.node, self.pid = await RayReply(self._handle.whereabouts.remote(), self.name)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """The same, in a thread."""
-        self.node, self.pid = RayAnswer(self._handle.whereabouts.remote(), self.name).result(timeout_s)
+        if self._made is not None:
+            self._made.result(timeout_s)
+        self.node, self.pid = RayReply(self._handle.whereabouts.remote(), self.name).result(timeout_s)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -106,6 +132,7 @@ class RayCluster:
     def __init__(self, address: str = "") -> None:
         address = address or os.environ.get("RAY_ADDRESS", "")
         self._own = not ray.is_initialized()
+        self.device = DeviceThread()  # in which the run waits for workers
         self._workers: list[RayWorker] = []
         if self._own:
             _quiet()
@@ -124,7 +151,7 @@ class RayCluster:
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, gpus: float = 0.0) -> RayWorker:
-        """A process that serves `make(*args)`; on whichever node has most room."""
+        """A process that serves `make(device, *args)`, on the node with the most room."""
         host = ray.remote(_Host).options(
             num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
         )
@@ -132,9 +159,9 @@ class RayCluster:
         self._workers.append(worker)
         return worker
 
-    def first_failure(self, answers: Sequence[Answer], timeout_s: float | None = None) -> list[Any]:
+    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
         """All results; as soon as one fails its error is raised, without waiting for the others."""
-        by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayAnswer)}
+        by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayReply)}
         left = list(by_ref)
         while left:
             done, left = ray.wait(left, num_returns=1, timeout=timeout_s)

@@ -17,23 +17,33 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class DeviceThread:
     """First come, first served. Not an executor of the library's: the interpreter would not end before its threads."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._thread.start()
 
     async def run(self, work: Callable[..., Result], *args: Any) -> Result:
         """The result of `work(*args)`, run in the device thread."""
-        return await asyncio.wrap_future(self._submit(work, args))
+        return await asyncio.wrap_future(self.submit(work, *args))
 
     def call(self, work: Callable[..., Result], *args: Any) -> Result:
-        """The same, for whoever can wait: while the run is being built, before there is an event loop to keep going."""
-        return self._submit(work, args).result()
+        """The same, for a caller that can block."""
+        return self.submit(work, *args).result()
+
+    def submit(self, work: Callable[..., Result], *args: Any, **named: Any) -> Future[Result]:
+        """Queue work. In the device thread itself it is done at once: it is that thread's turn already."""
+        future: Future[Result] = Future()
+        if threading.current_thread() is self._thread:
+            _do(future, work, args, named)
+        else:
+            self._queue.put((future, work, args, named))
+        return future
 
     def close(self, *, wait: bool = True) -> None:
         """Wait for the work under way, unless it hangs."""
@@ -41,18 +51,16 @@ class DeviceThread:
         if wait:
             self._thread.join()
 
-    def _submit(self, work: Callable[..., Result], args: tuple[Any, ...]) -> Future[Result]:
-        future: Future[Result] = Future()
-        self._queue.put((future, work, args))
-        return future
-
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, work, args = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work(*args))
-            except BaseException as error:
-                future.set_exception(error)
-            del item, future, work, args  # while waiting for more, hold on to nothing
+            _do(*item)
+            del item  # while waiting for more, hold on to nothing
+
+
+def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work(*args, **named))
+    except BaseException as error:
+        future.set_exception(error)

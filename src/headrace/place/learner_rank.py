@@ -1,7 +1,6 @@
-"""A rank of the learner in a process of its own: its part of every batch, its part of the weights.
+"""One rank of the learner behind the trainer port: its part of every batch, its part of the weights.
 
-All ranks are asked the same things in the same order, because they compute together. The first one also sends new
-weights to the rollout workers.
+The first rank also sends new weights to the rollout workers.
 """
 
 from __future__ import annotations
@@ -11,25 +10,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.config import Config, ModelSection
-from headrace.learner.batch import Item
-from headrace.learner.corrections import MismatchSums
-from headrace.learner.learner import Learner, StepStats
+from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
 from headrace.learner.supervised import Example, WarmStart
-from headrace.loop.canary import next_logprob
-from headrace.loop.checkpoint import Checkpoint, snapshot, write_tensors
-from headrace.place.build import PolicyFacts, load, make_learner
+from headrace.learner.tensor_files import copies, read_tensors, write_tensors
+from headrace.network import own_address
+from headrace.place.build import load, make_learner
 from headrace.place.device import DeviceThread
 from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
-from headrace.policy.policy import Policy
-from headrace.publish.encoding import Encoder, Encoding
-from headrace.publish.publisher import Publisher, PublishTimes
-from headrace.publish.transport import SendingEnd, Ticket
-from headrace.types import FloatArray, Group, IntArray, Trajectory
+from headrace.policy.attention import PackedPlan
+from headrace.publish.encoding import Encoder
+from headrace.publish.publisher import Publisher
+from headrace.roles import SendingEnd
+from headrace.types import (
+    FloatArray,
+    Group,
+    IntArray,
+    Item,
+    Mismatch,
+    PolicyFacts,
+    PublishTimes,
+    StepStats,
+    Ticket,
+    Trajectory,
+)
 
 MB = 2**20
 
@@ -45,25 +54,24 @@ class RankSpec:
     config: Config
     model: ModelSection
     rank: int
-    sending: Callable[[], SendingEnd]
+    sending: Callable[[], SendingEnd] | None  # None: the engine computes with this rank's own weights
 
 
 class LearnerRank:
-    """Serves one rank."""
+    """A `Trainer`."""
 
-    def __init__(self, spec: RankSpec, device: DeviceThread | None = None) -> None:
+    def __init__(self, device: DeviceThread, spec: RankSpec) -> None:
         self._spec = spec
         if spec.config.model.threads:
             torch.set_num_threads(spec.config.model.threads)
-        self._device = device or DeviceThread()
         with memory_for("the model", MODEL):
-            self._policy: Policy = self._device.call(load, spec.config, spec.model)
+            self.policy = device.call(load, spec.config, spec.model)
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # of the checkpoint that is to be written
-        self._wanted_bytes = training_bytes(self._policy, spec.config.learner) // spec.config.learner.ranks
+        self._wanted_bytes = training_bytes(self.policy, spec.config.learner) // spec.config.learner.ranks
         self._held_bytes = 0
 
     @property
@@ -77,121 +85,119 @@ class LearnerRank:
         assert self._learner is not None
         return self._learner
 
-    def alive(self) -> bool:
-        """Answers even while it waits for other ranks."""
+    async def alive(self) -> bool:
+        """Answers even while the device waits for other ranks."""
         return True
 
     # ---- before the first step
 
     def facts(self) -> PolicyFacts:
-        """Of the whole policy."""
-        return PolicyFacts.of(self._policy)
+        """About the whole policy."""
+        return PolicyFacts(
+            name=type(self.policy.model).__name__,
+            num_weights=sum(p.numel() for p in self.policy.model.parameters()),
+            device=self.policy.device.type,
+            dtype=str(self.policy.dtype).removeprefix("torch."),
+            max_context=self.policy.max_context,
+            unchecked=self.policy.unchecked,
+        )
 
     def address(self) -> tuple[str, int]:
         """Where the ranks can meet, on this machine."""
         with socket.socket() as free:
             free.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()), int(free.getsockname()[1])
+            return own_address(), int(free.getsockname()[1])
 
-    async def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
-        """Supervised steps on worked examples, by one rank before it meets the others: they take its weights."""
+    def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
+        """Supervised steps, by one rank before it meets the others: they take its weights."""
         if self._warming is None:
-            self._warming = WarmStart(self._policy, self._spec.config.warmstart)
-        warming = self._warming
-        return await self._device.run(lambda: [warming.step(batch) for batch in examples])
+            self._warming = WarmStart(self.policy, self._spec.config.warmstart)
+        return [self._warming.step(batch) for batch in examples]
 
-    async def meet(self, host: str, port: int) -> None:
-        """Cut the weights among the ranks; from here on, they go together."""
-        await self._device.run(self._meet, host, port)
-
-    def _meet(self, host: str, port: int) -> None:
+    def meet(self, host: str, port: int) -> None:
+        """Shard the weights among the ranks and make the optimizer."""
         spec, self._warming = self._spec, None
         num_ranks = spec.config.learner.ranks
         if num_ranks > 1:
             self._sharding = Sharding(
-                rank=spec.rank, num_ranks=num_ranks, host=host, port=port, device=self._policy.device
+                rank=spec.rank, num_ranks=num_ranks, host=host, port=port, device=self.policy.device
             )
-        before = _allocated_bytes(self._policy.device)
+        before = _allocated_bytes(self.policy.device)
         with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=self._wanted_bytes):
-            self._learner = make_learner(spec.config, self._policy, self._sharding)
-        self._held_bytes = max(0, _allocated_bytes(self._policy.device) - before)
-        if spec.rank == 0:
+            self._learner = make_learner(spec.config, self.policy, self._sharding)
+        self._held_bytes = max(0, _allocated_bytes(self.policy.device) - before)
+        if spec.rank == 0 and spec.sending is not None:
             section = spec.config.publish
-            encoder = Encoder(Encoding(section.encoding), bucket_bytes=section.bucket_mb * MB)
-            self._publisher = Publisher(encoder, spec.sending(), self._policy.dtype)
+            encoder = Encoder(section.encoding, bucket_bytes=section.bucket_mb * MB)
+            self._publisher = Publisher(encoder, spec.sending(), self.policy.dtype)
 
     # ---- steps
 
-    async def accumulate(self, items: Sequence[Item]) -> None:
+    def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over this rank's part of a micro-batch."""
-        await self._device.run(self.learner.accumulate, items)
+        self.learner.accumulate(items)
 
-    async def finish(self) -> StepStats:
+    def finish(self) -> StepStats:
         """The optimizer step."""
-        return await self._device.run(self.learner.finish)
+        return self.learner.finish()
 
-    async def reference_logprobs(self, group: Group) -> list[FloatArray]:
+    def reference_logprobs(self, group: Group) -> list[FloatArray]:
         """Of this rank's part of a group."""
-        return await self._device.run(self.learner.reference_logprobs, group)
+        return self.learner.reference_logprobs(group)
 
-    async def mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchSums:
-        """Of this rank's part."""
-        return await self._device.run(self.learner.mismatch, trajectories)
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
+        """Over the parts of all ranks."""
+        return self.learner.mismatch(trajectories)
 
-    async def next_logprob(self, prompt: IntArray, token: int) -> float:
-        """Of a token after a prompt."""
-        return await self._device.run(next_logprob, self._policy, prompt, token)
+    @torch.no_grad()
+    def next_logprob(self, prompt: IntArray, token: int) -> float:
+        """Log-prob of `token` after `prompt`, as training computes it."""
+        device = self.policy.device
+        tokens = torch.from_numpy(np.append(prompt, token).astype(np.int64)).to(device)
+        last = torch.tensor([len(prompt)], device=device)
+        return float(self.policy.logprobs(tokens, PackedPlan([len(tokens)], device), last, 1.0))
 
     # ---- checkpoints
 
-    async def snapshot(self) -> None:
-        """Copy what a checkpoint holds of this rank, to be written later."""
-        self._copies = await self._device.run(lambda: snapshot(self.learner.tensors()))
+    def snapshot(self, *, reference: bool = False) -> None:
+        """Copy what a checkpoint holds of this rank, for `write`."""
+        self._copies = copies(self.learner.reference_tensors() if reference else self.learner.tensors())
 
     async def write(self, directory: Path) -> None:
         """Write the copies, beside the training."""
-        copies, self._copies = self._copies, {}
+        tensors, self._copies = self._copies, {}
         group = None if self._sharding is None else self._sharding.writers
         writing = DeviceThread()
         try:
-            await writing.run(write_tensors, directory, copies, group)
+            await writing.run(write_tensors, directory, tensors, group)
         finally:
-            writing.close()
+            writing.close(wait=False)
 
-    async def snapshot_reference(self) -> None:
-        """The same of the reference."""
-        self._copies = await self._device.run(lambda: snapshot(self.learner.reference_tensors()))
+    def load(self, directory: Path, version: int, *, reference: bool = False) -> None:
+        """Continue from a checkpoint's tensors, or take them as the reference's."""
+        if reference:
+            read_tensors(directory, self.learner.reference_tensors())
+            return
+        read_tensors(directory, self.learner.tensors())
+        self.learner.loaded(version)
 
-    async def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint."""
-        await self._device.run(self._load, checkpoint)
-
-    async def load_reference(self, checkpoint: Checkpoint) -> None:
-        """The weights of the reference are these."""
-        await self._device.run(lambda: checkpoint.load(self.learner.reference_tensors()))
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        checkpoint.load(self.learner.tensors())
-        self.learner.loaded(checkpoint.version)
-
-    async def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> None:
         """Write the whole policy; the first rank does, with the parts of all."""
-        await self._device.run(self._save, directory)
-
-    def _save(self, directory: Path) -> None:
-        weights = {name: tensor.cpu() for name, tensor in self.learner.weights(self._policy.dtype)}
+        if self._sharding is None:
+            self.policy.save(directory)
+            return
+        weights = {name: tensor.cpu() for name, tensor in self.learner.weights(self.policy.dtype)}
         if self._spec.rank == 0:
-            self._policy.save(directory, weights)
+            self.policy.save(directory, weights)
 
     # ---- new weights
 
-    async def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
-        """Make a version ready for the receivers on these nodes; the first rank has the ticket for them."""
-        return await self._device.run(self._offer, version, nodes)
-
-    def _offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
+    def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
+        """Make a version ready for receivers on these nodes; the first rank has the ticket."""
+        if self._spec.sending is None:
+            return None
         only = self._spec.config.publish.encoding == "adapter"
-        weights = self.learner.weights(self._policy.dtype, trained_only=only)
+        weights = self.learner.weights(self.policy.dtype, trained_only=only)
         try:
             if self._publisher is None:
                 return None
@@ -211,21 +217,22 @@ class LearnerRank:
             sending.close(wait=False)
 
     def offered(self, version: int) -> PublishTimes:
-        """All receivers hold it."""
-        assert self._publisher is not None
+        """All receivers hold the version."""
+        if self._publisher is None:
+            return PublishTimes()
         self._publisher.commit(version)
         return self._publisher.times
 
     def withdraw(self, version: int) -> None:
-        """It never was."""
+        """Withdraw an offered version; receivers keep the old one."""
         assert self._publisher is not None
         self._publisher.abandon(version)
 
-    async def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
-        """For a receiver that holds nothing."""
+    def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
+        """Tickets that bring receivers without weights to the published version."""
         assert self._publisher is not None
         self._publisher.expect(nodes)
-        return await self._device.run(self._publisher.catch_up)
+        return self._publisher.catch_up()
 
 
 def _allocated_bytes(device: torch.device) -> int:

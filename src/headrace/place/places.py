@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from headrace.config import Config
-from headrace.errors import MissingExtraError
 from headrace.ledger.files import START
-from headrace.place.local import LocalPlace
-from headrace.place.remote import RemotePlace, uses_gpus
+from headrace.place.inline import InlineCluster
+from headrace.place.place import Ends, Place, uses_gpus
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
-from headrace.publish.transport import ReceivingEnd, SendingEnd
+from headrace.roles import Cluster
+from headrace.user_code import load_optional
 
 PUBLISHED = "published"  # directory of a run in which weights travel
 
 
-def open_place(config: Config, run_dir: Path, *, resumed: bool = False) -> LocalPlace | RemotePlace:
+def open_place(
+    config: Config,
+    run_dir: Path,
+    *,
+    resumed: bool = False,
+    on_note: Callable[[str], None] = lambda text: None,
+) -> Place:
     """Build the stages where they belong."""
+    cluster: Cluster
     if config.place.cluster == "local":
-        return LocalPlace(config, run_dir, resumed=resumed)
-    cluster = _ray("headrace.place.cluster_ray").RayCluster(config.place.address)
-    try:
+        cluster, ends = InlineCluster(), None
+    else:
+        cluster = load_optional("headrace.place.cluster_ray", "ray", "ray").RayCluster(config.place.address)
         ends = _ends(config, run_dir, "cuda" if uses_gpus(config, cluster) else "cpu")
-        return RemotePlace(config, run_dir, cluster, ends, resumed=resumed)
+    try:
+        return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note)
     except BaseException:
         cluster.close()
         raise
 
 
-def _ends(config: Config, run_dir: Path, device: str) -> tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]:
+def _ends(config: Config, run_dir: Path, device: str) -> Ends:
     """Both ends of the transport, each to be made where it belongs."""
     match config.publish.transport:
         case "disk":
@@ -45,15 +51,5 @@ def _ends(config: Config, run_dir: Path, device: str) -> tuple[Callable[[], Send
                 device = "cpu"
             return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
         case "object_store":
-            store = _ray("headrace.publish.object_store_ray")
+            store = load_optional("headrace.publish.object_store_ray", "ray", "ray")
             return store.ObjectStoreSender, store.ObjectStoreReceiver
-
-
-def _ray(module: str) -> Any:
-    """A file that imports Ray, loaded only when Ray is asked for."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "ray":
-            raise MissingExtraError("Ray (place.cluster = 'ray')", "ray") from error
-        raise

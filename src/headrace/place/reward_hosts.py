@@ -10,20 +10,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.errors import RewardError
-from headrace.place.workers import Worker, WorkerLostError
-from headrace.reward.pool import Pool
+from headrace.errors import RewardError, WorkerLostError
+from headrace.place.device import DeviceThread
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
+from headrace.roles import Worker
 from headrace.types import Completion, Score
 
 MOST_REPLACED = 3  # in a row, without a verdict in between
 
 
 class RewardHost:
-    """In a process of the cluster: so many processes that judge."""
+    """In a process of the cluster: `num_workers` processes that judge. They need no device."""
 
-    def __init__(self, setup: Setup, num_workers: int, retries: int) -> None:
-        self._pool = Pool(setup, num_workers=num_workers, retries=retries)
+    def __init__(self, device: DeviceThread, setup: Setup, num_workers: int, retries: int) -> None:
+        self._pool = JudgePool(setup, num_workers=num_workers, retries=retries)
 
     async def begin(self) -> None:
         """Start the processes."""
@@ -42,15 +43,20 @@ class RewardHosts:
     """
 
     def __init__(
-        self, spawn: Callable[[int], Worker], *, num_workers: int, num_nodes: int, on_lost: Callable[[str], None]
+        self,
+        spawn: Callable[[int], Worker[RewardHost]],
+        *,
+        num_workers: int,
+        num_nodes: int,
+        on_lost: Callable[[str], None],
     ) -> None:
         num_hosts = max(1, min(num_workers, num_nodes))
         self._spawn, self._on_lost = spawn, on_lost
         self._shares = [len(range(i, num_workers, num_hosts)) for i in range(num_hosts)]
-        self._hosts: list[Worker] = []
+        self._hosts: list[Worker[RewardHost]] = []
         self._load: Counter[int] = Counter()
         self._replacing: dict[int, asyncio.Task[None]] = {}
-        self._counts: dict[Worker, tuple[int, int]] = {}
+        self._counts: dict[Worker[RewardHost], tuple[int, int]] = {}
         self._replaced = self._in_a_row = 0
 
     @property
@@ -66,7 +72,7 @@ class RewardHosts:
     async def start(self) -> None:
         """Start all hosts; a function that cannot be imported is an error here."""
         self._hosts = [self._spawn(share) for share in self._shares]
-        await asyncio.gather(*(host.ask("begin") for host in self._hosts))
+        await asyncio.gather(*(host.ask(RewardHost.begin) for host in self._hosts))
 
     async def run(self, completion: Completion) -> Score:
         """The verdict on one completion, or why there is none."""
@@ -76,7 +82,7 @@ class RewardHosts:
             host = self._hosts[place]
             self._load[place] += 1
             try:
-                score, *counts = await host.ask("judge", plain)
+                score, *counts = await host.ask(RewardHost.judge, plain)
             except WorkerLostError as lost:
                 await self._replace(place, host, lost)
                 continue
@@ -84,7 +90,7 @@ class RewardHosts:
                 self._load[place] -= 1
             self._counts[host] = counts[0], counts[1]
             self._in_a_row = 0
-            return score  # type: ignore[no-any-return]
+            return score
 
     async def close(self) -> None:
         """End the hosts; their processes end with them."""
@@ -93,7 +99,7 @@ class RewardHosts:
         for host in self._hosts:
             host.kill()
 
-    async def _replace(self, place: int, host: Worker, lost: WorkerLostError) -> None:
+    async def _replace(self, place: int, host: Worker[RewardHost], lost: WorkerLostError) -> None:
         """Put another host in the place of a lost one; whoever comes second waits for the first."""
         if self._hosts[place] is not host:
             return
@@ -108,7 +114,7 @@ class RewardHosts:
     async def _begin(self, place: int) -> None:
         try:
             host = self._spawn(self._shares[place])
-            await host.ask("begin")
+            await host.ask(RewardHost.begin)
             self._hosts[place] = host
         finally:
             del self._replacing[place]

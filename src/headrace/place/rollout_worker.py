@@ -1,36 +1,36 @@
-"""A rollout worker: one engine in a process of its own. It is asked from afar, and says what happened since last time.
+"""The embedded engine behind the sampler port: one engine, driven by an actor, in a worker.
 
-It samples on while nobody asks. New weights are fetched and checked beside that, and taken between two decode steps.
+It samples on while nobody asks. New weights are fetched and verified meanwhile, and taken between two decode steps. In
+one worker with a whole learner (`shared_policy`), both compute with one copy of the weights: a commit moves no bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from headrace.config import Config, ModelSection
-from headrace.ledger.clock import StageClock, StageSpan
+from headrace.ledger.clock import StageClock
 from headrace.place.build import load, make_engine
 from headrace.place.device import DeviceThread
+from headrace.place.learner_rank import LearnerRank
 from headrace.place.memory import MODEL, memory_for
-from headrace.policy.policy import Policy
-from headrace.publish.publisher import PublishTimes, Subscriber
-from headrace.publish.transport import ReceivingEnd, Ticket
+from headrace.publish.publisher import Subscriber
+from headrace.roles import ReceivingEnd
 from headrace.rollout.actor import RolloutActor
-from headrace.rollout.request import EngineCounts
-from headrace.rollout.sampling import Sampling
-from headrace.types import IntArray, Prompt, Trajectory
+from headrace.types import IntArray, News, Order, PublishTimes, Ticket, Trajectory
 
-HEARTBEAT_S = 1.0  # a worker that has nothing to say says so this often
+HEARTBEAT_S = 1.0  # a worker without news says so this often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """What a rollout worker is made from.
+    """What a rollout worker is made from. Without a `clock`, it keeps its own, from `epoch_s` on.
 
     Example:
         RolloutSpec(config=Config(...), model=ModelSection(path="models/mine"), name="rollout-0", epoch_s=1.8e9,
@@ -42,76 +42,51 @@ class RolloutSpec:
     name: str
     epoch_s: float  # the time of day at which the run's clock stood at zero
     longest_prompt: int
-    receiving: Callable[[], ReceivingEnd]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Answers to sample for one prompt: all of a group, or those that are left of it.
-
-    Example:
-        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(max_new_tokens=64),) * 2, indices=(0, 3))
-    """
-
-    serial: int
-    prompt: Prompt
-    samplings: tuple[Sampling, ...]
-    indices: tuple[int, ...]
-    counted: bool = True
-    attempt: int = 1
-    so_far: Mapping[int, Trajectory] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What happened on a worker since it was last asked.
-
-    Example:
-        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=EngineCounts(...))
-    """
-
-    sampled_tokens: int  # counted ones, ever: those of `finished` are among them
-    begun: tuple[tuple[int, int], ...]  # serial of a group, and the version that sampled its first token
-    finished: tuple[Trajectory, ...]
-    spans: tuple[StageSpan, ...]
-    counts: EngineCounts
+    receiving: Callable[[], ReceivingEnd] | None  # None: the engine computes with the learner's own weights
+    clock: StageClock | None = None  # of the run, where worker and run are one process
 
 
 class RolloutWorker:
-    """Serves one engine."""
+    """A `Sampler`."""
 
-    def __init__(self, spec: RolloutSpec, device: DeviceThread | None = None, reserved_bytes: int = 0) -> None:
+    def __init__(self, device: DeviceThread, spec: RolloutSpec, rank: LearnerRank | None = None) -> None:
         config = spec.config
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
-        self._name = spec.name
-        self._clock = StageClock(start_s=time.time() - spec.epoch_s)
-        self._device = device or DeviceThread()
-        with memory_for("the model", MODEL):
-            self._policy: Policy = self._device.call(load, config, spec.model)
-        self._engine = make_engine(
+        self._name, self._device = spec.name, device
+        self._clock = spec.clock or StageClock(start_s=time.time() - spec.epoch_s)
+        self._keeps_spans = spec.clock is None
+        self._subscriber: Subscriber | None = None
+        if spec.receiving is None:
+            assert rank is not None
+            self.policy = rank.policy
+        else:
+            with memory_for("the model", MODEL):
+                self.policy = device.call(load, config, spec.model)
+            weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
+            self._subscriber = Subscriber(spec.receiving(), weights)
+        self.engine = make_engine(
             config,
-            self._policy,
+            self.policy,
             longest_prompt=spec.longest_prompt,
-            reserved_bytes=reserved_bytes,
+            reserved_bytes=rank.still_wanted_bytes if rank else 0,
             clock=self._clock.now,
         )
         self._sampled_tokens = 0
         self._begun: list[tuple[int, int]] = []
         self._finished: list[Trajectory] = []
+        self._failure: Exception | None = None
         self._news = asyncio.Event()
-        self._actor = RolloutActor(
-            self._engine,
-            self._device,
+        self.actor = RolloutActor(
+            self.engine,
+            device,
             seed=config.run.seed,
             clock=self._clock.now,
-            span=lambda stage: self._clock.span(stage, version=self._engine.version, worker=self._name),
+            span=lambda stage: self._clock.span(stage, version=self.engine.version, worker=self._name),
             on_sampled=self._on_sampled,
+            on_begun=self._on_begun,
         )
-        self._actor.on_begun = self._on_begun
-        weights = {name: parameter.data for name, parameter in self._policy.model.named_parameters()}
-        self._subscriber = Subscriber(spec.receiving(), weights)
-        self._fetching = DeviceThread()  # one version at a time
+        self._fetching: DeviceThread | None = None  # one version at a time
         self._running: asyncio.Task[None] | None = None
 
     # ---- generation
@@ -119,19 +94,14 @@ class RolloutWorker:
     async def take(self, orders: Sequence[Order]) -> None:
         """Sample these, too."""
         if self._running is None:
-            self._running = asyncio.create_task(self._actor.run())
-        for order in orders:
-            futures = self._actor.start(
-                order.serial,
-                order.prompt,
-                order.samplings,
-                counted=order.counted,
-                attempt=order.attempt,
-                so_far=order.so_far,
-                indices=order.indices,
-            )
-            for future in futures:
-                future.add_done_callback(self._on_finished)
+            self._running = asyncio.create_task(self.actor.run())
+        try:
+            for order in orders:
+                for future in self.actor.start(order):
+                    future.add_done_callback(self._on_finished)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._news.set()
 
     async def news(self) -> News:
         """What happened, as soon as something has."""
@@ -140,6 +110,8 @@ class RolloutWorker:
                 await self._news.wait()
         except TimeoutError:
             pass
+        if self._failure is not None:
+            raise self._failure
         if self._running is not None and self._running.done():
             self._running.result()  # raises what ended it
         self._news.clear()
@@ -149,21 +121,32 @@ class RolloutWorker:
             sampled_tokens=self._sampled_tokens,
             begun=begun,
             finished=finished,
-            spans=tuple(self._clock.drain()),
-            counts=self._engine.counts,
+            spans=tuple(self._clock.drain()) if self._keeps_spans else (),
+            counts=self.engine.counts,
         )
 
-    async def abort(self, serial: int) -> None:
-        """End what is left of a group."""
-        self._actor.abort(serial)
+    async def abort(self, serials: Sequence[int]) -> None:
+        """End what is left of these groups."""
+        self.actor.abort(serials)
 
-    async def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished requests have sampled so far."""
-        return await self._device.run(self._actor.under_way)
+    def under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """By serial and index, what unfinished answers have sampled so far."""
+        return self.actor.under_way()
 
-    async def likeliest(self, prompt: IntArray) -> tuple[int, float] | None:
-        """The likeliest token after a prompt and its log-prob."""
-        return await self._device.run(self._engine.likeliest, prompt)
+    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
+        """The most likely next token and its log-prob."""
+        return self.engine.likeliest(prompt)
+
+    def release_cache(self) -> None:
+        """Free the KV cache for whoever shares the device."""
+        self.engine.release_cache()
+
+    def close(self) -> None:
+        """Sample no more. Called on the event loop."""
+        if self._running is not None:
+            self._running.cancel()
+        if self._fetching is not None:
+            self._fetching.close(wait=False)
 
     def _on_sampled(self, num_tokens: int) -> None:
         self._sampled_tokens += num_tokens
@@ -178,26 +161,27 @@ class RolloutWorker:
             self._finished.append(future.result())
         self._news.set()
 
-    def release_cache(self) -> None:
-        """Give the cache's memory to whoever shares the device. Call it in the device thread."""
-        self._engine.release_cache()
-
     # ---- weights
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        """Fetch a version and check it; sampling goes on with the old one."""
-        await self._fetching.run(self._subscriber.stage, ticket, timeout_s)
+        """Fetch a version and verify it; sampling goes on with the old one."""
+        assert self._subscriber is not None
+        if self._fetching is None:
+            self._fetching = DeviceThread()
+        await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))
 
-    async def commit(self, version: int) -> PublishTimes:
+    @torch.no_grad()
+    def commit(self, version: int) -> PublishTimes:
         """From the next decode step on, tokens are sampled by `version`."""
-        return await self._device.run(self._commit, version)
+        if self._subscriber is None:
+            self.engine.weights_changed(version)
+            return PublishTimes()
+        with self._clock.span("publish", version=version, worker=self._name, detail="apply"):
+            self._subscriber.commit(version)
+            self.engine.weights_changed(version)
+        return self._subscriber.times
 
     async def abandon(self, version: int) -> None:
         """Stay with the old version."""
+        assert self._subscriber is not None
         self._subscriber.abandon(version)
-
-    def _commit(self, version: int) -> PublishTimes:
-        with self._clock.span("publish", version=version, worker=self._name, detail="apply"), torch.no_grad():
-            self._subscriber.commit(version)
-            self._engine.weights_changed(version)
-        return self._subscriber.times

@@ -1,8 +1,7 @@
-"""Low-rank adapters (LoRA): the model's own weights stay, and small matrices beside them are trained.
+"""Low-rank adapters (LoRA): the model's own weights are frozen, and small matrices beside them are trained.
 
-Every linear layer but the output head becomes W x + (alpha / rank) B A x, with B at zero to begin with, so that the
-first version is the model as it was; of a mixture model, those of its attention. Engine and learner compute it in the
-same way.
+Every linear layer but the output head (in a mixture model, those of the attention) becomes W x + (alpha / rank) B A x,
+with B at zero to begin with: the first version is the model as it was. Engine and learner compute it in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ADAPTER = "default"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
-    """Freeze the model and put adapters into it, in its own precision. One seed makes one set of them."""
+    """Freeze the model and put adapters into it, in its own precision. `seed` decides their first values."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_linear_layers(model), lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -28,7 +27,7 @@ def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
 
 
 def _linear_layers(model: Any) -> list[str]:
-    """What gets adapters. Experts do not: `transformers` keeps them in tensors of their own, not in layers."""
+    """The layers that get adapters. Experts do not: `transformers` keeps them in tensors, not in layers."""
     head = model.get_output_embeddings()
     found = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     if any(hasattr(module, "experts") for module in model.modules()):
@@ -38,7 +37,7 @@ def _linear_layers(model: Any) -> list[str]:
 
 @torch.no_grad()
 def merged_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same as `model` with these, in the host's memory."""
+    """`weights` with the adapters' products added, on the CPU: a model without adapters computes the same with them."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():

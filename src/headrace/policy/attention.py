@@ -1,14 +1,14 @@
 """One attention function for training and decoding, registered with `transformers` under the name `headrace`.
 
-Every forward pass of the policy, in the engine and in the learner, lays its tokens in one row `[1, T]` and passes a
-*plan* that knows which of them belong together. The model definition stays `transformers`' own; only the plan differs.
+Every forward pass of the policy, in the engine and in the learner, has its tokens in one row `[1, T]` and a *plan* that
+knows which of them belong together. The model definition is that of `transformers`; only the plan differs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,20 +18,13 @@ from transformers import AttentionInterface
 
 from headrace import kernels
 from headrace.policy import exact_cpu
+from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.attention import Blocks, block_attention, block_tokens
     from headrace.kernels.attention_backward import QUERIES, attention_gradient
 
 NAME = "headrace"
-
-
-class Plan(Protocol):
-    """How the tokens of one forward pass attend to each other. H query heads, J key/value heads, D head size."""
-
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
-        ...
 
 
 def _attention(
@@ -41,7 +34,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    plan: Plan,
+    plan: AttentionPlan,
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
@@ -56,9 +49,9 @@ AttentionInterface.register(NAME, _attention)
 
 
 class _Regroup(torch.autograd.Function):
-    """Rows of `x` by `index`. `back` undoes it, so its backward is a gather as well (a scatter-add is far slower).
+    """The rows `index` of `x`. `back` is its inverse: the backward pass is a gather too, not a slow scatter-add.
 
-    Rows of x that no index names stay out of the result and get a gradient of zero: `unused` lists them.
+    Rows of `x` that `index` does not name are in `unused`, and get a gradient of zero.
     """
 
     @staticmethod
@@ -76,21 +69,21 @@ class _Regroup(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Rectangles:
-    """Sequences of one row, regrouped by similar length into padded rectangles that lie end to end.
+    """Sequences of one row, regrouped by similar length into padded rectangles, one after the other.
 
     Example:
         lengths [5, 3, 5] become shapes [(2, 5), (1, 3)]: the sequences 0, 2 and then 1
     """
 
     shapes: list[tuple[int, int]]  # (sequences, longest) of each rectangle
-    pad: Tensor  # [P] which token of the row stands here; a padding place repeats one
-    unpad: Tensor  # [T] where each token of the row stands
-    padding: Tensor  # the padding places among P
+    pad: Tensor  # [P] the token of the row at each place; padding repeats one
+    unpad: Tensor  # [T] the place of each token of the row
+    padding: Tensor  # which of the P places are padding
     nothing: Tensor  # empty
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> _Rectangles:
-        """Group lengths within a quarter of each other: few calls, little padding."""
+        """Lengths within a quarter of each other share a rectangle: few calls, little padding."""
         starts = np.concatenate([[0], np.cumsum(lengths)])
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         shapes: list[tuple[int, int]] = []
@@ -112,7 +105,7 @@ class _Rectangles:
 
 
 class PackedPlan:
-    """Whole sequences laid end to end, each seeing only its own past: training and scoring.
+    """Whole sequences in one row, each attending only to its own past: training and scoring.
 
     Example:
         PackedPlan([5, 3], device) for the tokens a0 a1 a2 a3 a4 b0 b1 b2
@@ -126,7 +119,6 @@ class PackedPlan:
         self._cut: dict[int, Blocks] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """Causal attention inside each sequence."""
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
@@ -135,7 +127,7 @@ class PackedPlan:
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
     ) -> Tensor:
-        """The same, with the bits of decoding."""
+        """Batch-invariant, with the bits that decoding computes."""
         return self._attend_rectangles(_attend_rectangle_exact, q_THD, k_TJD, v_TJD, scale, window)
 
     def _attend_rectangles(
@@ -155,7 +147,7 @@ class PackedPlan:
         return _Rectangles.of(self.lengths, self._device)
 
     def blocks(self, tokens: int) -> Blocks:
-        """The sequences in blocks of so many tokens."""
+        """The sequences in blocks of `tokens` tokens."""
         if tokens not in self._cut:
             starts = [0, *np.cumsum(self.lengths)[:-1].tolist()]
             self._cut[tokens] = Blocks.of([0] * len(self.lengths), self.lengths, starts, tokens, self._device)
@@ -184,7 +176,7 @@ class _Packed(torch.autograd.Function):
 
 
 def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
-    """Causal attention of `shape = (sequences, longest)` right-padded sequences; causality keeps the padding out."""
+    """Causal attention of `shape = (sequences, longest)` right-padded sequences; causality masks the padding."""
     mask = None
     if window:
         at = torch.arange(shape[1], device=q.device)
@@ -195,7 +187,5 @@ def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], s
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_rectangle_exact(
-    q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int
-) -> Tensor:
-    return exact_cpu.attend_rectangle(q, k, v, shape, scale, window, ordinary=_attend_rectangle)
+def _attend_rectangle_exact(*args: Any) -> Tensor:
+    return exact_cpu.RectangleAttention.apply(*args, _attend_rectangle)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,4 +1,4 @@
-"""A small model made on the spot, so that a first run needs nothing downloaded."""
+"""A small random model, so that a first run needs no download."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from headrace.policy.quiet_transformers import quiet_transformers
+
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 MAX_POSITIONS = 1024
 
 
+@quiet_transformers()
 def build_demo(directory: Path, seed: int) -> None:
-    """Write a Qwen3-shaped model of about two million random weights and its character tokenizer."""
+    """Write a Qwen3 model of about two million random weights, and its character tokenizer, into `directory`."""
     tokenizer = character_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -32,7 +35,7 @@ def build_demo(directory: Path, seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
-    # The caller's random state must neither decide the weights nor be moved by them.
+    # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)

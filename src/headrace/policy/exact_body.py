@@ -1,40 +1,28 @@
-"""The decoder of the Llama family in exact mode: the same steps as family.py, each with the bits of exact_cpu.py."""
+"""The Llama family's decoder in exact mode on a CPU: the steps of family.py, batch-invariant by exact_cpu.py."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.policy import exact_cpu
-from headrace.policy.attention import Plan
 from headrace.policy.exact_cpu import ExactFunctions, gated, linear, rotate
 from headrace.policy.family import FamilyBody, is_mixture
+from headrace.roles import AttentionPlan, ExactPlan
 
 POSITIONS = 1024  # whose angles are computed at once
 
 
-@runtime_checkable
-class ExactPlan(Protocol):
-    """A plan with an attention whose result for a token does not depend on the others it is computed with."""
-
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """As `Plan.attend`."""
-        ...
-
-
 class ExactBody(FamilyBody):
-    """Embedding, layers and final norm, on a CPU."""
+    """Embedding, layers and final norm on a CPU, batch-invariant."""
 
     def __init__(self, body: Any, **options: Any) -> None:
         super().__init__(body, **options)
         self._exact_angles = torch.empty(2, 0, 1, 0)  # cos and sin of all positions so far, [2, positions, 1, D]
 
-    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
-        """Final hidden states `[T, E]`."""
+    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         assert isinstance(plan, ExactPlan), f"{type(plan).__name__} has no exact attention"
         body = self._body
         x = body.embed_tokens(token_ids_T)
@@ -62,7 +50,7 @@ class ExactBody(FamilyBody):
         return x + _linear(mlp.down_proj, gated(_linear(mlp.gate_proj, h), _linear(mlp.up_proj, h)))
 
     def _angles_at(self, positions_T: Tensor, x: Tensor) -> Tensor:
-        """cos and sin `[2, T, 1, D]`, from a table: computed in passing, an angle's last bit depends on its place."""
+        """cos and sin `[2, T, 1, D]`, from a table: an angle's last bit depends on its place in the call."""
         needed = int(positions_T.max()) + 1
         with torch.inference_mode(False), torch.no_grad():
             while self._exact_angles.shape[1] < needed:

@@ -1,10 +1,10 @@
-"""Exact mode on a CPU: functions whose result for a token has the same bits whatever is computed beside it.
+"""Exact mode on a CPU: batch-invariant functions, whose result for a token does not depend on the rest of its batch.
 
 The libraries under torch choose instructions, and with them the order of a sum, by the shape of the whole call and by
-where in it an element lies. Here every sum has one order: products run in row counts that were proven to agree, keys
-are met in tiles that start at position 0, and elementwise functions never end in a scalar remainder. What is left
-(adding, multiplying, maxima, copying) rounds the same everywhere.
-B batch, R rows, D head size, L keys (a multiple of TILE), g query heads per key/value head.
+an element's place in it. Here every sum has one order: GEMMs run with numbers of rows that were tried and agree, keys
+come in tiles that start at position 0, and elementwise functions never end in a scalar remainder. All else (sums of two
+numbers, products, maxima, copies) rounds the same everywhere.
+B batch, R rows, D head size, L keys (a multiple of TILE).
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ SUMMED = 256  # keys whose values are summed in one product
 QUERY_ROWS = (2, 4, 8, 16)
 MOST_ROWS = 1024
 MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have more
-GRAIN = 2**15  # elements: torch gives a thread at least so many
+GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
 
 Attention = Callable[[Tensor, Tensor, Tensor, tuple[int, int], float, int], Tensor]
 
 
-class _KeepsNothing:
-    """Stands for autograd's context where there is no backward pass: `apply` costs more than a small product."""
+class _NoContext:
+    """Takes the place of autograd's context where there is no backward pass."""
 
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        """Nothing."""
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-_KEEPS_NOTHING = _KeepsNothing()
+_NO_CONTEXT = _NoContext()
+
+
+def _call(function: Any, *args: Any) -> Tensor:
+    """An autograd function; without a backward pass its forward alone, since `apply` costs more than a small GEMM."""
+    if torch.is_grad_enabled():
+        return function.apply(*args)  # type: ignore[no-any-return]
+    return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) · weight, over the last dimension."""
-    if not torch.is_grad_enabled():
-        return RmsNorm.forward(_KEEPS_NOTHING, x, weight, epsilon)
-    return RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+    return _call(RmsNorm, x, weight, epsilon)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary position embedding."""
-    if not torch.is_grad_enabled():
-        return _ExactRotate.forward(_KEEPS_NOTHING, x_THD, cos_T1D, sin_T1D)
-    return _ExactRotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
+    return _call(_ExactRotate, x_THD, cos_T1D, sin_T1D)
 
 
 class _ExactRotate(Rotate):
@@ -67,10 +67,7 @@ class _ExactRotate(Rotate):
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    if not torch.is_grad_enabled():
-        return _ExactGated.forward(_KEEPS_NOTHING, gate, up)
-    return _ExactGated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return _call(_ExactGated, gate, up)
 
 
 class _ExactGated(Gated):
@@ -81,7 +78,7 @@ class _ExactGated(Gated):
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Inside, `transformers`' own modules (the experts of a mixture, its routers) use the functions of this file."""
+    """Inside, `transformers`' own modules (routers and experts) compute with the functions of this file."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,7 +103,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
-    """Where loops over so many elements end, so that each thread gets whole lanes; the last few elements stay."""
+    """Ends of loops that give each thread whole vectors. The last few of `num_elements` are left over."""
     grains = num_elements // GRAIN
     even = grains - grains % threads
     if even:
@@ -118,10 +115,7 @@ def _loops(num_elements: int, threads: int) -> Iterator[int]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias."""
-    if not torch.is_grad_enabled():
-        return _in_blocks(x.contiguous(), weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+    return _call(_Linear, x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -170,9 +164,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 @cache
 def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Whether products of so many rows have the bits of those of ROWS rows, tried once on this machine.
+    """Whether a GEMM of `rows` rows gives the bits of one of ROWS rows, tried once on this machine.
 
-    For ROWS rows: whether it matters where a row stands among them, and then exactness is impossible here.
+    For ROWS itself: raises if a row's bits depend on its place among the ROWS.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
@@ -200,7 +194,7 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
 
 
 def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor) -> Tensor:
-    """Attention output `[B, R, D]`; the mask, -inf where a query does not look, is added to the scores."""
+    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf where a query does not look."""
     rows = _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads())
     return _attend(q_BRD, keys_BDL, values_BLD, mask, rows)
 
@@ -222,7 +216,7 @@ def _attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, m
 
 @cache
 def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
-    """The multiple of rows that queries must come in for their bits to be their own, found by trial."""
+    """The multiple of query rows for which attention is batch-invariant, found by trial."""
     for multiple in QUERY_ROWS:
         if _is_enough(multiple, head_size, dtype):
             return multiple
@@ -251,7 +245,7 @@ def _is_enough(multiple: int, head_size: int, dtype: torch.dtype) -> bool:
 
 
 def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
-    """For queries at the positions `start`.., `group` rows each, that see their past: the last `window`, or all."""
+    """For queries from position `start` on, `group` rows each: they see the last `window` tokens, or all."""
     end = start + q_BRD.shape[1] // group
     outs = []
     for first in range(start, end, TILE):
@@ -264,25 +258,20 @@ def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: in
 
 
 def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Mask `[T, length]`: 0 for the keys that a query sees, -inf for those after it or before its window."""
+    """Mask `[T, length]`: 0 for keys that a query sees, -inf for those after it or before its window."""
     ago = positions_T[:, None] - torch.arange(length)
     hidden = (ago < 0) | (ago >= window) if window else ago < 0
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def tiled(num_tokens: int) -> int:
-    """Keys in whole tiles."""
+    """`num_tokens`, rounded up to whole tiles."""
     return -(-num_tokens // TILE) * TILE
 
 
-def attend_rectangle(
-    q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int, ordinary: Attention
-) -> Tensor:
+class RectangleAttention(torch.autograd.Function):
     """Causal attention of `shape = (sequences, longest)` right-padded sequences, with the gradient of `ordinary`."""
-    return _Attention.apply(q, k, v, shape, scale, window, ordinary)  # type: ignore[no-untyped-call, no-any-return]
 
-
-class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,8 +1,8 @@
-"""Exact mode on a GPU: matrix products whose rows have the same bits in any company.
+"""Exact mode on a GPU: batch-invariant GEMMs, in which a row's bits do not depend on the other rows.
 
-Everything else on a GPU has them anyway: attention, norms, gates and log-probs are our own kernels, each with one order
-of its sums. A product loses them when its sum is split differently for other numbers of rows; cuBLASLt without a
-workspace does not split it. That is not promised anywhere, so it is checked, on the shapes of the model at hand.
+All else on a GPU is batch-invariant anyway: attention, norms, gates and log-probs are our own kernels, each with one
+order of its sums. A GEMM is not if its sum is split differently for other numbers of rows; cuBLASLt without a workspace
+does not split it. That is not promised anywhere, so it is checked, on the shapes of the model at hand.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MANY = 8192
 EVEN = 8  # numbers: 16 bytes. Rows that begin elsewhere are multiplied by other functions, which split sums at times
 
 
-def use_steady_products() -> None:
-    """For the rest of the process. Call it before the first matrix product: the workspace is made only once."""
+def use_batch_invariant_gemms() -> None:
+    """For the rest of the process. Call it before the first GEMM: the workspace is made only once."""
     os.environ.setdefault(WORKSPACE, "1")
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -31,7 +31,7 @@ def use_steady_products() -> None:
 
 @torch.no_grad()
 def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], like: Tensor) -> None:
-    """Refuse a machine on which company changes a row's bits, in any of these functions of rows of some width."""
+    """Fail if one of `products` (name -> function of rows, their width) is not batch-invariant on this GPU."""
     generator = torch.Generator(like.device).manual_seed(0)
     for name, (work, width) in products.items():
         x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)

@@ -1,16 +1,16 @@
-"""The decoder of the Llama family: `transformers`' weights and matrices, our own path between them.
+"""The decoder of the Llama family: the weights of `transformers`, and a forward pass of our own.
 
-A decode step of a small model spends most of its time between the matrices, in module calls, views and elementwise
-chains. This path has few of them, and serves the engine and the learner alike; on a GPU each stretch between two
-matrices is one kernel. Mixture layers, and other architectures, run through `transformers`' own modules. Either way the
-policy compares itself with `transformers` once, when it is loaded.
+A decode step of a small model spends most of its time between the GEMMs, in module calls, views and elementwise chains.
+This forward pass has few of them, in the engine and in the learner; on a GPU there is one kernel between two GEMMs.
+Mixture layers, and other architectures, run through the modules of `transformers`. Either way the policy is compared
+with `transformers` when it is loaded (probe.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace import kernels
-from headrace.policy.attention import Plan
 from headrace.policy.functions import gated, rms_norm, rotate
+from headrace.roles import AttentionPlan, PagedPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.block import Heads, add_norm, gate, rotate_heads
@@ -29,29 +29,16 @@ BEYOND = 64  # positions after the model's last: the engine computes some before
 FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel"}
 
 
-@runtime_checkable
-class PagedPlan(Protocol):
-    """A step of the engine over a paged cache."""
-
-    def rotate_and_attend(
-        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """From queries, keys and values side by side to the attention's output `[T, H, D]`."""
-        ...
-
-
 def in_family(body: Any) -> bool:
-    """Whether this path computes what the model does."""
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
 
 
 def is_mixture(mlp: Any) -> bool:
-    """Whether the layer sends each token to a few of many experts."""
     return hasattr(mlp, "experts")
 
 
 class FamilyBody:
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm. Called for the final hidden states `[T, E]`."""
 
     def __init__(self, body: Any, *, exact: bool = False, recomputing: Any = None) -> None:
         self._body = body
@@ -60,11 +47,10 @@ class FamilyBody:
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
         self._through_modules = False
         self._table: tuple[Tensor, Tensor] | None = None
-        head_size = body.layers[0].self_attn.head_dim
-        self.fits_kernels = kernels.AVAILABLE and head_size & (head_size - 1) == 0
+        self.head_size: int = body.layers[0].self_attn.head_dim
+        self.fits_kernels = kernels.AVAILABLE and self.head_size & (self.head_size - 1) == 0
 
-    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan) -> Tensor:
-        """Final hidden states `[T, E]`."""
+    def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         body = self._body
         x = body.embed_tokens(token_ids_T)
         cos, sin = self._angles(x, positions_1T)
@@ -76,9 +62,9 @@ class FamilyBody:
         return _norm(body.norm, x)
 
     def go_through_modules(self) -> None:
-        """From now on each layer is a call of its module, so that hooks on it fire: sharded weights are gathered there.
+        """From now on call each layer as a module, so that its hooks fire: FSDP gathers the weights there.
 
-        Kernels that join the weights of several matrices have no place then.
+        This rules out kernels that join the weights of several matrices.
         """
         self.fits_kernels = False
         self.__dict__.pop("_joined", None)
@@ -92,7 +78,7 @@ class FamilyBody:
         return self._run(self._layer, layer, x, cos, sin, plan)  # type: ignore[no-any-return]
 
     def _run(self, layer_function: Any, *args: Any) -> Any:
-        """One layer, with its activations kept for the backward pass or computed again there."""
+        """One layer; with `checkpoint_activations`, its activations are recomputed in the backward pass."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             contexts = {} if self._recomputing is None else {"context_fn": self._recomputing}
             return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
@@ -115,8 +101,8 @@ class FamilyBody:
             return x + _one_row(mlp, h)
         return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
 
-    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
-        """The layers on a GPU. What a layer adds to the residual stream travels beside it until the next norm."""
+    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        """The layers on a GPU. A layer's addition to the residual stream is applied by the next norm's kernel."""
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
@@ -124,7 +110,14 @@ class FamilyBody:
         return add_norm(x, update, norm.weight, norm.variance_epsilon)[1]
 
     def _fused_layer(
-        self, layer: Any, joined: _Joined, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, plan: Plan
+        self,
+        layer: Any,
+        joined: _Joined,
+        x: Tensor,
+        update: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        plan: AttentionPlan,
     ) -> tuple[Tensor, Tensor]:
         attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
         where = attention.layer_idx, attention.scaling, self._window(attention)
@@ -140,7 +133,7 @@ class FamilyBody:
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
 
     def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[T, D]` of the tokens' positions; on a GPU from a table, one lookup each."""
+        """cos and sin `[T, D]` of the positions; on a GPU looked up in a table."""
         if not x.is_cuda or self._body.config.max_position_embeddings > MOST_ANGLES:
             cos, sin = self._body.rotary_emb(x[None], positions_1T)
             return cos[0], sin[0]
@@ -157,7 +150,7 @@ class FamilyBody:
         return [_Joined(layer) for layer in self._body.layers]
 
     def products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """What a GPU computes for many rows at once, one of each shape: by name, with the width of its input."""
+        """Every GEMM of the layers, one of each shape: name -> function, width of its input."""
         found: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {}
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             linears: list[tuple[str, Any, Tensor]] = [
@@ -174,14 +167,14 @@ class FamilyBody:
         return found
 
     def _window(self, attention: Any) -> int:
-        """Tokens that the layer sees, 0 for all: Qwen says it per layer, Mistral and Mixtral once, Llama never."""
+        """The layer's sliding window, 0 for none. Qwen says it per layer, Mistral and Mixtral once, Llama never."""
         body = self._body
         everywhere = body.config.sliding_window if type(body).__name__ in ("MistralModel", "MixtralModel") else None
         return getattr(attention, "sliding_window", everywhere) or 0
 
 
 class _Joined:
-    """The matrices of a layer that read the same input, as one."""
+    """The matrices of a layer that read the same input, joined."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -198,7 +191,7 @@ class _Joined:
 
 
 class JoinedLinear:
-    """Linear maps of one input, laid end to end so that one product does for all.
+    """Several linear maps of one input as one product: their weights end to end.
 
     The model's own weights become views into the joined ones: an update in place reaches both.
     """
@@ -210,14 +203,13 @@ class JoinedLinear:
         self.bias = _join(self._bias_parts) if self._bias_parts else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The results, side by side."""
         if torch.is_grad_enabled():
             return _JoinedProduct.apply(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-untyped-call, no-any-return]
         return F.linear(x, self.weight, self.bias)
 
 
 class _JoinedProduct(torch.autograd.Function):
-    """Hands each part of the joined weight (and bias) its own rows of the gradient."""
+    """Gives each part of the joined weight (and bias) its own rows of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
@@ -245,7 +237,7 @@ def _join(parts: list[Any]) -> Tensor:
 
 
 def _one_row(mlp: Any, x: Tensor) -> Tensor:
-    """`transformers` wants tokens in a batch of sequences."""
+    """`transformers` takes a batch of sequences."""
     return mlp(x[None])[0]  # type: ignore[no-any-return]
 
 

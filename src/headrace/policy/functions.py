@@ -1,8 +1,8 @@
-"""What stands between a decoder's matrices: norm, rotation, gate.
+"""The functions between a decoder's GEMMs: norm, rotary position embedding, gate.
 
-`transformers` writes each as a chain of small operations, and autograd keeps and walks the result of every one. Here
-each is one function with a backward of its own: the same arithmetic in fewer passes over memory. On two cores, the
-norm of 4,864 tokens of width 128, forward and backward, went from 6.4 ms to 1.2 ms.
+`transformers` has each as a chain of small operations, and autograd keeps the result of every one. Here each is one
+function with a backward of its own: the same arithmetic in fewer passes over memory. On two cores, the norm of 4,864
+tokens of width 128, forward and backward, went from 6.4 ms to 1.2 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) · weight, over the last dimension."""
     if x.is_cuda or not torch.is_grad_enabled():
         return F.rms_norm(x, weight.shape, weight, epsilon)
     return RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
@@ -26,7 +25,6 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """y, keeping x and r."""
         # float32 at least, like torch's own: rounded to half precision, r would scale a whole row
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         r.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
@@ -36,7 +34,6 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Of x and weight."""
         x, weight, r = ctx.saved_tensors
         unit = x * r
         pull = grad * unit
@@ -47,10 +44,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary position embedding: the two halves of each head are turned by the angle of the token's position.
-
-    Both halves of `cos` hold the same angles, and so do those of `sin`.
-    """
+    """Rotary position embedding. Both halves of `cos` hold the same angles, and so do those of `sin`."""
     if torch.is_grad_enabled():
         return Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
     return _turn(x_THD, cos_T1D, sin_T1D, 1)
@@ -65,39 +59,34 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """A rotation's backward is the rotation the other way."""
+    """Rotary position embedding; its backward is the rotation the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x, turned."""
         ctx.save_for_backward(cos, sin)
         return _turn(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Turned back."""
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, sin, -1), None, None
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
     if torch.is_grad_enabled():
         return Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     return F.silu(gate, inplace=True).mul_(up)
 
 
 class Gated(torch.autograd.Function):
-    """Keeps the two inputs and nothing between them."""
+    """silu(gate) · up, keeping only the two inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) · up."""
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of gate and up."""
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

@@ -1,44 +1,39 @@
-"""Loading a GGUF file, and putting right what `transformers` leaves wrong in it."""
+"""Loads a GGUF file, and corrects what `transformers` gets wrong in it."""
 
 from __future__ import annotations
 
-import mmap
-import struct
 from contextlib import redirect_stderr
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headrace.errors import MissingExtraError, ModelError
+from headrace.errors import ModelError
+from headrace.user_code import load_optional
 
-# A file only names the rule that cuts text before the merges, as llama.cpp calls it. For names it does not know,
-# `transformers` takes GPT-2's rule. That is right for the first set; the second wants every digit alone before it.
+# A file has only the name, from llama.cpp, of the rule that splits text before the merges. For names it does not know,
+# `transformers` takes GPT-2's rule. That is right for the first set; the second also splits all digits.
 AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-TEXT = 8  # the type number of a text value
-METADATA_BYTES = 2**26  # where a file's metadata surely ends
 
 
 def gguf_model(path: Path, **options: Any) -> Any:
-    """What `AutoModelForCausalLM.from_pretrained` gives with these options, dense, trainable and ready to be saved."""
-    for library in ("gguf", "accelerate"):
-        if find_spec(library) is None:
-            raise MissingExtraError(library, "gguf")
+    """As `AutoModelForCausalLM.from_pretrained`, with dense weights that can be trained and saved."""
+    load_optional("accelerate", "accelerate", "gguf")  # `transformers` needs it for these files
     with redirect_stderr(StringIO()):  # a progress bar that has no switch
         model, info = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
-        # The weights are plain numbers now, but as long as this is there `transformers` refuses to save them.
+        # The weights are dense now, but `transformers` refuses to save a model that has a quantizer.
         quantizer.remove_quantization_config(model)
     return model, info
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> Any:
-    """The tokenizer in the file, cutting text as the file says."""
+    """The file's tokenizer, with the pre-tokenizer that the file names."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, **options)
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
@@ -50,19 +45,12 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         )
     elif rule not in AS_GPT2:
         raise ModelError(
-            f"{path} cuts text into words by the rule '{rule}', which is not known here, so its tokens would be wrong; "
+            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens would be wrong; "
             "set model.tokenizer to a directory with the model's original tokenizer"
         )
     return tokenizer
 
 
 def text_value(path: Path, key: str) -> str | None:
-    """The text stored under `key` in the file's metadata."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", TEXT)
-        at = data.find(entry, 0, METADATA_BYTES)
-        if at < 0:
-            return None
-        start = at + len(entry) + 8
-        (length,) = struct.unpack("<Q", data[start - 8 : start])
-        return data[start : start + length].decode(errors="replace")
+    field = GGUFReader(path).get_field(key)
+    return None if field is None else str(field.contents())

@@ -36,7 +36,7 @@ class Support:
     offsets: Tensor  # [N + 1]
 
     def forbidden(self, start: int, end: int, vocab: int) -> Tensor:
-        """Mask `[end - start, V]` of the tokens that could not be sampled."""
+        """Mask `[end - start, V]` of the tokens outside the support."""
         first, last = int(self.offsets[start]), int(self.offsets[end])
         counts = self.offsets[start + 1 : end + 1] - self.offsets[start:end]
         rows = torch.repeat_interleave(torch.arange(end - start, device=self.ids.device), counts)
@@ -55,7 +55,7 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs `[N]` of chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
 
-    Without a support the two are one.
+    Without a support the two are one tensor.
     """
     if hidden_NE.is_cuda and kernels.AVAILABLE:
         found = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def chosen_logprobs(
 def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int, linear: Linear
 ) -> list[Tensor]:
-    """Log-probs `[end - start, V]` over the support, if there is one, and over all tokens."""
+    """Log-probs `[end - start, V]`: over the support if there is one, and over all tokens."""
     logits = linear(hidden[start:end], weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits.div_(temperature)
@@ -128,7 +128,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU, in the precision of the weights and with the kernels that sampled.
+    """The same on a GPU, in the precision of the weights and with the kernels of sampling.
 
     Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
     """
@@ -181,7 +181,7 @@ def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) 
 
 
 def _row_chunks(hidden: Tensor, weight: Tensor, share: int) -> list[slice]:
-    """Rows whose logits take at most one part in `share` of the GPU's memory; a support needs copies and a mask too."""
+    """Rows whose logits take at most 1/`share` of the GPU's memory."""
     most_bytes = torch.cuda.get_device_properties(hidden.device).total_memory // share
     size = max(1, most_bytes // (len(weight) * weight.element_size()))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]

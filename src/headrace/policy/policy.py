@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,21 +19,24 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.errors import HeadraceError, MissingExtraError, ModelError
+from headrace.errors import HeadraceError, ModelError
 from headrace.policy import exact_cpu
-from headrace.policy.attention import NAME, PackedPlan, Plan
+from headrace.policy.attention import NAME, PackedPlan
 from headrace.policy.exact_body import ExactBody
-from headrace.policy.exact_gpu import check_rows, use_steady_products
+from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
 from headrace.policy.family import FAMILY, FamilyBody, in_family
-from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
+from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported
+from headrace.policy.quiet_transformers import quiet_transformers
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
+from headrace.roles import AttentionPlan
+from headrace.user_code import load_optional
 
-# float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 # no downloads, and no code that comes with a model
 NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
+GGUF = "headrace.policy.gguf_file", "gguf", "gguf"
+PEFT = "headrace.policy.adapters_peft", "peft", "lora"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,17 @@ class Lora:
 
     @classmethod
     def of(cls, section: LearnerSection, seed: int) -> Lora | None:
-        """What the settings ask for."""
         return cls(section.lora_rank, section.lora_alpha, seed) if section.lora_rank else None
 
 
 class Policy:
-    """A causal language model and its tokenizer, with the two ways we compute with it.
+    """A causal language model and its tokenizer, computing final hidden states, logits and log-probs.
 
-    E hidden size, V vocabulary, T tokens laid in one row.
+    E hidden size, V vocabulary, T tokens in one row.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
+        refuse_unsupported(model)
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -70,10 +72,6 @@ class Policy:
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
         self.num_heads: int = self.config.num_attention_heads
-        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        per_head = self.config.hidden_size // self.config.num_attention_heads
-        self.head_size: int = getattr(self.config, "head_dim", None) or per_head
-        self.value_size = self.head_size
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -86,35 +84,33 @@ class Policy:
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, exact=exact, recomputing=recomputing)
             self._family.fits_kernels &= not self.adapted  # they would compute with the model's own weights alone
-        self._check_weights()
+        check_weights(self)
         if exact:
             self._prepare_exact()
         with _without_dropout(model):
-            probe = self._probe_ids()
-            expected = self._stock_logprobs(probe)
-            model.set_attn_implementation(NAME)
-            self._check_same(probe, expected)
+            self.num_kv_heads, self.head_size, self.value_size, self.unchecked = check_same(self)
             if exact:
                 if self.device.type == "cuda":
                     check_rows(self._products(), self.head_weight)
-                self._check_same_bits(probe)
+                check_same_bits(self)
 
     @property
     def max_context(self) -> int:
-        """Longest sequence the model was made for."""
         return int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: the tokenizer's and the model's own."""
+        """Tokens that end an answer, by the tokenizer, the model's config or its generation config."""
         ids = {self.tokenizer.eos_token_id}
         for config in (self.config, getattr(self.model, "generation_config", None)):
             eos = getattr(config, "eos_token_id", None)
             ids.update(eos if isinstance(eos, list) else [eos])
         return frozenset(int(i) for i in ids if i is not None)
 
-    def hidden(self, token_ids_T: Tensor, positions_1T: Tensor, plan: Plan, routes: Routes | None = None) -> Tensor:
-        """Final hidden states `[T, E]` of tokens laid in one row. `routes` force or note the experts of a mixture."""
+    def hidden(
+        self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan, routes: Routes | None = None
+    ) -> Tensor:
+        """Final hidden states `[T, E]` of tokens in one row. `routes` records or forces a mixture's experts."""
         with self.routers.follow(routes):
             if self._family is not None:
                 return self._family(token_ids_T, positions_1T, plan)
@@ -129,7 +125,6 @@ class Policy:
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix `[V, E]`."""
         weight = self.head.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -143,9 +138,9 @@ class Policy:
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
     ) -> Tensor:
-        """Log-probs of the tokens at positions `at` (never the first of a sequence), given what stands before them.
+        """Log-probs of the tokens at positions `at` (never a sequence's first), given the tokens before them.
 
-        Over the support, if given. Tokens go to the experts that `routes_TLK` name; without it the model chooses.
+        Over `support`, if given. `routes_TLK` names the experts of each token; without it the model chooses.
         """
         return self.both_logprobs(token_ids_T, plan, at, temperature, support, routes_TLK)[0]
 
@@ -158,7 +153,7 @@ class Policy:
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same, and those over the whole vocabulary."""
+        """`logprobs`, and the same over the whole vocabulary."""
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
         def compute() -> tuple[Tensor, Tensor]:
@@ -169,10 +164,7 @@ class Policy:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
     def shard(self, mesh: DeviceMesh) -> Shards:
-        """Cut the weights among the processes of the mesh; from now on they compute log-probs together, and only that.
-
-        Each of them has to take part in every pass, with tokens of its own.
-        """
+        """Shard the weights over the mesh (FSDP). From now on every rank takes part in every pass, with own tokens."""
         if self.exact and self.device.type == "cuda":
             raise ModelError(
                 f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute with "
@@ -188,7 +180,6 @@ class Policy:
         return exact_cpu.linear if self.exact and self.device.type == "cpu" else nn.functional.linear
 
     def checkpoint_activations(self) -> None:
-        """Compute activations again in the backward pass instead of keeping them."""
         if self._family is not None:
             self._family.checkpoint_activations = True
             return
@@ -199,49 +190,35 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
+    @quiet_transformers()
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a model directory that `transformers` loads; with these weights, if its own are in parts.
-
-        What adapters add is added to the weights.
-        """
-        with self._stock_attention():
+        """Write a model directory for `transformers`, with `weights` in place of sharded ones. Adapters are merged."""
+        with self.stock_attention():
             if self.adapted:
-                weights = _peft().merged_weights(self.model, weights or dict(self.model.named_parameters()))
+                weights = load_optional(*PEFT).merged_weights(
+                    self.model, weights or dict(self.model.named_parameters())
+                )
             if weights is not None:
                 weights = weights | _kept_buffers(self.model)
             self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
-    def _stock_attention(self) -> Iterator[None]:
-        before = self.config._attn_implementation
+    def stock_attention(self) -> Iterator[None]:
+        """Inside, the model computes with `transformers`' own attention; afterwards with ours."""
         self.model.set_attn_implementation("eager")
         try:
             yield
         finally:
-            self.model.set_attn_implementation(before)
+            self.model.set_attn_implementation(NAME)
 
-    def _check_weights(self) -> None:
-        """Refuse what cannot be trained or decoded."""
-        packed = {str(p.dtype) for p in self.model.parameters() if p.dtype not in TOLERANCE}
-        if packed:
-            raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
-        vocab = self.head_weight.shape[0]
-        if len(self.tokenizer) > vocab:
-            raise ModelError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, the model only {vocab}: they do not belong together; "
-                "name the model's own with model.tokenizer"
-            )
-        if getattr(self.head, "bias", None) is not None:
-            raise ModelError(f"{type(self.model).__name__} has a bias on its output head, which is not supported")
-        if unsteady := _unsteady(self.config):
-            raise ModelError(
-                f"{type(self.model).__name__} uses {unsteady}: what a token attends to would depend on how long the "
-                "other sequences of its batch are"
-            )
+    @property
+    def in_family(self) -> bool:
+        """Whether the layers run on our own path between the matrices, not through `transformers`' modules."""
+        return self._family is not None
 
     def _prepare_exact(self) -> None:
-        """Choose steady products, and refuse what has no exact form."""
+        """Choose batch-invariant GEMMs, and refuse models that have no batch-invariant form."""
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
@@ -258,100 +235,17 @@ class Policy:
             if not self._family.fits_kernels:
                 raise ModelError(
                     f"model.exact = true on a GPU needs Triton and a head size that is a power of two; the model's is "
-                    f"{self.head_size}; set model.exact = false"
+                    f"{self._family.head_size}; set model.exact = false"
                 )
-            use_steady_products()
+            use_batch_invariant_gemms()
         elif self.routers.num_layers:
-            self.model.set_experts_implementation("eager")  # the one that goes through ordinary products
+            self.model.set_experts_implementation("eager")  # the one that goes through F.linear
 
     def _products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """Everything that is computed for many rows at once, by name, with the width of its input."""
+        """Every GEMM of the policy: name -> function, width of its input."""
         assert self._family is not None
         head = partial(nn.functional.linear, weight=self.head_weight)
         return {"the output head": (head, self.head_weight.shape[1]), **self._family.products()}
-
-    def _probe_ids(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, self.head_weight.shape[0], (2, 9), generator=generator).to(self.device)
-
-    @torch.no_grad()
-    def _stock_logprobs(self, probe: Tensor) -> Tensor:
-        """What `transformers` computes for the probe."""
-        with self._stock_attention():
-            return self.model(input_ids=probe, use_cache=False).logits.float().log_softmax(-1)  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _check_same(self, probe: Tensor, expected: Tensor) -> None:
-        """Refuse a model that does more than we compute: compare with its own forward pass once."""
-        plan, routes = _ProbePlan([probe.shape[1]] * probe.shape[0], self.device), Routes()
-        try:
-            hidden = self.hidden(probe.flatten(), plan.positions, plan, routes)
-        except (TypeError, AttributeError) as error:
-            name = type(self.model).__name__
-            raise ModelError(
-                f"{name} does not take its attention from outside, which Headrace needs: {error}"
-            ) from error
-        ours = self.logits(hidden).view_as(expected).float().log_softmax(-1)
-        # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
-        if not gap.item() < TOLERANCE[self.dtype]:
-            raise ModelError(
-                f"{type(self.model).__name__} computes something that Headrace's attention does not: "
-                f"its log-probs differ by {gap.item():.2g} from ours on a probe"
-            )
-        self.routers.check(routes)
-        if len(plan.seen) > 1:
-            shapes = ", ".join(map(str, sorted(plan.seen)))
-            raise ModelError(
-                f"the layers of {type(self.model).__name__} have keys and values of different shapes (heads, key size, "
-                f"value size): {shapes}; the cache has one shape for all"
-            )
-        for seen in plan.seen:  # what is cached is not always what the config calls a head: DeepSeek's is larger
-            self.num_kv_heads, self.head_size, self.value_size = seen
-
-    @torch.no_grad()
-    def _check_same_bits(self, probe: Tensor) -> None:
-        """Refuse a machine on which company changes a token's bits: compute the probe together and apart."""
-        together, apart = (
-            torch.cat([self._probe_logits(part) for part in parts]) for parts in ([probe], probe.split(1))
-        )
-        if not torch.equal(together, apart):
-            raise ModelError(
-                f"model.exact = true: on this machine the logits of {type(self.model).__name__} differ by "
-                f"{(together - apart).abs().max().item():.2g} with what is computed beside them; "
-                "set model.exact = false"
-            )
-
-    def _probe_logits(self, probe: Tensor) -> Tensor:
-        plan = PackedPlan([probe.shape[1]] * probe.shape[0], self.device)
-        return self.logits(self.hidden(probe.flatten(), plan.positions, plan))
-
-
-class _ProbePlan(PackedPlan):
-    """Sees what a cache has to hold."""
-
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
-        self.seen: set[tuple[int, int, int]] = set()  # heads, key size, value size
-
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        """As ever."""
-        num_heads, key_size, value_size = *k_TJD.shape[1:], v_TJD.shape[2]
-        if k_TJD.is_cuda and key_size != value_size:
-            raise ModelError(
-                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be of one size; "
-                "set model.device = 'cpu'"
-            )
-        self.seen.add((num_heads, key_size, value_size))
-        return super().attend(layer, q_THD, k_TJD, v_TJD, scale, window)
-
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """As ever."""
-        self.seen.add((*k_TJD.shape[1:], v_TJD.shape[2]))
-        return super().attend_exact(layer, q_THD, k_TJD, v_TJD, scale, window)
 
 
 @contextmanager
@@ -365,81 +259,63 @@ def _without_dropout(model: Any) -> Iterator[None]:
 
 
 def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model keeps besides weights, such as the bias of DeepSeek's routers."""
+    """What a model saves besides its weights, such as the bias of DeepSeek's routers."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
 
 
 def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The model's layers: the outermost list of so many modules."""
+    """The model's layers: the outermost list of `num_layers` modules."""
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     return list(lists[0]) if lists else []
 
 
-def _unsteady(config: Any) -> str:
-    """The part of a model that the probe cannot judge because it changes with the length of the input, or nothing."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    changing = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
-    if changing:
-        return f"'{changing[0]}' position embeddings"
-    return "chunked attention" if getattr(config, "attention_chunk_size", None) else ""
-
-
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelError(f"model.device = '{name}' is not a device; use auto, cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"model.device = '{name}', but torch sees no GPU here")
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"model.device = '{name}' is not supported; use auto, cpu, cuda or cuda:0")
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ModelError(f"model.device = '{name}', but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
 
 
+@quiet_transformers()
 def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
-    """Load any causal LM directory that `transformers` can, or a GGUF file; with `lora`, put adapters into it."""
+    """Load a model directory or GGUF file. `lora` puts adapters into it."""
     device = resolve_device(section.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
     path = Path(section.path)
-    if not path.exists():
+    if not os.path.exists(path):  # false too for a name that is too long, or has a zero byte
         raise ModelError(f"model.path = '{section.path}': no such directory or file")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     if section.exact and device.type == "cuda":
-        use_steady_products()
+        use_batch_invariant_gemms()
     _check_architecture(path)
     try:
         model = _load_model(path, dtype)
-        tokenizer = load_tokenizer(section)
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what the libraries raise over a damaged file is of almost any type
         raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
+    tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if lora is not None:
-        _peft().add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
+        load_optional(*PEFT).add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
     return Policy(model, tokenizer, exact=section.exact)
 
 
-def _peft() -> Any:
-    """The one file that imports peft, loaded only when there are adapters."""
-    try:
-        return importlib.import_module("headrace.policy.adapters_peft")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "peft":
-            raise MissingExtraError("peft", "lora") from error
-        raise
-
-
 def _check_architecture(path: Path) -> None:
-    """Refuse what `transformers` does not know as a causal LM: its own message lists all that it knows."""
+    """Refuse what `transformers` does not know as a causal LM: its own message would list all that it knows."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # a GGUF file, or damaged: loading it says how
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
         return
@@ -450,7 +326,7 @@ def _check_architecture(path: Path) -> None:
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:
-    load = gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
+    load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
     model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
     missing = sorted(info["missing_keys"])
     if missing:
@@ -459,11 +335,17 @@ def _load_model(path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+@quiet_transformers()
 def load_tokenizer(section: ModelSection) -> Any:
-    """The model's own, or the one that the settings name."""
     path = Path(section.tokenizer or section.path)
-    load = gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
-    tokenizer = load(path, **NOTHING_FOREIGN)
+    try:
+        load = load_optional(*GGUF).gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
+        tokenizer = load(path, **NOTHING_FOREIGN)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        key = "model.tokenizer" if section.tokenizer else "model.path"
+        raise ModelError(f"the tokenizer of {key} = '{path}' cannot be loaded: {error}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # `transformers` makes an empty one up where there is none
         raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")

@@ -1,11 +1,11 @@
-"""Which experts a mixture-of-experts model sends each token to: noted in the engine, forced in the learner.
+"""Which experts a mixture-of-experts model sends each token to: recorded in the engine, forced in the learner.
 
 Whatever its architecture, a mixture layer of `transformers` is a module with `experts` in it, and between its start
-and the call of its experts stands one top-k over their scores. That top-k is what is noted, and answered with other
-indices when a choice is forced. The scores stay the model's own: gate weights are computed from them as ever, and
-gradients reach the router.
+and the call of its experts there is one top-k over their scores. That top-k is recorded, and answered with other
+indices when a choice is forced. The scores stay the model's own: gate weights are computed from them, and gradients
+reach the router.
 
-T tokens laid in one row, L mixture layers, K experts per token. Nothing here waits for the device.
+T tokens in one row, L mixture layers, K experts per token. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # how `transformers` ends
 class Routes:
     """The experts of one forward pass.
 
-    Rows of `forced` are taken as they are, where `known` says so or everywhere without it; the model chooses the rest.
+    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others the model chooses.
 
     Example:
-        Routes() only notes; Routes(tensor of [T, L, K]) forces; Routes(forced, known=tensor of [T]) forces some tokens
+        Routes() only records; Routes(tensor of [T, L, K]) forces; Routes(forced, tensor of [T]) forces some tokens
     """
 
     def __init__(self, forced_TLK: Tensor | None = None, known_T: Tensor | None = None) -> None:
@@ -48,16 +48,16 @@ class Routes:
         return torch.stack([self.noted[layer] for layer in sorted(self.noted)], dim=1)
 
     def choose(self, layer: int, own_TK: Tensor) -> Tensor:
-        """The experts to take, when the model would take `own`."""
+        """The experts to use where the model would use `own`."""
         if self._forced is None:
             return own_TK
         forced = self._forced[:, layer].long()
         return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
 
     def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
-        """The groups of experts to choose from, when the model would take `own`: those of the forced experts.
+        """The groups of experts to choose from where the model would take `own`: those of the forced experts.
 
-        An index that comes twice does no harm, which allows one width for all tokens.
+        A group may come twice: that does no harm, and gives all tokens one width.
         """
         if self._forced is None:
             return own_TG
@@ -70,7 +70,7 @@ class Routes:
 
 
 class _Choice(TorchFunctionMode):
-    """Open from a mixture layer's start until its experts are called."""
+    """Watches for the top-k from a mixture layer's start until its experts are called."""
 
     def __init__(self, routes: Routes, layer: int, num_experts: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -78,12 +78,10 @@ class _Choice(TorchFunctionMode):
         self._open = False
 
     def begin(self, *unused: Any) -> None:
-        """A hook: the layer starts."""
         self.__enter__()  # type: ignore[no-untyped-call]
         self._open = True
 
     def end(self, *unused: Any) -> None:
-        """A hook: the experts are called, or the layer ends without that."""
         if self._open:
             self._open = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -129,32 +127,30 @@ class Routers:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """L and K: what is chosen for one token."""
         return self.num_layers, self.experts_per_token
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type that tells all experts apart."""
+        """The smallest type that can number all experts."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
     def device_dtype(self) -> torch.dtype:
-        """The same in torch, where most operations know no uint16."""
+        """The same in torch, where few operations take uint16."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def to_device(self, routes: RouteArray, device: torch.device) -> Tensor:
-        """What was recorded, to be forced."""
         return torch.from_numpy(routes if self.num_experts <= 256 else routes.astype(np.int16)).to(device)
 
     def to_host(self, routes: Routes, num_tokens: int) -> RouteArray:
-        """What a pass chose, to be recorded. Nothing, `[T, 0, 0]`, for a dense model."""
+        """The experts that a pass used; `[T, 0, 0]` for a dense model."""
         chosen = routes.chosen
         if chosen is None:
             return np.empty((num_tokens, 0, 0), self.dtype)
         return chosen.cpu().numpy().astype(self.dtype, copy=False)
 
     def check(self, routes: Routes) -> None:
-        """Learn from a first pass how many experts a token has; refuse a model whose choices did not show."""
+        """Learn the number of experts per token from a first pass; refuse a model whose choices were not seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
             raise ModelError(
@@ -166,7 +162,7 @@ class Routers:
 
     @contextmanager
     def follow(self, routes: Routes | None) -> Iterator[None]:
-        """Passes inside force what `routes` force, and note in it what they choose."""
+        """Passes inside use and record the experts of `routes`."""
         handles = []
         before, self._current = self._current, routes
         for index, layer in enumerate(self._layers if routes is not None else ()):
@@ -186,11 +182,11 @@ class Routers:
                 handle.remove()
 
     def follow_again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For a checkpointed layer: its recomputation, long after the pass has ended, follows the same routes."""
+        """For activation checkpointing: the recomputation of a layer uses the same experts."""
         return nullcontext(), self.follow(self._current)
 
 
 def _num_experts(module: nn.Module) -> int:
-    """How many experts the module chooses from; 0 if it is no mixture layer."""
+    """0 if the module is not a mixture layer."""
     count = getattr(getattr(module, "experts", None), "num_experts", 0)
     return count if isinstance(count, int) else 0

@@ -1,9 +1,8 @@
-"""The weights of a policy, cut among several processes (FSDP): each holds a part of every matrix.
+"""The weights of a policy sharded over several ranks (FSDP): each holds a part of every matrix.
 
 A layer's weights are gathered while it is computed and freed again; embedding and head stay for the whole pass. Shards
-of what is trained are in float32, whatever the precision of the model: they are the optimizer's masters, and what is
-gathered is rounded to the precision that the model computes in. Gradients are added up where they are computed, in
-float32, and summed over the processes once per step.
+of trained weights are in float32, whatever the precision of the model: they are the optimizer's master weights, rounded
+when they are gathered. Each rank adds its gradients up in float32; they are summed over the ranks once per step.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class _Whole(nn.Module):
-    """A pass through all of the model: while it runs, the weights outside the layers are gathered."""
+    """A pass through the whole model: while it runs, the weights outside the layers are gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute` returns. Copies: views, written to in place, would lose the hook that gathers for backward."""
+        """Copies of what `compute` returns: a view that is written to in place would lose FSDP's backward hook."""
         return tuple(result.clone() for result in compute())
 
 
 class Shards:
-    """This process's part of the weights, and the passes in which it is put together with the others'."""
+    """This rank's part of the weights, and passes through the whole model."""
 
     def __init__(
         self, model: nn.Module, layers: Iterable[nn.Module], compute_dtype: torch.dtype, mesh: DeviceMesh
@@ -67,14 +66,14 @@ class Shards:
             yield name, parameter
 
     def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What `compute` makes of the whole weights. Every process has to call this as often as every other."""
+        """The result of `compute` with whole weights. Every rank must call this equally often."""
         first, second = self._whole(compute)
         if not torch.is_grad_enabled():
             self._root.reshard()  # no backward pass will, and the next step changes the parts only
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the gradients over the processes into `held`. `take_part`, a pass of no weight, carries the sums."""
+        """Sum the ranks' gradients into `held`. `take_part` is a zero-loss pass that makes FSDP's reduce hooks fire."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
@@ -84,13 +83,13 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights, one at a time, rounded before they travel. All processes draw all of them."""
+        """Names and whole weights, rounded to `dtype` before they travel. Every rank must draw all of them."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
                 yield name, _parts(parameter.to(dtype)).full_tensor()
 
     def as_part(self, name: str, part: Tensor) -> DTensor:
-        """A tensor that belongs to the part of the weight `name` held here, as what it is: a part of a larger one."""
+        """`part`, which belongs to the part of the weight `name` held here, as a DTensor of the whole."""
         weight = self._weights[name]
         return DTensor.from_local(
             part.detach(),
@@ -109,7 +108,7 @@ def _parts(weight: Tensor) -> DTensor:
 
 
 def _spread(module: nn.Module, mesh: DeviceMesh) -> None:
-    """All processes begin with the first one's weights; what is trained, in float32 at least."""
+    """All ranks start from the first one's weights; trained ones in float32 at least."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)

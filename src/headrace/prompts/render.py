@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.fields import prompt_key
 from headrace.types import Prompt
+from headrace.user_code import time_limit
 
 Message = Mapping[str, Any]
+TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
+
+
+def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
+    """The field that holds the prompt: `prompt_field`, or `messages` for a chat if nothing else was asked for."""
+    if prompt_field in names:
+        return prompt_field
+    if prompt_field == "prompt" and "messages" in names:
+        return "messages"
+    present = ", ".join(sorted(map(str, names))) or "none"
+    raise DataError(f"{where}: no field '{prompt_field}' (prompts.prompt_field); the record has: {present}")
 
 
 class Renderer:
@@ -56,22 +66,29 @@ class Renderer:
         return Prompt(id=id, text=text, token_ids=np.asarray(token_ids, np.int32), fields=fields)
 
     def surely_fits(self, record: Mapping[str, Any]) -> bool:
-        """True when a text is so short that it need not be tokenised to know that `render` would accept it."""
+        """True when a text is so short that `render` would accept it: it need not be tokenised to know that."""
         content = record.get(self._section.prompt_field)
         if not isinstance(content, str) or not content.strip():
             return False
         if self._overhead_tokens is None:
             self._overhead_tokens = len(self._text_ids("x", "x"))
+        try:
+            num_bytes = len(content.encode())
+        except UnicodeEncodeError:
+            return False
         # A token is at least one byte of text; what the template adds is the same for every text.
-        most = min(self._section.max_tokens, self._room_tokens)
-        return len(content.encode(errors="replace")) + self._overhead_tokens <= most
+        return num_bytes + self._overhead_tokens <= min(self._section.max_tokens, self._room_tokens)
 
     def _text_ids(self, text: str, id: str) -> list[int]:
         if self._section.chat == "always" or (self._section.chat == "auto" and self._has_template):
             return self._chat_ids([{"role": "user", "content": text}], id)
         if self._section.system:
             raise DataError("prompts.system is set, but prompts are plain text here: no chat template is applied")
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=True)["input_ids"]]
+        try:
+            token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        except (TypeError, UnicodeError) as error:
+            raise DataError(f"prompt '{id}' is not valid Unicode text: {error}") from error
+        return [int(token) for token in token_ids]
 
     def _chat_ids(self, messages: Sequence[Message], id: str) -> list[int]:
         if self._section.chat == "never":
@@ -83,12 +100,14 @@ class Renderer:
                 raise DataError(f"prompt '{id}' begins with a system message of its own, and prompts.system is set")
             messages = [{"role": "system", "content": self._section.system}, *messages]
         try:
-            # return_dict=False: the template's own token ids; it already holds every special token.
-            token_ids = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        except jinja2.TemplateError as error:
-            raise DataError(f"prompt '{id}': the tokenizer's chat template refuses it: {error}") from error
+            with time_limit(TEMPLATE_S):
+                # return_dict=False: the template's own token ids; it already holds every special token.
+                token_ids = self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+                )
+        except Exception as error:  # a template is a program, and fails in its own ways
+            reason = str(error) or type(error).__name__
+            raise DataError(f"prompt '{id}': the tokenizer's chat template refuses it: {reason}") from error
         return [int(token) for token in token_ids]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from headrace.errors import DataError, MissingExtraError
+from headrace.errors import DataError
 from headrace.prompts import arithmetic
 from headrace.prompts.source_jsonl import JsonlSource
 from headrace.roles import PromptSource
+from headrace.user_code import load_optional
 
 REASONING_GYM = "reasoning-gym:"
 
@@ -19,10 +20,19 @@ def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt
     if spec == "arithmetic":
         return arithmetic.ArithmeticSource(count=count, seed=seed)
     if spec.startswith(REASONING_GYM):
-        room = _optional("source_reasoning_gym", "reasoning_gym", "tasks")
+        room = load_optional("headrace.prompts.source_reasoning_gym", "reasoning_gym", "tasks")
         return cast(PromptSource, room.ReasoningGymSource(spec.removeprefix(REASONING_GYM), count=count, seed=seed))
     path = Path(spec).expanduser()
-    source = _open_path(path, spec, prompt_field)
+    if path.name.endswith((".jsonl", ".jsonl.gz")) and os.path.isfile(path):
+        source: PromptSource = JsonlSource(path, prompt_field=prompt_field)
+    elif (path.suffix == ".parquet" and os.path.isfile(path)) or os.path.isdir(path):
+        room = load_optional("headrace.prompts.source_datasets", "datasets", "data")
+        source = room.DatasetsSource(path, prompt_field=prompt_field)
+    else:
+        raise DataError(
+            f"prompts.source = '{spec}' is {'not of a known kind' if os.path.exists(path) else 'not there'}; use "
+            "'arithmetic', a .jsonl, .jsonl.gz or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
+        )
     if len(source) == 0:
         raise DataError(f"{path} is empty: it has no records")
     return source
@@ -38,31 +48,3 @@ def default_reward(spec: str) -> str:
     if spec == "arithmetic":
         return arithmetic.REWARD
     return "reasoning-gym" if spec.startswith(REASONING_GYM) else "exact"
-
-
-def _open_path(path: Path, spec: str, prompt_field: str) -> PromptSource:
-    is_jsonl, is_parquet = path.name.endswith((".jsonl", ".jsonl.gz")), path.name.endswith(".parquet")
-    if not (is_jsonl or is_parquet or path.is_dir()):
-        raise DataError(
-            f"prompts.source = '{spec}' is {'not a file of a known kind' if path.exists() else 'not there'}; use "
-            "'arithmetic', a .jsonl, .jsonl.gz or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
-        )
-    if path.is_dir():
-        room = _optional("source_datasets", "datasets", "data")
-        return cast(PromptSource, room.DatasetsSource(path, prompt_field=prompt_field))
-    if not path.is_file():
-        raise DataError(f"{path} is not there (prompts.source)")
-    if is_jsonl:
-        return JsonlSource(path, prompt_field=prompt_field)
-    room = _optional("source_parquet", "pyarrow", "data")
-    return cast(PromptSource, room.ParquetSource(path, prompt_field=prompt_field))
-
-
-def _optional(module: str, library: str, extra: str) -> Any:
-    """The one file that imports an optional library, loaded only when it is asked for."""
-    try:
-        return importlib.import_module(f"headrace.prompts.{module}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == library:
-            raise MissingExtraError(library, extra) from error
-        raise

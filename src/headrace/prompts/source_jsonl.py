@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from headrace.errors import DataError
-from headrace.prompts.fields import prompt_key
+from headrace.prompts.render import prompt_key
+
+MAX_DEPTH = 100  # of lists and objects within each other: what handles a record later is recursive
 
 
 class JsonlSource:
@@ -59,12 +61,25 @@ class JsonlSource:
         where = f"{self._path}, line {number}"
         try:
             record = json.loads(line)
+            is_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record)
         except ValueError as error:
             raise DataError(f"{where}: not JSON ({error})") from error
+        except RecursionError:
+            is_deep = True
+        if is_deep:
+            raise DataError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep")
         if not isinstance(record, dict):
             raise DataError(f"{where}: a JSON object is needed, not {type(record).__name__}")
         prompt_key(record, self._prompt_field, where)
         return record
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [x for values in inner for x in values]
+    return bool(level)
 
 
 def _open(path: Path) -> IO[bytes]:

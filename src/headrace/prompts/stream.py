@@ -4,24 +4,70 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.cursor import Cursor
-from headrace.prompts.fields import prompt_key
-from headrace.prompts.render import Renderer
+from headrace.prompts.render import Renderer, prompt_key
 from headrace.prompts.source import default_reward, is_generated, open_source
 from headrace.roles import PromptSource
 from headrace.types import Prompt
 
 # A separate eval_source that generates must not make the training problems again.
 EVAL_SEED_OFFSET = 1_000_003
-# Some generating tasks take long per record: of those only so many are looked at before the run.
+# Some tasks take long to make a record: only this many are checked before the run.
 NUM_CHECKED_AHEAD = 256
+CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The draw number `serial` of a run, which takes the record at `index`."""
+
+    serial: int
+    epoch: int
+    index: int
+
+
+@dataclass
+class Cursor:
+    """Draws every record once per epoch, in an order that follows from `seed` and the epoch.
+
+    Example:
+        Cursor(num_prompts=100, seed=0, shuffle=False).next() == Drawn(serial=0, epoch=0, index=0)
+    """
+
+    num_prompts: int
+    seed: int
+    shuffle: bool
+    serial: int = 0  # of the next draw
+    _order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # an epoch and its permutation
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise ValueError("a cursor needs at least one prompt")
+
+    def next(self) -> Drawn:
+        self.serial += 1
+        return self.at(self.serial - 1)
+
+    def at(self, serial: int) -> Drawn:
+        """What the draw with this serial is or will be; the cursor stays where it is."""
+        epoch, position = divmod(serial, self.num_prompts)
+        if self.shuffle and self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
+        return Drawn(serial, epoch, int(self._order[1][position]) if self.shuffle else position)
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in CURSOR_STATE}
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> Self:
+        return cls(**{name: state[name] for name in CURSOR_STATE})
 
 
 class PromptStream:
@@ -56,7 +102,7 @@ class PromptStream:
         return self._prompt(int(self._train[self._cursor.at(serial).index]))
 
     def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, str]]:
-        """`n` training prompts, each with its worked solution."""
+        """`n` training prompts, each with the solution in its field `worked`."""
         examples = []
         for i in rng.integers(len(self._train), size=n):
             prompt = self._prompt(int(self._train[i]))
@@ -115,7 +161,7 @@ class PromptStream:
         return self._renderer.render(record, _id(record, "train", i))
 
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
-        """Positions to train on, and a checksum of what stands there. Refuses what `render` would refuse later."""
+        """Positions to train on, and a checksum of their records. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
         is_builtin = section.source == "arithmetic"
         is_slow = is_generated(section.source) and not is_builtin
@@ -141,7 +187,10 @@ class PromptStream:
 
 def _id(record: Mapping[str, Any], split: str, i: int) -> str:
     """The record's own id, or its place in the split."""
-    return str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
+    id = str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
+    if not id.isascii() and id != id.encode(errors="replace").decode():
+        raise DataError(f"record {i + 1} has the id {id!r}, which is not valid Unicode text")
+    return id
 
 
 def _eval_id(source: PromptSource, i: int) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,14 +26,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from headrace.errors import PublishError
+from headrace.network import own_address
 from headrace.publish.payload import Payload, new_bucket, verify
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 CHUNK_BYTES = 4 << 20
 _WINDOW = 4  # chunks under way at a time, to each neighbour
 _ARRIVED = "arrived"
 _LOOK_S = 0.002
-_ANYWHERE = "192.0.2.1"  # an address that nobody has
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class _Chain:
         else:
             options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(meeting.host))]
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own_address(meeting.host))]
             self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, options)
         self.is_last = self.index == meeting.num_receivers
 
@@ -96,7 +95,7 @@ class CollectiveSender:
     """The head of the chain. `host` is this machine's address for the receivers, by default that of its network."""
 
     def __init__(self, *, host: str = "", device: torch.device | str = "cpu") -> None:
-        self._host, self._device = host or _own_address(_ANYWHERE), torch.device(device)
+        self._host, self._device = host or own_address(), torch.device(device)
         self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count(1)
         self._staged: dict[int, Payload] = {}
@@ -235,16 +234,6 @@ class _Patience:
         """Of something under way."""
         left_s = max(self._deadline - time.monotonic(), 0.001)
         work.wait(timedelta(seconds=left_s))
-
-
-def _own_address(towards: str) -> str:
-    """This machine's, on the way to another one. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 1))
-            return str(probe.getsockname()[0])
-        except OSError:  # a machine without a network
-            return "127.0.0.1"
 
 
 def _chunks(buckets: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Through a directory that sender and receivers share. A full version is a safetensors file that other engines load.
+"""Transport through a shared directory. A full version is a loadable safetensors file.
 
     version-00000008/
       model.safetensors    full: its tensors' bytes are the buckets', end to end (or adapter.safetensors, changes.bin)
@@ -6,7 +6,7 @@
       manifest.json
       complete             written last: without it there is no version
 
-Nothing is forced to the disk: what a crash of the machine loses, the checksums find.
+Nothing is flushed to the disk (fsync): the checksums detect what a crash of the machine lost.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from pathlib import Path
 import torch
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoding
+from headrace.publish.encoding import EncodingKind
 from headrace.publish.payload import Manifest, Payload, new_bucket, verify
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
-CONTENT = {Encoding.FULL: "model.safetensors", Encoding.ADAPTER: "adapter.safetensors", Encoding.DELTA: "changes.bin"}
+CONTENT = {
+    EncodingKind.FULL: "model.safetensors",
+    EncodingKind.ADAPTER: "adapter.safetensors",
+    EncodingKind.DELTA: "changes.bin",
+}
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 _BESIDE = {".json", ".txt", ".model", ".jinja"}  # configuration and tokenizer
@@ -34,27 +38,26 @@ _POLL_S = 0.02
 
 
 class DiskSender:
-    """Writes a directory per version."""
+    """Writes one directory per version."""
 
     def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
-        """`model_dir` has the model's configuration and tokenizer: with them a full version loads like any model."""
+        """With the configuration and tokenizer in `model_dir`, a full version loads like any model."""
         self._directory, self._model_dir = directory, model_dir
         self._staged: dict[int, Manifest] = {}
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Anybody may read."""
+        """Anybody can read the directory."""
 
     def stage(self, payload: Payload) -> None:
-        """Write it."""
         manifest, path = payload.manifest, self._path(payload.manifest.version)
         try:
-            _remove(path)  # a restart may come to a version a second time
+            _remove(path)  # after a restart a version may come a second time
             path.mkdir(parents=True)
-            with (path / CONTENT[Encoding(manifest.encoding)]).open("wb") as file:
+            with (path / CONTENT[EncodingKind(manifest.encoding)]).open("wb") as file:
                 file.write(_header(manifest))
                 for bucket in payload.buckets:
                     file.write(bucket.cpu().numpy().data)
-            if self._model_dir is not None and manifest.encoding == Encoding.FULL:
+            if self._model_dir is not None and manifest.encoding == EncodingKind.FULL:
                 for beside in self._model_dir.iterdir():
                     if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
@@ -66,19 +69,16 @@ class DiskSender:
         self._staged[manifest.version] = manifest
 
     def ticket(self, version: int) -> Ticket:
-        """Names the directory."""
         return Ticket(self._staged[version], str(self._path(version)))
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """It is written already."""
+        """`stage` has written it already."""
 
     def forget(self, version: int) -> None:
-        """Delete it."""
         if self._staged.pop(version, None) is not None:
             _remove(self._path(version))
 
     def close(self) -> None:
-        """Delete all."""
         for version in list(self._staged):
             self.forget(version)
 
@@ -87,10 +87,10 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """Reads what is complete."""
+    """Reads complete versions."""
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
-        """A file system that several machines share may show the files a while after they were written."""
+        """Waits up to `timeout_s` for the files: a network file system may show them late."""
         path, deadline = Path(ticket.where), time.monotonic() + timeout_s
         while not (path / COMPLETE).exists():
             if time.monotonic() > deadline:
@@ -98,8 +98,8 @@ class DiskReceiver:
             time.sleep(_POLL_S)
         try:
             if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
-                raise PublishError(f"{path} holds another version than the one that was announced")
-            with (path / CONTENT[Encoding(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
+                raise PublishError(f"{path} contains another version than the ticket says")
+            with (path / CONTENT[EncodingKind(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(ticket.manifest)))
                 payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -108,12 +108,12 @@ class DiskReceiver:
         return payload
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is open."""
 
 
 def _header(manifest: Manifest) -> bytes:
-    """What stands before the bytes of tensors in a safetensors file; nothing before those of a delta."""
-    if manifest.encoding == Encoding.DELTA:
+    """The header of a safetensors file; a delta has none."""
+    if manifest.encoding == EncodingKind.DELTA:
         return b""
     entries, start = {}, 0
     for spec in manifest.tensors:
@@ -134,5 +134,5 @@ def _read(file: io.FileIO, size: int) -> torch.Tensor:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        (path / COMPLETE).unlink(missing_ok=True)  # first, so that nobody takes the rest for a version
+        (path / COMPLETE).unlink(missing_ok=True)  # first: nobody may read a half-deleted version
         shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
-"""What publishing costs on this machine: so many weights, real AdamW steps, every encoding by every transport.
+"""What publishing costs on this machine: real AdamW steps, every encoding and transport.
 
-Sender and receivers are threads of one process here, so cores and memory are shared; the bytes go the way they would.
+Sender and receivers are threads of one process, so they share cores and memory; the transport is
+the real one.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
-from headrace.publish.encoding import Encoder, Encoding, cast
-from headrace.publish.publisher import Publisher, PublishTimes, Subscriber
-from headrace.publish.transport import Ticket
+from headrace.publish.encoding import Encoder, EncodingKind, cast
+from headrace.publish.publisher import Publisher, Subscriber, with_receivers
+from headrace.types import PublishTimes
 
 LEARNING_RATE = 1e-6
-STEPS = 3  # before the one that is measured: an optimizer's first step moves every weight, as no later one does
+STEPS = 3  # before the measured one: AdamW's first steps move more weights than later ones
 ADAPTER_RANK = 16
 TIMEOUT_S = 300.0
 
@@ -32,52 +32,24 @@ Weights = Mapping[str, Tensor]
 Ends = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncCost:
-    """One publication.
-
-    Example:
-        SyncCost(encoding="delta", transport="disk", full_bytes=100_000_000, times=PublishTimes(...))
-    """
-
-    encoding: str
-    transport: str
-    full_bytes: int  # all weights in the precision of rollout
-    times: PublishTimes
-
-
-class Taker(Protocol):
-    """A subscriber, or one that speaks for a subscriber elsewhere."""
-
-    times: PublishTimes
-
-    def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        """Fetch and check."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Make it live."""
-        ...
-
-
 def publish_once(
-    publisher: Publisher, takers: Sequence[Taker], version: int, tensors: Weights, timeout_s: float = TIMEOUT_S
+    publisher: Publisher, subscribers: Sequence[Subscriber], version: int, tensors: Weights
 ) -> PublishTimes:
-    """A whole publication: staged, sent and fetched at the same time, committed by all."""
+    """A whole publication: stage, send while all fetch, commit everywhere."""
     ticket = publisher.stage(version, tensors.items())
-    with ThreadPoolExecutor(len(takers) + 1) as pool:
-        jobs = [pool.submit(taker.stage, ticket, timeout_s) for taker in takers]
-        jobs.append(pool.submit(publisher.send, ticket, timeout_s))
+    with ThreadPoolExecutor(len(subscribers) + 1) as pool:
+        jobs = [pool.submit(subscriber.stage, ticket, TIMEOUT_S) for subscriber in subscribers]
+        jobs.append(pool.submit(publisher.send, ticket, TIMEOUT_S))
         for job in jobs:
             job.result()
-    for taker in takers:
-        taker.commit(version)
+    for subscriber in subscribers:
+        subscriber.commit(version)
     publisher.commit(version)
-    return publisher.times.with_receivers(taker.times for taker in takers)
+    return with_receivers(publisher.times, (subscriber.times for subscriber in subscribers))
 
 
 def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Float32 weights before and after a step of AdamW, some steps into a run, with their adapter."""
+    """Float32 weights before and after one step of AdamW, with a LoRA adapter."""
     generator = torch.Generator().manual_seed(seed)
     width = 256 if num_params < 5e6 else 1024 if num_params < 2e8 else 2048
     tensors: dict[str, Tensor] = {}
@@ -97,30 +69,27 @@ def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dic
     return before, {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def measure(
-    transport: str, encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int = 1
-) -> SyncCost:
-    """The cost of the last of some versions, in bfloat16; those before it connect everybody and are the base."""
+def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int) -> PublishTimes:
+    """Publish `versions` in bfloat16; the times of the last. The earlier ones connect the receivers."""
     dtype = torch.bfloat16
     chosen = [
-        {name: tensor for name, tensor in version.items() if encoding == Encoding.ADAPTER or "lora_" not in name}
+        {name: tensor for name, tensor in version.items() if encoding == EncodingKind.ADAPTER or "lora_" not in name}
         for version in versions
     ]
     with closing(ends[0]()) as end:
-        takers = [Subscriber(ends[1](), dict(cast(chosen[0].items(), dtype))) for _ in range(receivers)]
+        subscribers = [Subscriber(ends[1](), dict(cast(chosen[0].items(), dtype))) for _ in range(receivers)]
         end.expect([""] * receivers)
         publisher = Publisher(Encoder(encoding), end, dtype)
         for version, tensors in enumerate(chosen, 1):
-            times = publish_once(publisher, takers, version, tensors)
-        for taker in takers:
-            taker.close()
-    full_bytes = sum(dtype.itemsize * tensor.numel() for name, tensor in versions[0].items() if "lora_" not in name)
-    return SyncCost(encoding=encoding, transport=transport, full_bytes=full_bytes, times=times)
+            times = publish_once(publisher, subscribers, version, tensors)
+        for subscriber in subscribers:
+            subscriber.close()
+    return times
 
 
 @contextmanager
 def local_transports(directory: Path | None = None) -> Iterator[dict[str, tuple[Ends, Ends]]]:
-    """The transports that need nothing installed: how to make either end."""
+    """By name, the constructors of both ends of the transports that need no extra library."""
     with tempfile.TemporaryDirectory(dir=directory) as room:
         yield {
             "disk": (lambda: DiskSender(Path(room)), DiskReceiver),
@@ -129,13 +98,13 @@ def local_transports(directory: Path | None = None) -> Iterator[dict[str, tuple[
 
 
 def copy_s(num_bytes: int) -> float:
-    """Seconds to copy so many bytes from memory to memory, at best: the limit for moving weights on this machine."""
+    """Seconds of one copy in memory, best of 3: a lower limit for moving weights here."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     return min(_seconds(lambda: target.copy_(source)) for _ in range(3))
 
 
 def save_and_load_s(weights: Weights, directory: Path | None = None) -> float:
-    """Seconds that the plain way takes: `torch.save` of all weights, `torch.load`, and a copy into place."""
+    """Seconds for `torch.save` of all weights, `torch.load`, and a copy into place."""
     live = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
 
     def plain(file: Path) -> None:

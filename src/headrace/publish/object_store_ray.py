@@ -1,8 +1,8 @@
-"""Through Ray's object store: a node holds one copy, which all receivers there read in place.
+"""Transport through Ray's object store: one copy per node, read in place (zero-copy).
 
-Between nodes the buckets go in a chain. A task on each node takes a bucket from the node before and keeps its own copy
-for the node after, so the sender's node sends every byte once. (Left alone, nodes that ask at the same time would all
-ask the sender's.)
+Between nodes the buckets travel in a chain. A task on each node takes a bucket from the node before
+and keeps a copy for the next node, so every node sends each byte at most once. (Without the chain,
+all nodes would fetch from the sender's.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.errors import PublishError
 from headrace.publish.payload import Manifest, Payload, verify
-from headrace.publish.transport import Ticket
+from headrace.types import Ticket
 
-_SOURCE = ""  # the copies that the sender put down itself
+_SOURCE = ""  # key of the copies on the sender's own node
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -31,24 +31,23 @@ def _pass_on(bucket: np.ndarray) -> np.ndarray:
 
 
 class ObjectStoreSender:
-    """Puts buckets into the store of its node, and lays the chain to the others."""
+    """Puts buckets into the store of its node and starts the chain to the others."""
 
     def __init__(self) -> None:
         self._nodes: list[str] = []
         self._staged: dict[int, tuple[Manifest, list[Any]]] = {}
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Each node once; its own needs no chain."""
+        """The chain visits each node once; the sender's own node is not in it."""
         here = ray.get_runtime_context().get_node_id()
         self._nodes = [node for node in dict.fromkeys(nodes) if node not in (here, _SOURCE)]
 
     def stage(self, payload: Payload) -> None:
-        """Into the store of this node."""
         refs = [ray.put(bucket.cpu().numpy()) for bucket in payload.buckets]
         self._staged[payload.manifest.version] = payload.manifest, refs
 
     def ticket(self, version: int) -> Ticket:
-        """References for every node; the buckets set out at once."""
+        """References for every node. The transfer between nodes starts now."""
         manifest, refs = self._staged[version]
         where = {_SOURCE: refs}
         for node in self._nodes:
@@ -58,14 +57,13 @@ class ObjectStoreSender:
         return Ticket(manifest, where)
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """Ray does it."""
+        """Ray transfers the objects."""
 
     def forget(self, version: int) -> None:
-        """The store frees it when the last receiver has let go."""
+        """The store frees the memory when the last receiver has dropped it."""
         self._staged.pop(version, None)
 
     def close(self) -> None:
-        """Forget all."""
         self._staged.clear()
 
 
@@ -73,25 +71,25 @@ class ObjectStoreReceiver:
     """Reads from the store of its node."""
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
-        """The buckets stay where they are: a payload is a view of the store, and holds it while it is alive."""
+        """The payload is a view of the store's memory, and pins it while it is alive."""
         here = ray.get_runtime_context().get_node_id()
         try:
             arrays = ray.get(ticket.where.get(here, ticket.where[_SOURCE]), timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            raise PublishError(f"version {ticket.version} is not to be had within {timeout_s:g} s: {error}") from error
+            raise PublishError(f"version {ticket.version} did not arrive within {timeout_s:g} s: {error}") from error
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather write to them; nobody does
+            warnings.simplefilter("ignore")  # arrays are read-only, and nobody writes to them
             payload = Payload(ticket.manifest, tuple(map(torch.from_numpy, arrays)))
         verify(payload)
         return payload
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is open."""
 
 
 @contextmanager
 def local_store(num_bytes: int) -> Iterator[tuple[type[ObjectStoreSender], type[ObjectStoreReceiver]]]:
-    """Both ends, in the Ray that this process is connected to, or in one of its own with room for so many bytes."""
+    """Classes of both ends, in the connected Ray or in a local one with `num_bytes` of store."""
     own = not ray.is_initialized()
     if own:
         ray.init(

@@ -1,7 +1,8 @@
-"""What travels: a version's bytes in buckets, and a manifest that says what they are.
+"""What is sent of a version: its bytes in buckets, and a manifest that describes them.
 
-The tensors' bytes stand end to end and are cut into buckets of one size, wherever the tensors' borders fall. Every
-bucket has a checksum, so a receiver knows that it has what was sent before it touches a weight.
+The tensors' bytes are laid end to end and cut into buckets of one size, wherever tensors begin or
+end. Every bucket has a checksum, so a receiver knows that it has what was sent before it touches a
+weight.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 
 from headrace.errors import PublishError
 
-BUCKET_BYTES = 64 << 20  # large enough for a wire, small enough that a few fit anywhere
+BUCKET_BYTES = 64 << 20  # large enough for a network, small enough that a few fit anywhere
 _ROW_WORDS = 4096
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number, which is what torch counts with
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number: torch has no uint64 sums
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor, and how many of the payload's bytes are its own; of a delta, also how many of its elements changed.
+    """One tensor and its bytes in the payload; in a delta, also its changed elements.
 
     Example:
         TensorSpec("model.norm.weight", "bfloat16", (1024,), num_bytes=2048)
@@ -40,14 +41,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a payload holds. Small: it travels beside the buckets, in JSON or pickled.
+    """What a payload contains. Small; sent beside the buckets as JSON or pickled.
 
     Example:
         Manifest(version=8, base=7, encoding="delta", tensors=(TensorSpec(...),), sizes=(41_000,), checksums=(9137,))
     """
 
     version: int
-    base: int | None  # the version that a receiver must hold; None if any will do
+    base: int | None  # the version that a receiver must have; None if any will do
     encoding: str
     tensors: tuple[TensorSpec, ...]
     sizes: tuple[int, ...]  # bytes of each bucket
@@ -55,16 +56,13 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buckets."""
         return sum(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Self:
-        """From what `to_json` gave."""
         tensors = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in plain["tensors"])
         lists = {name: tuple(plain[name]) for name in ("sizes", "checksums")}
         return cls(**{**plain, **lists, "tensors": tensors})
@@ -72,7 +70,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A version as it travels.
+    """A version as it is sent.
 
     Example:
         Payload(Manifest(version=8, ...), buckets=(tensor of uint8, tensor of uint8))
@@ -82,7 +80,7 @@ class Payload:
     buckets: tuple[Tensor, ...]
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[Tensor]:
-        """Bytes from `start` on, as views: several where a bucket ends between."""
+        """`num_bytes` from `start` on, as views; several if they cross the end of a bucket."""
         for bucket in self.buckets:
             if num_bytes and start < bucket.numel():
                 piece = bucket[start : start + num_bytes]
@@ -91,7 +89,7 @@ class Payload:
             start -= bucket.numel()
 
     def read(self, start: int, num_bytes: int) -> Tensor:
-        """The same in one piece."""
+        """`num_bytes` from `start` on, in one tensor."""
         pieces = list(self.pieces(start, num_bytes)) or [torch.empty(0, dtype=torch.uint8)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -106,7 +104,7 @@ class BucketWriter:
         self.num_bytes = 0
 
     def write(self, content: Tensor) -> None:
-        """Append a flat tensor of uint8."""
+        """Append `content`, a flat tensor of uint8."""
         self.num_bytes += content.numel()
         while content.numel():
             if not self._free:
@@ -118,9 +116,8 @@ class BucketWriter:
             self._free -= part.numel()
 
     def payload(self, version: int, base: int | None, encoding: str, tensors: Sequence[TensorSpec]) -> Payload:
-        """All that was written, with its manifest."""
         buckets = tuple(self._buckets)
-        if self._free:  # the rest of its room goes back
+        if self._free:  # give the unused memory back
             buckets = (*buckets[:-1], buckets[-1][: -self._free].clone())
         manifest = Manifest(
             version=version,
@@ -134,22 +131,21 @@ class BucketWriter:
 
 
 def new_bucket(num_bytes: int, device: torch.device) -> Tensor:
-    """Room for bytes."""
     if device.type == "cpu":
-        return torch.from_numpy(np.empty(num_bytes, np.uint8))  # huge pages: filled in a third of the time
+        return torch.from_numpy(np.empty(num_bytes, np.uint8))  # huge pages: three times faster to fill
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's own memory, as uint8."""
+    """The memory of a contiguous tensor as a flat tensor of uint8 (a view)."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def checksum(bucket: Tensor) -> int:
-    """64 bits that differ if a word differs, and nearly always if words changed places; the same on every device.
+    """A 64-bit checksum, equal on all devices. Detects any changed word and nearly any swap.
 
-    The words stand in rows; a row's sum and a column's sum count with weights of their own. An odd and an even weight
-    meet in every word, so no change of a single one is lost. Sums of integers do not depend on their order.
+    The words are arranged in rows. Every row sum has an odd weight of its own, every column sum an
+    even one, so a change of a single word always shows. Integer sums do not depend on their order.
     """
     row_bytes = 8 * _ROW_WORDS
     num_whole = bucket.numel() // row_bytes * row_bytes
@@ -166,24 +162,24 @@ def checksum(bucket: Tensor) -> int:
 
 
 def verify_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
-    """Raise unless the bucket is what the manifest says."""
     where = f"version {manifest.version}: bucket {index + 1} of {len(manifest.sizes)}"
     if bucket.numel() != manifest.sizes[index]:
         raise PublishError(f"{where} has {bucket.numel():,} bytes in place of {manifest.sizes[index]:,}")
     if checksum(bucket) != manifest.checksums[index]:
-        raise PublishError(f"{where} is not what was sent: its checksum differs")
+        raise PublishError(f"{where} was damaged on the way: its checksum differs")
 
 
 def verify(payload: Payload) -> None:
-    """Raise unless every bucket is there and is what the manifest says."""
+    """Raise PublishError unless all buckets have the size and checksum of the manifest."""
     manifest = payload.manifest
     if len(payload.buckets) != len(manifest.sizes):
         raise PublishError(
-            f"version {manifest.version} came in {len(payload.buckets)} buckets in place of {len(manifest.sizes)}"
+            f"version {manifest.version} arrived in {len(payload.buckets)} buckets in place of {len(manifest.sizes)}"
         )
     for index, bucket in enumerate(payload.buckets):
         verify_bucket(manifest, index, bucket)
     if (listed := sum(spec.num_bytes for spec in manifest.tensors)) != manifest.num_bytes:
         raise PublishError(
-            f"version {manifest.version}: {manifest.num_bytes:,} bytes, {listed:,} of them listed: a damaged manifest"
+            f"version {manifest.version}: the manifest is damaged: its buckets have {manifest.num_bytes:,} bytes, its "
+            f"tensors {listed:,}"
         )

@@ -1,87 +1,64 @@
-"""Publishing as a transaction: stage, fetch and verify, commit, for every receiver or for none.
+"""Publishing as a transaction: stage, fetch and verify, commit.
 
-    publisher.expect(nodes)             who is to get it
-    publisher.stage(8, tensors)         gather, cast, encode; a ticket for the receivers
-    subscriber.stage(ticket)            each fetches and checks, and goes on with version 7; publisher.send beside it
-    subscriber.commit(8)                when all have it: between two engine steps
+    publisher.expect(nodes)             who receives it
+    publisher.stage(8, tensors)         gather, cast, encode; returns a ticket for the receivers
+    subscriber.stage(ticket)            fetch and verify while the engine samples on with version 7; at the same time
+    publisher.send(ticket)              the sender's part of the transfer
+    subscriber.commit(8)                between two engine steps
     publisher.commit(8)                 the next delta starts from here
 
-If one of them fails, `abandon` at both ends leaves everybody on version 7. A receiver that comes late stages and
-commits the tickets of `Publisher.catch_up`, one after the other.
+If a step fails, `abandon` at both ends leaves everybody on version 7. A receiver that joins late
+stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoder, Encoding, Named, Update, cast
-from headrace.publish.transport import ReceivingEnd, SendingEnd, Ticket
+from headrace.publish.encoding import Encoder, EncodingKind, Named, Update, cast
+from headrace.roles import ReceivingEnd, SendingEnd
+from headrace.types import PublishTimes, Ticket
 
 OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
-MAX_DELTAS = 32  # between a base and the newest version
+MAX_DELTAS = 32  # kept since the last base
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
-    """Seconds and bytes of one publication, by operation.
-
-    Example:
-        PublishTimes(gather_s=0.2, cast_s=0.1, encode_s=0.5, transfer_s=0.3, apply_s=0.1, gather_bytes=2_000_000_000,
-            cast_bytes=1_000_000_000, encode_bytes=31_000_000, transfer_bytes=31_000_000, apply_bytes=31_000_000)
-    """
-
-    gather_s: float = 0.0  # whole tensors from the learner's shards
-    cast_s: float = 0.0
-    encode_s: float = 0.0
-    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
-    apply_s: float = 0.0  # during which the engine stands still
-    gather_bytes: int = 0
-    cast_bytes: int = 0
-    encode_bytes: int = 0
-    transfer_bytes: int = 0
-    apply_bytes: int = 0
-
-    @property
-    def total_s(self) -> float:
-        """One after the other."""
-        return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s
-
-    def with_receivers(self, receivers: Iterable[PublishTimes]) -> PublishTimes:
-        """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
-        receivers = list(receivers)
-        return replace(
-            self,
-            transfer_s=self.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
-            apply_s=max((r.apply_s for r in receivers), default=0.0),
-            apply_bytes=max((r.apply_bytes for r in receivers), default=0),
-        )
+def with_receivers(sender: PublishTimes, receivers: Iterable[PublishTimes]) -> PublishTimes:
+    """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
+    receivers = list(receivers)
+    return replace(
+        sender,
+        transfer_s=sender.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
+        apply_s=max((r.apply_s for r in receivers), default=0.0),
+        apply_bytes=max((r.apply_bytes for r in receivers), default=0),
+    )
 
 
 class Publisher:
-    """The learner's side."""
+    """The learner's side of publishing."""
 
     def __init__(self, encoder: Encoder, end: SendingEnd, dtype: torch.dtype) -> None:
         self._encoder, self._end, self._dtype = encoder, end, dtype
-        self._kept: list[int] = []  # a base and the deltas since: what a late receiver is given
+        self._kept: list[int] = []  # a base and the deltas since, for receivers that join late
         self._chain_bytes = self._base_bytes = 0  # of the deltas, and of the base
         self._staged: Ticket | None = None
-        self._nodes: list[str] | None = None  # of the receivers that are together with this end
+        self._nodes: list[str] | None = None  # of the receivers that are connected now
         self.times = PublishTimes()  # of the version staged last
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Who gets the next version: the node of every receiver, one entry each. Those that are together stay so."""
+        """The node of every receiver of the next version. Unchanged `nodes` stay connected."""
         if self._nodes != list(nodes):
             self._nodes = list(nodes)
             self._end.expect(nodes)
 
     def stage(self, version: int, tensors: Named) -> Ticket:
-        """Gather (whatever the iterable does), cast, encode, and make ready. Replaces one that was not committed."""
+        """Gather (by iterating `tensors`), cast, encode. Replaces an uncommitted version."""
         if self._staged is not None:
             self.abandon(self._staged.version)
         gathered = _Timed(tensors)
@@ -105,11 +82,10 @@ class Publisher:
         return self._staged
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """The sender's part, while receivers fetch."""
         self._end.send(ticket, timeout_s)
 
     def commit(self, version: int) -> None:
-        """All receivers hold it."""
+        """All receivers have `version`."""
         ticket, self._staged = self._staged, None
         if ticket is None or ticket.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
@@ -120,29 +96,28 @@ class Publisher:
             self._kept.append(version)
             self._chain_bytes += ticket.manifest.num_bytes
             if len(self._kept) - 1 > MAX_DELTAS or 2 * self._chain_bytes > self._base_bytes:
-                self._keep_only(None)  # a base and all these would be more than a new base
+                self._keep_only(None)  # sending base and deltas would cost more than a new base
         else:
             self._end.forget(version)
 
     def abandon(self, version: int) -> None:
-        """Somebody did not get it: it never was."""
+        """Withdraw a staged version; receivers keep the old one."""
         if self._staged is not None and self._staged.version == version:
-            self._staged = self._nodes = None  # whoever failed, the others wait for it no more
+            self._staged = self._nodes = None  # connect anew: one of the receivers failed
             self._end.forget(version)
 
     def catch_up(self) -> list[Ticket]:
-        """For receivers that hold nothing, and are expected: a base and the deltas since. The caller sends them."""
+        """Tickets for new receivers, which `expect` named: a base and the deltas since."""
         if self._nodes is not None:
-            self._end.expect(self._nodes)  # newcomers are not together with anybody, even if others were on their nodes
+            self._end.expect(self._nodes)  # new receivers are not connected yet
             self._nodes = None
-        if not self._kept and self._encoder.kind is Encoding.DELTA and self._encoder.version is not None:
+        if not self._kept and self._encoder.kind is EncodingKind.DELTA and self._encoder.version is not None:
             base = self._encoder.rebase()
             self._end.stage(base)
             self._keep_only(self._end.ticket(base.manifest.version))
         return [self._end.ticket(version) for version in self._kept]
 
     def close(self) -> None:
-        """Give everything back."""
         self._end.close()
 
     def _keep_only(self, base: Ticket | None) -> None:
@@ -154,16 +129,16 @@ class Publisher:
 
 
 class Subscriber:
-    """A rollout worker's side: `live` are the weights that its engine computes with."""
+    """A rollout worker's side of publishing. `live` are the engine's weights."""
 
     def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor], version: int | None = None) -> None:
         self._end, self._live = end, live
-        self.version = version  # None: none was published to it
+        self.version = version  # None: nothing was committed here yet
         self._staged: Update | None = None
         self.times = PublishTimes()  # of the version staged last
 
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        """Fetch a version and check that it fits; the engine goes on with the old one."""
+        """Fetch a version, verify and decode it; the engine keeps the old one."""
         self._staged = None
         started = time.perf_counter()
         payload = self._end.fetch(ticket, timeout_s)
@@ -172,7 +147,7 @@ class Subscriber:
         self.times = PublishTimes(transfer_s=seconds, transfer_bytes=payload.manifest.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Write it into the live weights. Call it between two engine steps."""
+        """Write the staged version into the live weights. Call it only between two engine steps."""
         if self._staged is None or self._staged.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
         update, self._staged = self._staged, None
@@ -182,21 +157,20 @@ class Subscriber:
         self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=update.num_bytes)
 
     def abandon(self, version: int) -> None:
-        """Somebody else did not get it: stay with the old one."""
+        """Discard the staged version and keep the old one."""
         if self._staged is not None and self._staged.version == version:
             self._staged = None
 
     def restart(self) -> None:
-        """Whatever comes next is taken, in full: the learner began again, from a version before this one."""
+        """Accept any full version next: the learner was restarted from an older version."""
         self.version, self._staged = None, None
 
     def close(self) -> None:
-        """Give everything back."""
         self._end.close()
 
 
 class _Timed:
-    """Passes tensors through, and measures what it took to get them."""
+    """Passes tensors through and measures the seconds it took to get them."""
 
     def __init__(self, tensors: Named) -> None:
         self._tensors = tensors

@@ -1,14 +1,14 @@
-"""The built-in reward functions. Those that need an optional library load it from the file that bears its name."""
+"""The built-in reward functions. Optional libraries are loaded by the files of their names."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import RewardError
 from headrace.types import Completion
+from headrace.user_code import load_optional
 
 Reward = Callable[[Completion], float]
 
@@ -16,7 +16,6 @@ BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
 
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
-    """The built-in function `name`, made for these settings."""
     match name:
         case "exact":
             return exact(answer_field)
@@ -30,7 +29,7 @@ def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
 
 
 def exact(answer_field: str) -> Reward:
-    """1 if the text is the expected answer, but for white space around it."""
+    """1 if the text is the expected answer, ignoring white space around it."""
 
     def score(completion: Completion) -> float:
         return float(completion.text.strip() == expected_answer(completion, answer_field))
@@ -56,9 +55,9 @@ def regex(answer_field: str, pattern: str) -> Reward:
 
 
 def reasoning_gym_task() -> Reward:
-    """What the reasoning-gym task of the prompt gives for the answer."""
+    """The score that the prompt's reasoning-gym task gives."""
     task_score: Callable[[str, str, Mapping[str, Any]], float]
-    task_score = importlib.import_module("headrace.reward.builtin_reasoning_gym").task_score
+    task_score = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks").task_score
 
     def score(completion: Completion) -> float:
         try:
@@ -73,7 +72,7 @@ def reasoning_gym_task() -> Reward:
 def math(answer_field: str) -> Reward:
     """1 if the answer is mathematically equal to the expected one."""
     math_equal: Callable[[str, str], float]
-    math_equal = importlib.import_module("headrace.reward.builtin_math_verify").math_equal
+    math_equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
 
     def score(completion: Completion) -> float:
         return math_equal(completion.text, expected_answer(completion, answer_field))
@@ -82,7 +81,6 @@ def math(answer_field: str) -> Reward:
 
 
 def expected_answer(completion: Completion, answer_field: str) -> str:
-    """The prompt's expected answer as text, without white space around it."""
     if answer_field not in completion.fields:
         there = ", ".join(map(str, completion.fields)) or "none"
         raise RewardError(f"reward.answer_field = '{answer_field}' is not a field of the prompt; there are: {there}")

@@ -1,32 +1,27 @@
-"""The built-in reward `math`: is the answer mathematically equal to the expected one? Needs math-verify."""
+"""The built-in reward `math`: mathematical equality. Needs math-verify."""
 
 from __future__ import annotations
 
-import logging
+import math_verify
 
-from headrace.errors import MissingExtraError, RewardError
-
-try:
-    import math_verify
-except ImportError as error:
-    raise MissingExtraError("math-verify", "tasks") from error
-
-# math_verify's own time limits turn a timeout into "not equal", which would be a reward of zero, and need signals.
-# They are off: the pool ends a worker that takes too long. This silences the warning about it.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+from headrace.errors import RewardError
+from headrace.quiet import quiet
 
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_equal(text: str, expected: str) -> float:
-    """1 if the last expression in `text` equals `expected`, which is an expression and nothing else."""
+    """1 if the last expression in `text` equals `expected`, which must be a single expression."""
     if text.strip() == expected.strip():
         return 1.0
-    gold = _parse_expected(expected)
-    if not gold:
-        raise RewardError(f"math-verify finds no expression in the expected answer {expected!r}")
-    found = math_verify.parse(text, parsing_timeout=None)
-    return float(math_verify.verify(gold, found, timeout_seconds=None))
+    # math_verify's own time limits turn a timeout into "not equal", which would be a reward of zero, and need signals.
+    # They are off, and its warning about that too: the pool ends a worker that takes too long.
+    with quiet("math_verify"):
+        gold = _parse_expected(expected)
+        if not gold:
+            raise RewardError(f"math-verify finds no expression in the expected answer {expected!r}")
+        found = math_verify.parse(text, parsing_timeout=None)
+        return float(math_verify.verify(gold, found, timeout_seconds=None))
 
 
 def _parse_expected(expected: str) -> list[object]:

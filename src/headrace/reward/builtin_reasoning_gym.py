@@ -6,12 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from headrace.errors import MissingExtraError, RewardError
+import reasoning_gym
 
-try:
-    import reasoning_gym
-except ImportError as error:
-    raise MissingExtraError("reasoning-gym", "tasks") from error
+from headrace.errors import RewardError
 
 
 def task_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:

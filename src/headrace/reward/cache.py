@@ -1,4 +1,4 @@
-"""Verdicts by content: the same answer to the same prompt is judged once, also when it is asked for twice at a time."""
+"""Verdicts by content: equal answers to one prompt are judged once, also concurrent ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
 
 
 class VerdictCache:
-    """Verdicts by key, in `verdicts`; `on_verdict` hears of each new one. Failures are not kept, they may pass."""
+    """Keeps scores in `verdicts` and calls `on_verdict` for each new one. Failures are not kept."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class VerdictCache:
 
     def key(self, completion: Completion) -> bytes | None:
         """A digest of all that the function can see; None if the fields have no canonical JSON."""
-        # A function may look at the length or at how the answer ended, so they belong to the content.
         seen = [completion.prompt, completion.text, completion.num_tokens, str(completion.finish), completion.fields]
         try:
             text = json.dumps([self._identity, *seen], sort_keys=True, separators=(",", ":"), default=_plain)
@@ -42,7 +41,7 @@ class VerdictCache:
         return hashlib.sha256(text.encode()).digest()
 
     async def fetch(self, completion: Completion, judge: Callable[[], Awaitable[Score]]) -> tuple[Score, bool]:
-        """The score, and whether it was had without a call of `judge` for this request."""
+        """The score, and whether it came without a call of `judge` for this completion."""
         key = self.key(completion)
         if key is None:
             return await judge(), False
@@ -54,7 +53,7 @@ class VerdictCache:
         task = asyncio.ensure_future(self._judge_once(key, judge))
         self._running[key] = task
         task.add_done_callback(_take_note)
-        return await asyncio.shield(task), False  # others may wait for it when this caller is cancelled
+        return await asyncio.shield(task), False  # others may wait for it
 
     async def _judge_once(self, key: bytes, judge: Callable[[], Awaitable[Score]]) -> Score:
         try:
@@ -71,11 +70,11 @@ class VerdictCache:
 
 def _take_note(task: asyncio.Task[Score]) -> None:
     if not task.cancelled():
-        task.exception()  # every caller may be gone; asyncio would complain that nobody looked
+        task.exception()  # all callers may be cancelled: mark the exception as retrieved
 
 
 def _plain(value: Any) -> Any:
-    """Read-only mappings and numpy values as JSON knows them."""
+    """Read-only mappings and numpy values as JSON types."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):

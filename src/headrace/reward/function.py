@@ -1,31 +1,27 @@
-"""From the setting `reward.function` to something that can be called, and from what it returns to a Score."""
+"""The setting `reward.function` as a RewardFunction, and what it returns as a Score."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import os
 import reprlib
-import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from headrace.errors import RewardError, UnavailableError
 from headrace.reward.builtin import BUILTIN_NAMES, builtin_function
-from headrace.types import DropReason, Score
+from headrace.types import Completion, DropReason, Score
+from headrace.user_code import MAX_DETAIL_CHARS, load_function, names_file, short_traceback
 
 BATCH_PARAMETER = "completions"
-MAX_DETAIL_CHARS = 1500
-# of Python, requests, httpx and openai; by name, because a function may use any of them or none
+# Errors that may pass, of Python, requests, httpx and openai. By name, because a function may use
+# any of them or none.
 _PASSING = {
     "ConnectionError",
     "TimeoutError",
@@ -38,7 +34,7 @@ _PASSING = {
 
 
 class Mode(StrEnum):
-    """How a function is called: one by one, many coroutines at once, or with a list."""
+    """How a function is called: with one completion, as a coroutine, or with a list."""
 
     SINGLE = "single"
     ASYNC = "async"
@@ -53,29 +49,49 @@ class RewardFunction:
         RewardFunction(name="score", call=<function score>, mode=Mode.SINGLE)
     """
 
-    name: str  # the reward part of a plain number is called so
+    name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
     mode: Mode
+
+    def invoke(self, completions: Sequence[Completion]) -> Any:
+        """Call the function once; the verdict may be awaitable. Only BATCH takes several completions."""
+        return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
+
+    def scores(self, verdict: Any, num_items: int) -> list[Score]:
+        """What `invoke` returned for `num_items` completions, read."""
+        if self.mode is Mode.BATCH:
+            return read_verdicts(verdict, self.name, num_items)
+        return [read_verdict(verdict, self.name)]
+
+    async def judge(self, completion: Completion, timeout_s: float) -> Score:
+        """Call the function for one completion; `timeout_s` limits coroutines. Raises what it raises."""
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                verdict = self.invoke([completion])
+                if inspect.isawaitable(verdict):
+                    verdict = await verdict
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
+        return self.scores(verdict, 1)[0]
 
 
 def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
     """The function that `reward.function = spec` names. Imports the user's code."""
-    place, colon, name = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         if spec not in BUILTIN_NAMES:
             raise RewardError(_unknown_builtin(spec))
         return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern), mode=Mode.SINGLE)
-    if not place or not name:
-        raise RewardError(f"reward.function = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
-    module = _load_file(Path(place)) if _is_file(place) else _load_module(place)
-    call = _find(module, place, name)
-    return RewardFunction(name=name, call=call, mode=_mode(call, spec))
+    call = load_function(spec, "reward.function", RewardError)
+    return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
 
 
 def source_hash(spec: str) -> str:
-    """A digest of the function's file, or an empty text when the spec names no file that can be read."""
+    """A digest of the function's file; empty if `spec` names no readable file."""
     place, _, _ = spec.rpartition(":")
-    if not _is_file(place):
+    if not names_file(place):
         return ""
     try:
         return hashlib.sha256(Path(place).read_bytes()).hexdigest()
@@ -84,7 +100,7 @@ def source_hash(spec: str) -> str:
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
-    """What one call returned, as a Score; anything that is no clear verdict is a failure, never a zero."""
+    """What one call returned, as a Score. Anything but finite numbers is a failure, never a zero."""
     if verdict is None:
         return failure("the reward function returned None: it cannot judge this answer")
     parts: dict[str, float] = {}
@@ -114,27 +130,18 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
-    """A Score that says why there is none."""
     return Score(failure=reason, detail=detail[-MAX_DETAIL_CHARS:])
 
 
 def failure_of(error: BaseException) -> Score:
-    """What an exception in the function means: its surroundings failed, or it could not judge this answer.
-
-    The first is tried again. What is unknown counts as the second: a try more would end the same way.
-    """
+    """An exception of the function as a failure: unavailable (retried) or error (not retried)."""
     unavailable = isinstance(error, UnavailableError) or any(c.__name__ in _PASSING for c in type(error).__mro__)
     reason = DropReason.REWARD_UNAVAILABLE if unavailable else DropReason.REWARD_ERROR
     return failure(short_traceback(error), reason)
 
 
-def short_traceback(error: BaseException) -> str:
-    """The last frames of a traceback: enough to find the line."""
-    return "".join(traceback.format_exception(error, limit=-3)).strip()[-MAX_DETAIL_CHARS:]
-
-
 def _number(value: Any) -> float | None:
-    """A finite float, or None. Takes numpy and torch scalars, but no text."""
+    """A finite float, or None. Accepts numpy and torch scalars, but not text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, int | float):
@@ -150,10 +157,6 @@ def _describe(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place or os.sep in place
-
-
 def _unknown_builtin(spec: str) -> str:
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -163,57 +166,8 @@ def _unknown_builtin(spec: str) -> str:
     )
 
 
-def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise RewardError(f"reward.function: there is no file {path}")
-    name = f"headrace_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward.function: {path} is not a Python file")
-    _search_also(path.parent)  # so that the file can import its neighbours
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"reward.function: {path} cannot be imported:\n{short_traceback(error)}") from error
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    _search_also(Path.cwd())  # a console script does not search it by itself
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise RewardError(f"reward.function: there is no module '{name}' ({error})") from error
-        raise RewardError(f"reward.function: '{name}' cannot be imported:\n{short_traceback(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward.function: '{name}' cannot be imported:\n{short_traceback(error)}") from error
-
-
-def _search_also(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _find(module: ModuleType, place: str, name: str) -> Callable[[Any], Any]:
-    if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
-        near = difflib.get_close_matches(name, functions, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise RewardError(f"reward.function: '{place}' has no function '{name}'{hint}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise RewardError(f"reward.function: '{name}' in '{place}' is a {type(found).__name__}, not a function")
-    call: Callable[[Any], Any] = found
-    return call
-
-
 def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
-    """How to call it, by the name of its one parameter and by being a coroutine."""
+    """BATCH by the name of its one parameter, ASYNC if it is a coroutine function."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):

@@ -1,8 +1,9 @@
-"""Reward functions in processes of their own, so that they may hang, crash and be killed.
+"""Reward functions in child processes (workers), so that they may hang or crash and can be killed.
 
-A worker is started with `python -c`, not by multiprocessing: its spawn would run the trainer's main script again in
-every worker, which imports torch and, in a script without a main guard, trains. Everything is one asyncio loop, no
-threads. A worker's process group is its own, so a kill also reaches what the user code has started.
+A worker is started with `python -c`, not by multiprocessing: its spawn method would run the
+trainer's main script again in every worker, which imports torch and, without a main guard, trains.
+Everything here runs in one asyncio loop, without threads. A worker has a process group of its own,
+so a kill also reaches what the user code has started.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from headrace.reward.worker import HEADER, Setup, frame, pack_completion, score_
 from headrace.types import Completion, DropReason, Score
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
-GRACE_S = 1.0  # a worker that ends coroutines by itself gets so much longer; an idle one may clean up so long
-PAUSE_S = 0.5  # before another try at what was unavailable; twice as long each time
-MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # with one worker at a time
+GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
+PAUSE_S = 0.5  # before a retry of what was unavailable; doubled each time
+MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one worker has at a time
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 
@@ -39,8 +40,8 @@ BOOT = (
 )
 
 
-class WorkerLostError(Exception):
-    """A worker ended or had to be given up; `score` is what the item it was at gets when it has no try left."""
+class JudgeLostError(Exception):
+    """A worker ended or does not answer. `score` is for its job in progress, without retries left."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -54,26 +55,26 @@ class Job:
     blob: bytes
     done: asyncio.Future[Score]
     tries: int = 0
-    due: float = 0.0  # the loop's time by which the worker must have replied
-    suspect: bool = False  # it was with a worker that was lost, and so were others: which is to blame shows alone
+    due: float = 0.0  # loop time by which the worker must have replied
+    suspect: bool = False  # was with a lost worker, among others: judged alone next
 
     def finish(self, score: Score) -> None:
-        """Give the caller its score, if it still waits."""
         if not self.done.done():
             self.done.set_result(score)
 
 
-class Worker:
-    """One child process and the socket to it."""
+class JudgeProcess:
+    """One worker: a child process and the socket to it."""
 
     def __init__(self) -> None:
         self.mode = Mode.SINGLE
-        self.ended = False  # the process has closed its end
-        self.going: dict[int, Job] = {}  # what it is at, oldest first
-        self.heard_s = 0.0  # the loop's time of its last reply
-        self._replies: deque[dict[str, Any]] = deque()
+        self.ended = False  # the process has closed its end of the socket
+        self.going: dict[int, Job] = {}  # by item number, oldest first
+        self.replies: deque[dict[str, Any]] = deque()
+        self._limit_s = 0.0  # for one reply
+        self._heard_s = 0.0  # loop time of the last reply
         self._buffer = bytearray()
-        self._stirred = asyncio.Event()
+        self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -88,81 +89,91 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     async def prepare(self, setup: Setup) -> None:
-        """Have the function loaded, or raise RewardError with what the worker says is wrong."""
+        """Load the function in the worker; raises RewardError if that fails."""
+        ready: dict[str, Any] = {}
+        deadline = self._loop.time() + START_TIMEOUT_S
         try:
             await self.send(pickle.dumps(setup), START_TIMEOUT_S)
-            deadline = self._loop.time() + START_TIMEOUT_S
-            while (ready := await self.receive(deadline)) is None:
+            while not (ready := await self.receive(deadline) or {}):
                 if self._loop.time() > deadline:
-                    raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"not ready in {START_TIMEOUT_S:g} s")
-        except WorkerLostError as lost:
-            await self.stop()
+                    raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
+            if "error" in ready:
+                raise RewardError(ready["error"])
+        except JudgeLostError as lost:
             raise RewardError(f"reward.function = '{setup.function}' cannot be loaded: {lost}") from lost
-        except BaseException:
-            await self.stop()
-            raise
-        if "error" in ready:
-            await self.stop()
-            raise RewardError(ready["error"])
+        finally:
+            if "mode" not in ready:
+                await self.stop()
         self.mode = Mode(ready["mode"])
+        self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
 
     async def send(self, payload: bytes, timeout_s: float) -> None:
-        """Send one message."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.sock_sendall(self._socket, frame(payload))
         except TimeoutError as error:
-            raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"not taken in {timeout_s:g} s") from error
+            raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"request not read within {timeout_s:g} s") from error
         except OSError as error:
             if not self.ended:
-                self._read()  # it may have replied before
-            raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
+                self._read()  # it may have replied before it ended
+            raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
     async def receive(self, deadline: float) -> dict[str, Any] | None:
-        """The next reply; None when there is none by the deadline, or when `stir` was called first."""
-        if not self._replies and not self.ended:
+        """The next reply; None if there is none by `deadline`, or if `wake` was called first."""
+        if not self.replies and not self.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
-                    await self.stirred()
-            self._read()  # if this loop was kept busy past the deadline, the reply lies here already
-        if self._replies:
-            self.heard_s = self._loop.time()
-            return self._replies.popleft()
+                    await self.woken()
+            self._read()  # if this loop was busy past the deadline, the reply is here already
+        if self.replies:
+            self._heard_s = self._loop.time()
+            return self.replies.popleft()
         if self.ended:
-            raise WorkerLostError(DropReason.REWARD_ERROR, await self._epitaph())
+            raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph())
         return None
 
-    def arrived(self) -> list[dict[str, Any]]:
-        """What it said before it was lost."""
-        found, self._replies = list(self._replies), deque()
-        return found
+    def start_timing(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.due = self._loop.time() + self._limit_s
 
-    def stir(self) -> None:
-        """Wake who waits for this worker: there is work."""
-        self._stirred.set()
+    def deadline(self) -> float:
+        """Loop time at which the worker counts as lost, because of its oldest job.
 
-    async def stirred(self) -> None:
-        """Wait until there is work, or the process has ended."""
-        await self._stirred.wait()
-        self._stirred.clear()
+        Coroutines have a time limit in the worker, so there any reply shows that it is not blocked.
+        """
+        due = next(iter(self.going.values())).due
+        return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
+
+    def takes_more(self) -> bool:
+        """Whether jobs may join those going: only coroutines, unless one is late or to be judged alone."""
+        jobs = self.going.values()
+        late = any(job.suspect or self._loop.time() > job.due for job in jobs)
+        return not self.going or (self.mode is Mode.ASYNC and not late)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def woken(self) -> None:
+        """Wait until there is a job, a reply, or the process has ended."""
+        await self._wake.wait()
+        self._wake.clear()
 
     async def stop(self, *, gently: bool = False) -> None:
-        """End the process and reap it; gently lets an idle one end by itself first."""
+        """End the process and reap it; with `gently`, an idle one may first end by itself."""
         self._hang_up()
         self._socket.close()
         if gently and not self.going:
             await self._reaped(GRACE_S)
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
             await self._reaped(None)
 
     def _read(self) -> None:
-        """Take everything that has arrived."""
+        """Read everything that has arrived, without waiting."""
         try:
             while not self.ended:
                 data = self._socket.recv(READ_BYTES)
@@ -174,17 +185,17 @@ class Worker:
         except OSError:
             self._hang_up()
         try:
-            self._replies.extend(_replies_in(self._buffer))
-        except ValueError:  # not our protocol: someone else wrote to the socket
+            self.replies.extend(_replies_in(self._buffer))
+        except ValueError:  # not our protocol: user code wrote to the socket
             self._hang_up()
-        if self._replies:
-            self._stirred.set()
+        if self.replies:
+            self._wake.set()
 
     def _hang_up(self) -> None:
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self._socket)
-            self._stirred.set()
+            self._wake.set()
 
     async def _reaped(self, timeout_s: float | None) -> None:
         with contextlib.suppress(TimeoutError):
@@ -193,21 +204,21 @@ class Worker:
                     await asyncio.sleep(0.005)
 
     async def _epitaph(self) -> str:
-        """How the process ended. Kills what is left of it first: its number must not be reaped before that."""
+        """How the process ended. Stops it first, so that its exit code is known."""
         await self.stop()
         code = self._process.returncode
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return f"the worker process ended ({how})"
 
 
-class Pool:
-    """`num_workers` processes that judge completions with one function."""
+class JudgePool:
+    """`num_workers` processes that judge completions with one function (implements `Judge`)."""
 
     def __init__(self, setup: Setup, *, num_workers: int, retries: int) -> None:
         self._setup = setup
         self._num_workers = num_workers
         self._retries = retries
-        self._workers: list[Worker] = []
+        self._workers: list[JudgeProcess] = []
         self._servers: list[asyncio.Task[None]] = []
         self._queue: deque[Job] = deque()
         self._unfinished: set[Job] = set()
@@ -217,12 +228,11 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     async def start(self) -> None:
-        """Start the workers; raises RewardError when the function cannot be loaded."""
-        self._workers = [Worker() for _ in range(self._num_workers)]
+        """Start the workers; raises RewardError if the function cannot be loaded."""
+        self._workers = [JudgeProcess() for _ in range(self._num_workers)]
         starting = [asyncio.create_task(worker.prepare(self._setup)) for worker in self._workers]
         try:
             await asyncio.gather(*starting)
@@ -236,13 +246,12 @@ class Pool:
         self._servers = [asyncio.create_task(self._serve(slot)) for slot in range(self._num_workers)]
 
     async def run(self, completion: Completion) -> Score:
-        """The function's verdict on one completion, or why there is none."""
         if self._broken is not None:
             raise self._broken
         try:
             blob = pack_completion(completion)
         except Exception as error:  # pickling runs the fields' own code
-            return failure(f"the prompt's fields cannot be sent to a worker process: {error!r}")
+            return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
         job = Job(blob, asyncio.get_running_loop().create_future())
         self._unfinished.add(job)
         try:
@@ -262,28 +271,25 @@ class Pool:
         await asyncio.gather(*(worker.stop(gently=True) for worker in workers))
 
     async def _serve(self, slot: int) -> None:
-        """Feed one worker, and put another in its place when it is lost."""
+        """Feed one worker, and replace it when it is lost."""
         try:
             while True:
                 worker = self._workers[slot]
                 if not self._queue:
-                    await worker.stirred()
+                    await worker.woken()
                 elif worker.ended or not await self._judge(worker):
-                    await self._replace(slot)
-        except Exception as error:  # nobody awaits this task: those who wait for a score must hear of it
+                    self.num_workers_replaced += 1
+                    await worker.stop()
+                    self._workers[slot] = JudgeProcess()
+                    await self._workers[slot].prepare(self._setup)
+        except Exception as error:  # for the callers of `run`: nobody awaits this task
             self._break(error)
 
-    async def _replace(self, slot: int) -> None:
-        self.num_workers_replaced += 1
-        await self._workers[slot].stop()
-        self._workers[slot] = Worker()
-        await self._workers[slot].prepare(self._setup)
-
-    def _take(self, worker: Worker) -> list[Job]:
-        """The jobs that are to join those going: few enough that the other workers have work too."""
-        mode, going = worker.mode, worker.going
-        if going and (mode is not Mode.ASYNC or self._overdue(worker) or any(job.suspect for job in going.values())):
+    def _take(self, worker: JudgeProcess) -> list[Job]:
+        """The next jobs for this worker, leaving a share of the queue to the other workers."""
+        if not worker.takes_more():
             return []
+        mode, going = worker.mode, worker.going
         num_wanted = min(MAX_GOING[mode] - len(going), len(self._queue))
         if mode is not Mode.BATCH and self._num_workers > 1:
             num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
@@ -299,11 +305,12 @@ class Pool:
                 break
         return jobs
 
-    async def _judge(self, worker: Worker) -> bool:
-        """Send jobs and book the replies as they come, until nothing is going; False when the worker is lost.
+    async def _judge(self, worker: JudgeProcess) -> bool:
+        """Send jobs and book the replies until the worker is idle; False if the worker is lost.
 
-        Functions that are called once at a time get a chunk, and the next when that is judged. Coroutines run side by
-        side, so whatever has been queued joins them: one slow verdict holds nothing up.
+        Functions that are called one at a time get a chunk of jobs, and the next chunk when all are
+        judged. Coroutines are concurrent, so new jobs join at any time: one slow verdict does not
+        delay others.
         """
         num_sent = 0
         try:
@@ -314,16 +321,15 @@ class Pool:
                     num_sent += len(jobs)
                     blobs = {item: job.blob for item, job in joining.items()}
                     await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
-                    for job in jobs:
-                        job.due = self._due(worker.mode)
-                    await asyncio.sleep(0)  # others take their share; then there may be more
+                    worker.start_timing(jobs)
+                    await asyncio.sleep(0)  # let the other workers take their share first
                 elif worker.going:
                     await self._book_next(worker)
                 else:
                     return True
-        except WorkerLostError as lost:
-            for reply in worker.arrived():
-                self._book(worker, reply)
+        except JudgeLostError as lost:
+            while worker.replies:  # from before it was lost
+                self._book(worker, worker.replies.popleft())
             left = list(worker.going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
             self._enqueue(left[num_in_progress:], first=True)
@@ -332,40 +338,24 @@ class Pool:
                 self._retry(job, lost.score)
             return False
 
-    async def _book_next(self, worker: Worker) -> None:
-        """Wait for a reply and give it to its job. Returns without one if there is work to take."""
-        deadline = self._deadline(worker)
+    async def _book_next(self, worker: JudgeProcess) -> None:
+        """Wait for a reply and book it. Returns without one if there are new jobs to send."""
+        deadline = worker.deadline()
         reply = await worker.receive(deadline)
         if reply is not None:
             self._book(worker, reply)
         elif asyncio.get_running_loop().time() > deadline:
-            raise WorkerLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
+            raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
 
-    def _book(self, worker: Worker, reply: dict[str, Any]) -> None:
+    def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
         item, score = score_from_json(reply)
         job = worker.going.pop(item)
-        if worker.mode is not Mode.ASYNC and worker.going:  # one after the other: the next one's time begins now
-            next(iter(worker.going.values())).due = self._due(worker.mode)
+        if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
+            worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
             self._retry(job, score)
         else:
             job.finish(score)
-
-    def _overdue(self, worker: Worker) -> bool:
-        return asyncio.get_running_loop().time() > next(iter(worker.going.values())).due
-
-    def _deadline(self, worker: Worker) -> float:
-        """When the worker counts as lost. Coroutines end by themselves in time, if none blocks the others for long: as
-        long as one after the other does, it lives.
-        """
-        due = next(iter(worker.going.values())).due
-        return due if worker.mode is not Mode.ASYNC else max(due, worker.heard_s + self._limit_s(worker.mode))
-
-    def _limit_s(self, mode: Mode) -> float:
-        return self._setup.timeout_s + (GRACE_S if mode is Mode.ASYNC else 0.0)
-
-    def _due(self, mode: Mode) -> float:
-        return asyncio.get_running_loop().time() + self._limit_s(mode)
 
     def _retry(self, job: Job, score: Score) -> None:
         if job.tries >= self._retries:
@@ -373,7 +363,7 @@ class Pool:
             return
         job.tries += 1
         self.num_retried += 1
-        if score.failure is DropReason.REWARD_UNAVAILABLE:  # at once it would be no different
+        if score.failure is DropReason.REWARD_UNAVAILABLE:  # an immediate retry would fail too
             pause_s = PAUSE_S * 2 ** (job.tries - 1)
             asyncio.get_running_loop().call_later(pause_s, self._enqueue, [job])
         else:
@@ -384,11 +374,11 @@ class Pool:
             self._queue.extendleft(reversed(list(jobs)))
         else:
             self._queue.extend(jobs)
-        for worker in sorted(self._workers, key=lambda worker: len(worker.going)):  # who has least to do comes first
-            worker.stir()
+        for worker in sorted(self._workers, key=lambda worker: len(worker.going)):  # least busy first
+            worker.wake()
 
     def _break(self, error: Exception) -> None:
-        """From now on there are no scores: tell all who wait and all who come."""
+        """Fail all current and future calls of `run` with `error`."""
         self._broken = error
         self._queue.clear()
         for job in self._unfinished:
@@ -397,7 +387,7 @@ class Pool:
 
 
 def _replies_in(buffer: bytearray) -> list[dict[str, Any]]:
-    """Cut the complete replies off the front of `buffer`."""
+    """Take the complete replies off the front of `buffer`."""
     replies = []
     while len(buffer) >= HEADER.size:
         (num_bytes,) = HEADER.unpack_from(buffer)

@@ -1,51 +1,25 @@
-"""The front door: a completion in, a Score out."""
+"""Scoring: a completion in, a Score out, by way of cache, reward function and overlong penalty."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from headrace.config import RewardSection
 from headrace.reward.cache import VerdictCache
 from headrace.reward.function import source_hash
-from headrace.reward.pool import Pool
-from headrace.reward.shaping import overlong_penalty
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
+from headrace.roles import Judge
 from headrace.types import Completion, FinishReason, Score
 
 
-class Judges(Protocol):
-    """Processes that judge, here or elsewhere."""
-
-    @property
-    def num_retried(self) -> int:
-        """Further tries after a crash or a timeout."""
-        ...
-
-    @property
-    def num_workers_replaced(self) -> int:
-        """Processes that ended or had to be ended."""
-        ...
-
-    async def start(self) -> None:
-        """A function that cannot be loaded is an error here."""
-        ...
-
-    async def run(self, completion: Completion) -> Score:
-        """The function's verdict on one completion, or why there is none."""
-        ...
-
-    async def close(self) -> None:
-        """End the processes."""
-        ...
-
-
 class Scorer:
-    """Scores completions with the pool, the cache and the overlong penalty of one `[reward]` section.
+    """Scores completions by the settings of one `[reward]` section.
 
-    `judges(setup)` makes the pool, if it is to be elsewhere than beside this process.
+    `judges(setup)` makes what calls the function: without it, a `JudgePool` of child processes.
+    `on_verdict(key, score)` is called for every new verdict that may be cached.
     """
 
     def __init__(
@@ -54,7 +28,8 @@ class Scorer:
         *,
         max_new_tokens: int,
         default_function: str = "exact",
-        judges: Callable[[Setup], Judges] | None = None,
+        judges: Callable[[Setup], Judge] | None = None,
+        on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
     ) -> None:
         self._section = section
         self._max_new_tokens = max_new_tokens
@@ -65,40 +40,42 @@ class Scorer:
             pattern=section.pattern,
             timeout_s=section.timeout_s,
         )
-        self._pool: Judges = (
-            judges(setup) if judges else Pool(setup, num_workers=section.workers, retries=section.retries)
+        self._pool: Judge = (
+            judges(setup) if judges else JudgePool(setup, num_workers=section.workers, retries=section.retries)
         )
         self._cache: VerdictCache | None = None
-        self.verdicts: dict[bytes, Score] = {}  # by content; a restart fills it with those of the run so far
-        self.on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
+        self._verdicts: dict[bytes, Score] = {}  # by cache key
+        self._on_verdict = on_verdict
         self.num_scored = 0
         self.num_failed = 0
         self.num_cached = 0
 
     @property
     def num_retried(self) -> int:
-        """Further tries after a crash or a timeout."""
         return self._pool.num_retried
 
     @property
     def num_workers_replaced(self) -> int:
-        """Worker processes that ended or had to be ended."""
         return self._pool.num_workers_replaced
 
     @property
     def moves(self) -> int:
-        """Verdicts and further tries so far: as long as it grows, something moves."""
+        """Verdicts and retries so far: while it grows, scoring makes progress."""
         return self.num_scored + self.num_failed + self.num_retried
 
     async def start(self) -> None:
-        """Start the workers; a function that cannot be imported is an error here."""
+        """Raises RewardError if the function cannot be loaded."""
         await self._pool.start()
         if self._section.cache:
             settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
-            self._cache = VerdictCache(json.dumps(settings), self.verdicts, lambda *new: self.on_verdict(*new))
+            self._cache = VerdictCache(json.dumps(settings), self._verdicts, self._on_verdict)
+
+    def remember(self, verdicts: Mapping[bytes, Score]) -> None:
+        """Fill the cache with the verdicts of the run so far."""
+        self._verdicts.update(verdicts)
 
     async def score(self, completion: Completion) -> Score:
-        """The verdict on one completion, or why there is none."""
+        """The score of one completion, or the reason why there is none."""
         if self._cache is None:
             score, cached = await self._pool.run(completion), False
         else:
@@ -108,12 +85,12 @@ class Scorer:
             return score
         self.num_scored += 1
         self.num_cached += cached
-        # what ran out of time is as overlong as what ran out of tokens
+        # an answer that ran out of time is as overlong as one that ran out of tokens
         ran_out = completion.finish == FinishReason.WALL
         return self._with_overlong(score, self._max_new_tokens if ran_out else completion.num_tokens)
 
     async def close(self) -> None:
-        """End the workers; scoring that is still under way raises RewardError."""
+        """Stop judging; calls of `score` that still wait raise RewardError."""
         await self._pool.close()
 
     def _with_overlong(self, score: Score, num_tokens: int) -> Score:
@@ -124,3 +101,11 @@ class Scorer:
         taken = overlong_penalty(num_tokens, self._max_new_tokens, section.overlong_tokens, section.overlong_penalty)
         parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
         return replace(score, reward=score.reward + taken, parts=parts)
+
+
+def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, penalty: float) -> float:
+    """DAPO's soft overlong punishment: linear to `-penalty` over the last `overlong_tokens`."""
+    over = num_tokens - (max_new_tokens - overlong_tokens)
+    if overlong_tokens == 0 or over <= 0:
+        return 0.0
+    return -penalty * min(over / overlong_tokens, 1.0)

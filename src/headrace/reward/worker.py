@@ -1,8 +1,9 @@
-"""The child process: it loads the reward function once, then judges what it is sent.
+"""The child process: it loads the reward function once, then judges the completions it is sent.
 
-Both directions are frames on one socket (a length, then that many bytes), so what user code prints does no harm.
-Requests are pickled. Replies are JSON: the trainer must not unpickle what a process that runs user code sends it.
-No torch here: a worker starts in a fraction of a second, and again after every kill.
+Requests and replies are frames (a length, then that many bytes) on one socket, so user code may
+print. Requests are pickled. Replies are JSON: the trainer must not unpickle what a process that
+runs user code sends. There is no torch here, so that a worker starts in a fraction of a second,
+also after a kill.
 """
 
 from __future__ import annotations
@@ -19,31 +20,21 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError
-from headrace.reward.function import (
-    Mode,
-    RewardFunction,
-    failure,
-    failure_of,
-    read_verdict,
-    read_verdicts,
-    resolve,
-)
+from headrace.reward.function import Mode, RewardFunction, failure_of, resolve
 from headrace.types import Completion, DropReason, Score
 
 HEADER = struct.Struct("!I")
 LAST_WORDS_S = 5.0
 
-Reply = Callable[[int, Score], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The first message to a worker: which function, and the settings of the built-in ones.
+    """The first message to a worker: the function's name, and the settings of built-in functions.
 
     Example:
         Setup(function="rewards.py:score", answer_field="answer", pattern="", timeout_s=10.0)
@@ -56,12 +47,11 @@ class Setup:
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` as it goes over the socket."""
     return HEADER.pack(len(payload)) + payload
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next payload; None when the other end has closed."""
+    """The next payload; None if the other end has closed."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -71,20 +61,18 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def pack_completion(completion: Completion) -> bytes:
-    """A completion as bytes, packed one by one so that a strange field spoils nothing else."""
+    """Pickle one completion by itself: a field that cannot be pickled fails only this one."""
     fields = dict(completion.fields)  # a read-only view does not pickle
     parts = (completion.prompt, completion.text, fields, completion.num_tokens, str(completion.finish))
     return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_completion(blob: bytes) -> Completion:
-    """The completion that `pack_completion` packed."""
     prompt, text, fields, num_tokens, finish = pickle.loads(blob)
     return Completion(prompt=prompt, text=text, fields=fields, num_tokens=num_tokens, finish=finish)
 
 
 def score_to_json(item: int, score: Score) -> dict[str, Any]:
-    """A reply, ready for JSON."""
     return {
         "item": item,
         "reward": score.reward,
@@ -95,7 +83,6 @@ def score_to_json(item: int, score: Score) -> dict[str, Any]:
 
 
 def score_from_json(reply: dict[str, Any]) -> tuple[int, Score]:
-    """The item number and the Score of a reply."""
     reason = None if reply["failure"] is None else DropReason(reply["failure"])
     return reply["item"], Score(reward=reply["reward"], parts=reply["parts"], failure=reason, detail=reply["detail"])
 
@@ -119,52 +106,49 @@ def main(fd: int) -> None:
 
 
 def _serve(function: RewardFunction, setup: Setup, requests: BinaryIO, sock: socket.socket) -> None:
-    def reply(item: int, score: Score) -> None:
-        sock.sendall(_reply_frame(item, score))
-
     with asyncio.Runner() as runner:
         if function.mode is Mode.ASYNC:
-            runner.run(_judge_side_by_side(function, setup.timeout_s, sock))
+            runner.run(_judge_concurrently(function, setup.timeout_s, sock))
             return
-        judge = _judge_batch if function.mode is Mode.BATCH else _judge_in_turn
         while (request := read_frame(requests)) is not None:
-            judge(function, pickle.loads(request), runner, reply)
+            _judge_in_turn(function, pickle.loads(request), runner, sock)
 
 
-def _reply_frame(item: int, score: Score) -> bytes:
+def _reply(item: int, score: Score) -> bytes:
     return frame(json.dumps(score_to_json(item, score)).encode())
 
 
-# User code may raise anything, SystemExit too; whatever it is, it is an answer to this item and not the worker's end.
+# User code may raise anything, SystemExit too: that is a failure of its item, and not the end of
+# the worker.
 
 
-def _judge_in_turn(function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, reply: Reply) -> None:
-    for item, blob in blobs.items():
+def _judge_in_turn(
+    function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, sock: socket.socket
+) -> None:
+    """One call per item, or per batch. No event loop is running, so user code may start one."""
+    for items in [list(blobs)] if function.mode is Mode.BATCH else [[item] for item in blobs]:
         try:
-            score = read_verdict(_call(function, unpack_completion(blob), runner), function.name)
+            verdict = function.invoke([unpack_completion(blobs[item]) for item in items])
+            if inspect.isawaitable(verdict):
+                verdict = runner.run(_wait_for(verdict))
+            scores = function.scores(verdict, len(items))
         except BaseException as error:
-            score = failure_of(error)
-        reply(item, score)
+            scores = [failure_of(error)] * len(items)
+        for item, score in zip(items, scores, strict=True):
+            sock.sendall(_reply(item, score))
 
 
-def _judge_batch(function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, reply: Reply) -> None:
-    try:
-        verdicts = _call(function, [unpack_completion(blob) for blob in blobs.values()], runner)
-        scores = read_verdicts(verdicts, function.name, len(blobs))
-    except BaseException as error:
-        scores = [failure_of(error)] * len(blobs)
-    for item, score in zip(blobs, scores, strict=True):
-        reply(item, score)
-
-
-async def _judge_side_by_side(function: RewardFunction, timeout_s: float, sock: socket.socket) -> None:
-    """Whatever is sent joins what is still being judged."""
+async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: socket.socket) -> None:
     requests, replies = await asyncio.open_connection(sock=sock)
 
     async def judge(item: int, blob: bytes) -> None:
-        replies.write(_reply_frame(item, await _verdict_in_time(function, blob, timeout_s)))
+        try:
+            score = await function.judge(unpack_completion(blob), timeout_s)
+        except BaseException as error:
+            score = failure_of(error)
+        replies.write(_reply(item, score))
 
-    going: set[asyncio.Task[None]] = set()  # the loop itself keeps no hold of its tasks
+    going: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
     with contextlib.suppress(asyncio.IncompleteReadError):  # the other end has closed
         while True:
             (num_bytes,) = HEADER.unpack(await requests.readexactly(HEADER.size))
@@ -174,34 +158,16 @@ async def _judge_side_by_side(function: RewardFunction, timeout_s: float, sock: 
                 task.add_done_callback(going.discard)
 
 
-async def _verdict_in_time(function: RewardFunction, blob: bytes, timeout_s: float) -> Score:
-    limit = asyncio.timeout(timeout_s)
-    try:
-        completion = unpack_completion(blob)
-        async with limit:
-            verdict = await function.call(completion)
-        return read_verdict(verdict, function.name)
-    except BaseException as error:
-        if isinstance(error, TimeoutError) and limit.expired():
-            return failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
-        return failure_of(error)
-
-
-def _call(function: RewardFunction, argument: Any, runner: asyncio.Runner) -> Any:
-    verdict = function.call(argument)
-    return runner.run(_wait_for(verdict)) if inspect.isawaitable(verdict) else verdict
-
-
 async def _wait_for(verdict: Awaitable[Any]) -> Any:
     return await verdict
 
 
 def _end_with_parent(fd: int) -> None:
-    """A worker caught in user code does not see that the trainer is gone; this thread does."""
+    """Thread that ends the process when the trainer is gone, even while user code blocks."""
     hangup = select.poll()
-    hangup.register(fd, 0)  # no events asked for: only the hang-up is reported
+    hangup.register(fd, 0)  # no events: only the hang-up is reported
     hangup.poll()
     time.sleep(LAST_WORDS_S)  # an idle worker ends by itself
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # with what the user code started
+        os.killpg(os.getpid(), signal.SIGKILL)  # with all that user code started
     os._exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -12,20 +12,18 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import EngineCounts, Generation, Request
-from headrace.rollout.sampling import Sampling, request_seed
-from headrace.types import FinishReason, Prompt, Timing, Trajectory
+from headrace.rollout.request import Generation, Request
+from headrace.rollout.sampling import request_seed
+from headrace.types import FinishReason, IntArray, Order, Prompt, Replay, Sampling, Timing, Trajectory
 
 
 @dataclass(slots=True)
 class _Pending:
     """A request whose generation is under way."""
 
-    serial: int
-    prompt: Prompt
+    order: Order
     index: int
-    submitted_s: float
-    counted: bool
+    before: Trajectory  # what the generation follows
     future: asyncio.Future[Trajectory]
 
 
@@ -46,62 +44,45 @@ class RolloutActor:
         clock: Callable[[], float],
         span: Callable[[str], AbstractContextManager[None]],
         on_sampled: Callable[[int], None],
+        on_begun: Callable[[int, int], None],
     ) -> None:
         self.engine = engine
-        self.on_begun: Callable[[int, int], None] = lambda serial, version: None
-        self._device, self._seed, self._clock, self._span, self._on_sampled = device, seed, clock, span, on_sampled
+        self._device, self._seed, self._clock, self._span = device, seed, clock, span
+        self._on_sampled, self._on_begun = on_sampled, on_begun
         self._pending: dict[str, _Pending] = {}
         self._work = asyncio.Event()
         self._booked = 0
 
-    @property
-    def exact(self) -> bool:
-        """Whether an answer has the same bits in any company."""
-        return self.engine.policy.exact
-
-    @property
-    def counts(self) -> EngineCounts:
-        """What the engine did so far."""
-        return self.engine.counts
-
-    def start(
-        self,
-        serial: int,
-        prompt: Prompt,
-        samplings: Sequence[Sampling],
-        *,
-        counted: bool = True,
-        attempt: int = 1,
-        so_far: Mapping[int, Trajectory] | None = None,
-        indices: Sequence[int] | None = None,
-    ) -> list[asyncio.Future[Trajectory]]:
-        """Queue one generation per entry of `samplings`; each future gives its trajectory.
+    def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
+        """Queue one generation per entry of `order.samplings`; each future gives its trajectory.
 
         What is not `counted` (evaluation) draws other noise and stays out of the books. A further attempt at a group
-        draws the noise of the first; `so_far` has, by index, what an earlier one came to, and that is gone on with.
-        `indices` are those of the entries in their group, if they are not all of it.
+        draws the noise of the first, and continues what `order.so_far` holds.
         """
-        self._check_length(prompt, samplings)
+        self._check_length(order.prompt, order.samplings)
         loop = asyncio.get_running_loop()
         now_s = self._clock()
         requests, futures = [], []
-        for index, sampling in zip(indices or range(len(samplings)), samplings, strict=True):
-            id = request_id(serial, prompt, index, attempt, counted=counted)
+        for i, (index, sampling) in enumerate(zip(order.indices, order.samplings, strict=True)):
+            id = order.request_id(i)
             future: asyncio.Future[Trajectory] = loop.create_future()
             futures.append(future)
-            known = so_far.get(index) if so_far else None
+            known = (order.so_far or {}).get(index)
             if known is not None and known.finish is not FinishReason.ABORT:
                 future.set_result(replace(known, id=id))
                 continue
-            self._pending[id] = _Pending(serial, prompt, index, now_s, counted, future)
-            seed = request_seed(self._seed, int(counted), serial, index)
-            request = Request(id=id, sampling=sampling, seed=seed, counted=counted)
-            if known is not None and known.num_sampled_tokens:
-                self.engine.go_on(prompt.token_ids, request, _generation(known))
+            before, so_far = last_turn(known) if known is not None else (order.nothing_sampled(i, now_s), None)
+            self._pending[id] = _Pending(order, index, before, future)
+            seed = request_seed(self._seed, int(order.counted), order.serial, index)
+            request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted)
+            if so_far is not None and len(so_far.token_ids):
+                self.engine.go_on(before.token_ids, request, so_far)
+            elif before.num_sampled_tokens:
+                self.engine.submit(before.token_ids, [request])
             else:
                 requests.append(request)
         if requests:
-            self.engine.submit(prompt.token_ids, requests)
+            self.engine.submit(order.prompt.token_ids, requests)
         self._work.set()
         return futures
 
@@ -109,8 +90,8 @@ class RolloutActor:
         """By serial and index, what unfinished requests have sampled so far. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
         for id, generation in self.engine.under_way().items():
-            if id in self._pending and (pending := self._pending[id]).counted:
-                found.setdefault(pending.serial, {})[pending.index] = self._trajectory(pending, generation)
+            if id in self._pending and (pending := self._pending[id]).order.counted:
+                found.setdefault(pending.order.serial, {})[pending.index] = self._trajectory(pending, generation)
         return found
 
     def _check_length(self, prompt: Prompt, samplings: Sequence[Sampling]) -> None:
@@ -122,18 +103,11 @@ class RolloutActor:
                 f"{self.engine.policy.max_context}; lower rollout.max_new_tokens or prompts.max_tokens"
             )
 
-    def abort(self, serial: int) -> None:
-        """End what is left of a group; its futures give what was sampled so far."""
-        self.engine.abort({id for id, pending in self._pending.items() if pending.counted and pending.serial == serial})
+    def abort(self, serials: Sequence[int]) -> None:
+        """End what is left of these groups; their futures give what was sampled so far."""
+        pending = self._pending.items()
+        self.engine.abort({id for id, p in pending if p.order.counted and p.order.serial in serials})
         self._work.set()
-
-    async def drain(self) -> None:
-        """Wait until every request that is under way has finished; an engine error is raised here too."""
-        while self._pending:
-            done, _ = await asyncio.wait([p.future for p in self._pending.values()])
-            for future in done:
-                if not future.cancelled():
-                    future.result()
 
     async def run(self) -> None:
         """Step the engine whenever there is work. Runs until cancelled; an engine error goes to everyone who waits."""
@@ -141,12 +115,12 @@ class RolloutActor:
             while True:
                 await self._work.wait()
                 while self.engine.has_work:
-                    counted = any(p.counted for p in self._pending.values())
+                    counted = any(p.order.counted for p in self._pending.values())
                     finished = await self._device.run(self._advance, "rollout" if counted else "evaluate")
                     self._book()
                     for id, version in self.engine.begun():
-                        if id in self._pending and self._pending[id].counted:
-                            self.on_begun(self._pending[id].serial, version)
+                        if id in self._pending and (order := self._pending[id].order).counted:
+                            self._on_begun(order.serial, version)
                     for generation in finished:
                         self._deliver(generation)
                 self._work.clear()
@@ -173,51 +147,82 @@ class RolloutActor:
             pending.future.set_result(self._trajectory(pending, generation))
 
     def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
-        prompt_ids = pending.prompt.token_ids
-        padding = np.zeros(len(prompt_ids), np.float32)
-        return Trajectory(
+        before = pending.before
+        token_ids = np.concatenate([before.token_ids, generation.token_ids])
+        sampled = np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)])
+        return replace(
+            before,
             id=generation.id,
-            prompt_id=pending.prompt.id,
-            index=pending.index,
-            token_ids=np.concatenate([prompt_ids, generation.token_ids]),
-            sampled=np.arange(len(prompt_ids) + len(generation.token_ids)) >= len(prompt_ids),
-            logprobs=np.concatenate([padding, generation.logprobs]),
-            spans=generation.spans,
+            token_ids=token_ids,
+            sampled=sampled,
+            logprobs=np.concatenate([before.logprobs, generation.logprobs]),
+            spans=before.spans + generation.spans,
             finish=generation.finish,
-            text=self._text(generation),
+            text=self._text(token_ids[sampled]),
             timing=Timing(
-                submitted_s=pending.submitted_s, started_s=generation.started_s, finished_s=generation.finished_s
+                submitted_s=before.timing.submitted_s,
+                started_s=before.timing.started_s if before.spans else generation.started_s,
+                finished_s=generation.finished_s,
             ),
-            replay=generation.replay,
+            replay=joined(before, generation),
         )
 
-    def _text(self, generation: Generation) -> str:
-        """The answer as text. It is for rewards and readers; nothing is ever tokenised from it."""
-        text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    def _text(self, sampled_ids: IntArray) -> str:
+        """What was sampled, as text. It is for rewards and readers; nothing is ever tokenised from it."""
+        text = self.engine.policy.tokenizer.decode(sampled_ids, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
 
-def _generation(trajectory: Trajectory) -> Generation:
-    """The part that was sampled."""
-    return Generation(
-        id=trajectory.id,
-        token_ids=trajectory.token_ids[trajectory.sampled],
-        logprobs=trajectory.logprobs[trajectory.sampled],
-        spans=trajectory.spans,
-        finish=trajectory.finish,
-        started_s=trajectory.timing.started_s,
-        finished_s=trajectory.timing.finished_s,
-        replay=trajectory.replay,
+def last_turn(known: Trajectory) -> tuple[Trajectory, Generation]:
+    """An unfinished trajectory, cut where the last run of sampled tokens begins: before it, and that run."""
+    others = np.flatnonzero(~known.sampled)
+    cut = int(others[-1]) + 1 if len(others) else 0
+    num_before = int(np.count_nonzero(known.sampled[:cut]))
+    replay, first, last = known.replay, None, None
+    if replay is not None:
+        first, last = Replay(), Replay(routes=replay.routes)
+        if replay.support_ids is not None and replay.support_offsets is not None:
+            ids, offsets = replay.support_ids, replay.support_offsets
+            border = int(offsets[num_before])
+            first = Replay(support_ids=ids[:border], support_offsets=offsets[: num_before + 1])
+            last = replace(last, support_ids=ids[border:], support_offsets=offsets[num_before:] - border)
+        if replay.routes is not None:
+            first = replace(first, routes=replay.routes[:cut])
+    spans = known.spans
+    before = replace(
+        known,
+        token_ids=known.token_ids[:cut],
+        sampled=known.sampled[:cut],
+        logprobs=known.logprobs[:cut],
+        spans=tuple(span for span in spans if span.end <= cut),
+        replay=first if num_before else None,
     )
+    run = Generation(
+        id=known.id,
+        token_ids=known.token_ids[cut:],
+        logprobs=known.logprobs[cut:],
+        spans=tuple(span for span in spans if span.start >= cut),
+        finish=known.finish,
+        started_s=known.timing.started_s,
+        finished_s=known.timing.finished_s,
+        replay=last,
+    )
+    return before, run
 
 
-def request_id(serial: int, prompt: Prompt, index: int, attempt: int, *, counted: bool) -> str:
-    """Of a trajectory, or of an answer that stays out of the books."""
-    id = trajectory_id(serial, prompt, index, attempt)
-    return id if counted else f"eval:{id}"
-
-
-def trajectory_id(serial: int, prompt: Prompt, index: int, attempt: int = 1) -> str:
-    """Unique in a run: the serial tells apart the epochs in which a prompt comes again, the attempt its tries."""
-    return f"{serial}{f'.{attempt}' if attempt > 1 else ''}:{prompt.id}/{index}"
+def joined(before: Trajectory, generation: Generation) -> Replay | None:
+    """What the learner replays of both: `generation` has the routes of the tokens before it as they were computed."""
+    earlier, later = before.replay, generation.replay
+    if earlier is None or later is None:
+        return later
+    ids, offsets, routes = later.support_ids, later.support_offsets, later.routes
+    if earlier.support_ids is not None and earlier.support_offsets is not None:
+        assert ids is not None
+        assert offsets is not None
+        ids = np.concatenate([earlier.support_ids, ids])
+        offsets = np.concatenate([earlier.support_offsets, earlier.support_offsets[-1] + offsets[1:]])
+    if earlier.routes is not None:
+        assert routes is not None
+        routes = np.concatenate([earlier.routes, routes[len(earlier.routes) :]])
+    return Replay(support_ids=ids, support_offsets=offsets, routes=routes)

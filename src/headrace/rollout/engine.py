@@ -22,10 +22,10 @@ from headrace.errors import ConfigError, ModelError
 from headrace.policy.policy import Policy
 from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
-from headrace.rollout.request import EngineCounts, Generation, Request
+from headrace.rollout.request import Generation, Request
 from headrace.rollout.rows import Burst, Parked, Rows
 from headrace.rollout.store import MOST_STEPS, RowStore, Store, sample
-from headrace.types import FinishReason, IntArray, RouteArray
+from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray
 
 if kernels.AVAILABLE:
     from headrace.rollout.paged import PagedStore

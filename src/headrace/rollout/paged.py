@@ -55,7 +55,7 @@ class _WritingPlan(ABC):
         """To what is cached by now."""
 
 
-class DecodePlan(_WritingPlan):
+class PagedDecodePlan(_WritingPlan):
     """One new token for each row of a graph."""
 
     def __init__(self, cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> None:
@@ -72,7 +72,7 @@ class DecodePlan(_WritingPlan):
         )
 
 
-class PrefillPlan(_WritingPlan):
+class PagedPrefillPlan(_WritingPlan):
     """Parts of prompts laid end to end; each sees what of its prompt is already cached, and its own past."""
 
     def __init__(
@@ -211,7 +211,7 @@ class PagedStore:
     ) -> tuple[Tensor, RouteArray]:
         tokens = np.concatenate([s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)])
         tokens_per_block = block_tokens(self._policy.num_heads, self._policy.num_kv_heads, self._policy.dtype)
-        plan = PrefillPlan(self._cache, chunks, tables, tokens_per_block)
+        plan = PagedPrefillPlan(self._cache, chunks, tables, tokens_per_block)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._policy.device)
         routes = known_routes(self._policy, chunks, known)
         hidden = self._policy.hidden(ids, plan.positions, plan, routes)
@@ -311,7 +311,7 @@ class GraphDecoder:
 
     def _advance(self, rows: int, segments: int) -> None:
         """One decode step of the first rows, entirely on the GPU."""
-        plan = DecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
+        plan = PagedDecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
         routes = Routes()
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
         if (chosen := routes.chosen) is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, FloatArray, IntArray, Replay, Span
+from headrace.types import FinishReason, FloatArray, IntArray, Replay, Sampling, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +38,3 @@ class Generation:
     started_s: float
     finished_s: float
     replay: Replay | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCounts:
-    """What engines did since they exist.
-
-    Example:
-        EngineCounts(computed_tokens=51200, preemptions=2, parks=0, drafted_tokens=800, accepted_tokens=610)
-    """
-
-    computed_tokens: int = 0  # of prompts and answers: as long as it grows, something moves
-    preemptions: int = 0  # times a sequence had to make room
-    parks: int = 0  # times one was laid aside at max_wall_s
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def __add__(self, other: EngineCounts) -> EngineCounts:
-        return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import Sampling
-from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Span
+from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Sampling, Span
 
 GROWTH_TOKENS = 64
 CONTEXT = 8  # tokens before a sampled one that tell which will be next

@@ -16,33 +16,13 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.types import Sampling
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.softmax import draw_tokens
     from headrace.kernels.truncation import truncated
 
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How one request is sampled. A temperature of 0 takes the likeliest token.
-
-    Example:
-        Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens cannot be sampled at all."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -20,8 +20,8 @@ from headrace.policy.routes import Routes
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Burst, Rows
-from headrace.rollout.sampling import Sampling, draw, uniforms
-from headrace.types import IntArray, RouteArray
+from headrace.rollout.sampling import draw, uniforms
+from headrace.types import IntArray, RouteArray, Sampling
 
 MOST_STEPS = 16  # of one burst: decode steps between two looks at what came in
 STAGING_ROWS = 8  # prompts that may be half-way through their prefill at the same time

@@ -20,7 +20,7 @@ from headrace.ledger.files import SUMMARY
 from headrace.ledger.ledger import Books, Ledger
 from headrace.ledger.row_json import row_from_json
 from headrace.ledger.schema import DROPPED, SCHEMA
-from headrace.types import Row
+from headrace.row import Row
 
 _SHOWN = 5  # examples per kind of problem
 

@@ -20,9 +20,10 @@ from headrace.ledger.files import START, WEIGHTS, run_config
 from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Books, Ledger
 from headrace.ledger.schema import DROPPED
+from headrace.row import Row
 from headrace.runs.columns import reading
 from headrace.runs.facts import RunFacts, RunState, read_run
-from headrace.types import DropReason, FinishReason, Row, Span, Trajectory
+from headrace.types import DropReason, FinishReason, Span, Trajectory
 
 _SIMILAR = 5  # ids to suggest
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down

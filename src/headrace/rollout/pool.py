@@ -1,4 +1,4 @@
-"""Rollout workers as one: groups go to whoever has least to do, and what a lost worker had is sampled by another.
+"""All samplers as one: a group goes to the one that owes the fewest answers, and what a lost one had goes to another.
 
 A worker may be lost, join, or leave when it has done its work, at any time. Tokens that went with a lost one were paid
 for: they are booked as redone. An answer has the same noise wherever it is sampled, so at the same version it is the
@@ -11,15 +11,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from headrace.ledger.clock import StageClock
-from headrace.place.rollout_worker import News, Order
-from headrace.place.workers import Worker, WorkerLostError
-from headrace.rollout.actor import request_id
-from headrace.rollout.request import EngineCounts
-from headrace.rollout.sampling import Sampling
-from headrace.types import FinishReason, IntArray, Prompt, Timing, Trajectory
+from headrace.errors import WorkerLostError
+from headrace.roles import Sampler, Worker
+from headrace.types import EngineCounts, IntArray, News, Order, Prompt, Sampling, StageSpan, Trajectory
 
 ANSWER_S = 60.0  # for a question that a worker answers from memory
 
@@ -28,7 +22,7 @@ ANSWER_S = 60.0  # for a question that a worker answers from memory
 class _Member:
     """A worker that takes part."""
 
-    worker: Worker
+    worker: Worker[Sampler]
     orders: dict[str, Order] = field(default_factory=dict)  # by the id of each answer that it owes
     sampled_tokens: int = 0  # that it told of
     delivered_tokens: int = 0  # of finished answers
@@ -38,25 +32,27 @@ class _Member:
 
 
 class RolloutPool:
-    """What the loop takes for its rollout actor.
+    """What the loop samples with.
 
-    `on_sampled(tokens)` hears of new tokens before the answers that hold them, `on_redone(tokens)` of those that were
-    lost with a worker, `on_lost(worker, why)` of the worker.
+    `on_sampled(tokens)` hears of new tokens before the answers that hold them, `on_begun(serial, version)` of a group's
+    first token, `on_redone(tokens)` of tokens that were lost with a worker, `on_lost(worker, why)` of the worker.
     """
 
     def __init__(
         self,
         *,
         exact: bool,
-        clock: StageClock,
+        now: Callable[[], float],
+        on_span: Callable[[StageSpan], None],
         on_sampled: Callable[[int], None],
+        on_begun: Callable[[int, int], None],
         on_redone: Callable[[int], None],
-        on_lost: Callable[[Worker, str], None],
+        on_lost: Callable[[Worker[Sampler], str], None],
     ) -> None:
-        self.exact = exact
-        self.on_begun: Callable[[int, int], None] = lambda serial, version: None
-        self._clock = clock
-        self._on_sampled, self._on_redone, self._on_lost = on_sampled, on_redone, on_lost
+        self.exact = exact  # an answer has the same bits in any batch
+        self._now, self._on_span = now, on_span
+        self._on_sampled, self._on_begun, self._on_redone = on_sampled, on_begun, on_redone
+        self._on_lost = on_lost
         self._members: list[_Member] = []
         self._waiting: list[Order] = []  # while there is nobody to give them to
         self._futures: dict[str, asyncio.Future[Trajectory]] = {}
@@ -64,12 +60,12 @@ class RolloutPool:
         self._failure: asyncio.Future[None] | None = None
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[Worker[Sampler]]:
         """Those that take part."""
         return [member.worker for member in self._members]
 
     @property
-    def staying(self) -> list[Worker]:
+    def staying(self) -> list[Worker[Sampler]]:
         """Those that are given work."""
         return [member.worker for member in self._members if member.leaves is None]
 
@@ -80,7 +76,7 @@ class RolloutPool:
 
     # ---- who takes part
 
-    def join(self, worker: Worker) -> None:
+    def join(self, worker: Worker[Sampler]) -> None:
         """A worker that holds the present version: from here on it is given work."""
         member = _Member(worker)
         self._members.append(member)
@@ -89,7 +85,7 @@ class RolloutPool:
         for order in waiting:
             self._give(order)
 
-    def lose(self, worker: Worker, why: str) -> None:
+    def lose(self, worker: Worker[Sampler], why: str) -> None:
         """A worker is gone, or must go: what it owes goes to others."""
         member = self._member(worker)
         if member is None:
@@ -99,10 +95,10 @@ class RolloutPool:
             self._on_redone(redone)
         self._on_lost(worker, why)
         for order in {id(order): order for order in member.orders.values()}.values():
-            owed = [i for i in range(len(order.indices)) if self._id(order, i) in member.orders]
+            owed = [i for i in range(len(order.indices)) if order.request_id(i) in member.orders]
             self._give(_part(order, owed))
 
-    def retire(self, worker: Worker) -> asyncio.Event:
+    def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
         """Give a worker nothing more. When it owes nothing, or is lost, the event is set: then `dismiss` it."""
         member = self._member(worker)
         done = asyncio.Event() if member is None or member.leaves is None else member.leaves
@@ -112,7 +108,7 @@ class RolloutPool:
             done.set()
         return done
 
-    def dismiss(self, worker: Worker) -> None:
+    def dismiss(self, worker: Worker[Sampler]) -> None:
         """A worker that owes nothing ends."""
         if member := self._member(worker):
             self._end(member)
@@ -121,13 +117,14 @@ class RolloutPool:
         """Nobody can go on: everyone who waits hears why."""
         if not self._failed().done():
             self._failed().set_exception(error)
+            self._failed().exception()  # it counts as heard: everyone who waits hears it, too
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
         self._futures.clear()
 
     def close(self) -> None:
-        """Follow nobody any more."""
+        """Follow nobody any more: what workers still sample is not heard of."""
         for member in self._members:
             if member.following is not None:
                 member.following.cancel()
@@ -144,34 +141,36 @@ class RolloutPool:
         attempt: int = 1,
         so_far: Mapping[int, Trajectory] | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
-        """Give the group to the worker that owes the fewest answers; each future gives its trajectory."""
-        bare = replace(prompt, fields={})  # a worker has no use for them, and they may not travel
-        indices = tuple(range(len(samplings)))
+        """Give a group to the worker that owes the fewest answers; each future gives its trajectory."""
         order = Order(
             serial=serial,
-            prompt=bare,
+            prompt=replace(prompt, fields={}),  # a worker has no use for them, and they may not travel
             samplings=tuple(samplings),
-            indices=indices,
+            indices=tuple(range(len(samplings))),
             counted=counted,
             attempt=attempt,
             so_far=so_far,
         )
         loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in indices]
-        self._futures |= {self._id(order, i): future for i, future in enumerate(futures)}
+        futures = [loop.create_future() for _ in samplings]
+        self._futures |= {order.request_id(i): future for i, future in enumerate(futures)}
         self._give(order)
         return futures
 
-    def abort(self, serial: int) -> None:
-        """End what is left of a group; its futures give what was sampled so far."""
+    def abort(self, serials: Sequence[int]) -> None:
+        """End what is left of these groups; their futures give what was sampled so far."""
         for member in self._members:
-            if any(order.counted and order.serial == serial for order in member.orders.values()):
-                member.worker.ask("abort", serial)
-        given_up = [order for order in self._waiting if order.counted and order.serial == serial]
+            owed = {order.serial for order in member.orders.values() if order.counted}
+            if ended := [serial for serial in serials if serial in owed]:
+                member.worker.ask(Sampler.abort, ended)
+        given_up = [order for order in self._waiting if order.counted and order.serial in serials]
         for order in given_up:
             self._waiting.remove(order)
-            for i in range(len(order.indices)):
-                self._futures.pop(self._id(order, i)).set_result(self._never_begun(order, i))
+            for i, index in enumerate(order.indices):
+                never_begun = order.nothing_sampled(i, self._now())
+                known = (order.so_far or {}).get(index)
+                never_begun = never_begun if known is None else replace(known, id=never_begun.id)
+                self._futures.pop(order.request_id(i)).set_result(never_begun)
 
     async def drain(self) -> None:
         """Wait until every answer that is under way is complete."""
@@ -185,30 +184,35 @@ class RolloutPool:
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished answers have so far. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
-        for answer in [worker.ask("under_way") for worker in self.workers]:
+        for answer in [worker.ask(Sampler.under_way) for worker in self.workers]:
             try:
-                parts: dict[int, dict[int, Trajectory]] = answer.result(ANSWER_S)
+                parts = answer.result(ANSWER_S)
             except WorkerLostError:
                 continue
             for serial, answers in parts.items():
                 found.setdefault(serial, {}).update(answers)
         return found
 
-    def likeliest(self, prompt: IntArray) -> list[tuple[int, float]]:
-        """Of every engine that has room, the likeliest next token and its log-prob. Call it in the device thread."""
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
+        """Of every engine with room, the most likely next token and its log-prob. Call it in the device thread."""
         found = []
-        for answer in [worker.ask("likeliest", prompt) for worker in self.workers]:
+        for answer in [worker.ask(Sampler.greedy, prompt) for worker in self.workers]:
             try:
-                likeliest = answer.result(ANSWER_S)
+                token = answer.result(ANSWER_S)
             except WorkerLostError:
                 continue
-            if likeliest is not None:
-                found.append(likeliest)
+            if token is not None:
+                found.append(token)
         return found
+
+    def release_cache(self) -> None:
+        """Free every engine's KV cache until it decodes again. Call it in the device thread."""
+        for answer in [worker.ask(Sampler.release_cache) for worker in self.workers]:
+            answer.result(ANSWER_S)
 
     # ---- inside
 
-    def _member(self, worker: Worker) -> _Member | None:
+    def _member(self, worker: Worker[Sampler]) -> _Member | None:
         return next((member for member in self._members if member.worker is worker), None)
 
     def _end(self, member: _Member) -> None:
@@ -226,36 +230,14 @@ class RolloutPool:
             self._waiting.append(order)
             return
         member = min(staying, key=lambda m: len(m.orders))
-        member.orders |= {self._id(order, i): order for i in range(len(order.indices))}
-        member.worker.ask("take", [order])  # if it is lost before it hears this, whoever follows it finds out
-
-    def _id(self, order: Order, i: int) -> str:
-        return request_id(order.serial, order.prompt, order.indices[i], order.attempt, counted=order.counted)
-
-    def _never_begun(self, order: Order, i: int) -> Trajectory:
-        """What comes of an answer that nobody could take: what it had, or nothing."""
-        id, now_s = self._id(order, i), self._clock.now()
-        if known := (order.so_far or {}).get(order.indices[i]):
-            return replace(known, id=id)
-        prompt_ids = order.prompt.token_ids
-        return Trajectory(
-            id=id,
-            prompt_id=order.prompt.id,
-            index=order.indices[i],
-            token_ids=prompt_ids,
-            sampled=np.zeros(len(prompt_ids), np.bool_),
-            logprobs=np.zeros(len(prompt_ids), np.float32),
-            spans=(),
-            finish=FinishReason.ABORT,
-            text="",
-            timing=Timing(submitted_s=now_s, started_s=now_s, finished_s=now_s),
-        )
+        member.orders |= {order.request_id(i): order for i in range(len(order.indices))}
+        member.worker.ask(Sampler.take, [order])  # if it is lost before it hears this, whoever follows it finds out
 
     async def _follow(self, member: _Member) -> None:
         """Hear a worker out, for as long as it lives."""
         try:
             while True:
-                self._hear(member, await member.worker.ask("news"))
+                self._hear(member, await member.worker.ask(Sampler.news))
         except WorkerLostError as lost:
             self.lose(member.worker, str(lost))
         except Exception as error:  # the engine's own, which another worker would meet as well
@@ -267,9 +249,9 @@ class RolloutPool:
             member.sampled_tokens = news.sampled_tokens
         member.counts = news.counts
         for span in news.spans:
-            self._clock.add(span)
+            self._on_span(span)
         for serial, version in news.begun:
-            self.on_begun(serial, version)
+            self._on_begun(serial, version)
         for trajectory in news.finished:
             order = member.orders.pop(trajectory.id)
             if order.counted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.reward.shaping import overlong_penalty
+from headrace.reward.scorer import overlong_penalty
 
 
 @pytest.mark.parametrize(

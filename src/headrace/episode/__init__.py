@@ -1,0 +1,1 @@
+"""From one prompt to one finished trajectory."""

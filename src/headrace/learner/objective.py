@@ -1,0 +1,274 @@
+"""The objective: from log-probs to one loss. All that shapes the gradient is on this page.
+
+    loss terms per token  ->  importance correction  ->  + KL to the reference  ->  weighted sum
+
+N sampled tokens are packed end to end. Their log-probs come from up to four policies: `current`
+(being updated, with gradient), `proximal` (the learner's at the start of the step), `behaviour`
+(the one that sampled) and `reference` (the start weights).
+
+The loss of a step is the sum over its micro-batches of (per_token * weights).sum(), divided by
+`normaliser` of the whole step: the same number however the step is cut. A sequence must lie in one
+micro-batch whole, because its length and a sequence-level ratio are taken from the tokens at hand.
+Tokens that a correction masks still count in lengths and in the normaliser; their term is zero.
+
+Log-ratios are clamped to ±20 before `exp`: beyond that a ratio says only that something broke, and
+it must not become an infinity. A clamped ratio has no gradient. A NaN log-prob stays NaN, so that
+the step sees it and is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from headrace.config import LearnerSection
+from headrace.learner.batch import Batch
+
+CorrectionKind = Literal["none", "truncated", "masked"]
+KLKind = Literal["k1", "k2", "k3"]
+AggregationKind = Literal["token", "sequence", "constant"]
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def objective(
+    section: LearnerSection, batch: Batch, current: Tensor, unfiltered: Tensor, *, constant_length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The unnormalised loss, which tokens were clipped or masked [N], the KL to the reference [N].
+
+    `current` are log-probs over the sampling support (top-k, top-p, min-p), `unfiltered` over the
+    whole vocabulary.
+    """
+    s = section
+    proximal = current.detach()  # one update per step
+    terms = LOSSES[s.loss](
+        LossInput(
+            current=current,
+            proximal=proximal,
+            behaviour=batch.behaviour,
+            advantage=batch.advantage,
+            sequence_ids=batch.sequence_ids,
+            clip_low=s.clip_low,
+            clip_high=s.clip_high,
+        )
+    )
+    weight, kept = correction_weight(
+        s.correction,
+        proximal,
+        batch.behaviour,
+        low=s.correction_low,
+        high=s.correction_high,
+        carried=s.loss in CARRIES_WEIGHT,
+    )
+    per_token = corrected(terms.per_token, weight, kept)
+    divergence = torch.zeros_like(proximal)
+    if batch.reference is not None:
+        divergence = kl(s.kl_estimator, unfiltered if s.kl_in == "loss" else current, batch.reference)
+        if s.kl_in == "loss":
+            per_token = per_token + s.kl_coef * divergence
+    share = weights(
+        s.aggregation,
+        batch.sequence_ids,
+        batch.num_sequences,
+        constant_length=constant_length,
+        dtype=per_token.dtype,
+    )
+    return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach()
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """log(numerator / denominator) of two log-probs, clamped to ±20, where the gradient ends."""
+    # Two equal infinities are the same probability; their difference would be NaN.
+    equal_infinities = torch.isinf(numerator) & (numerator == denominator)
+    difference = torch.where(equal_infinities, torch.zeros_like(numerator), numerator - denominator)
+    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+# ---- losses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInput:
+    """N packed tokens, and the clip range [1 - clip_low, 1 + clip_high]."""
+
+    current: Tensor  # [N] log-probs, with gradient
+    proximal: Tensor  # [N]
+    behaviour: Tensor  # [N]
+    advantage: Tensor  # [N]
+    sequence_ids: Tensor  # int64 [N], non-decreasing
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """Unreduced loss terms, and which tokens the clip range held back.
+
+    Example:
+        LossTerms(per_token=tensor([-1.28, 0.9]), clipped=tensor([True, False]))
+    """
+
+    per_token: Tensor  # [N] with gradient
+    clipped: Tensor  # [N] bool
+
+
+def ppo(x: LossInput) -> LossTerms:
+    """-min(r A, clip(r) A) with r = current / behaviour."""
+    return _clipped_surrogate(log_ratio(x.current, x.behaviour).exp(), x)
+
+
+def decoupled_ppo(x: LossInput) -> LossTerms:
+    """-w min(r A, clip(r) A) with r = current / proximal and the constant w = proximal / behaviour.
+
+    The trust region is around the learner's own policy, so old samples are reweighted instead of
+    clipped away.
+    """
+    weight = log_ratio(x.proximal.detach(), x.behaviour).exp()
+    terms = _clipped_surrogate(log_ratio(x.current, x.proximal.detach()).exp(), x)
+    return LossTerms(per_token=weight * terms.per_token, clipped=terms.clipped)
+
+
+def cispo(x: LossInput) -> LossTerms:
+    """-clip(r) A log(current), r = current / behaviour a constant: all tokens keep their gradient."""
+    ratio = log_ratio(x.current.detach(), x.behaviour).exp()
+    weight = ratio.clamp(1 - x.clip_low, 1 + x.clip_high)
+    return LossTerms(per_token=-weight * x.advantage * x.current, clipped=ratio != weight)
+
+
+def gspo(x: LossInput) -> LossTerms:
+    """-min(s A, clip(s) A), s the geometric mean of current / behaviour over the sequence.
+
+    The value of s is the sequence's, its gradient the token's own (ds/dcurrent = s). Under
+    `sequence` aggregation, and with one advantage per sequence, the gradients add up to that of the
+    sequence-level objective.
+    """
+    per_token = log_ratio(x.current, x.behaviour)
+    straight_through = per_token - per_token.detach()  # zero, with the token's gradient
+    ratio = (sequence_mean(per_token.detach(), x.sequence_ids) + straight_through).exp()
+    return _clipped_surrogate(ratio, x)
+
+
+def reinforce(x: LossInput) -> LossTerms:
+    """-A log(current): no ratio and no clip, so off-policy samples need a correction."""
+    clipped = torch.zeros_like(x.current, dtype=torch.bool)
+    return LossTerms(per_token=-x.advantage * x.current, clipped=clipped)
+
+
+LOSSES: Mapping[str, Callable[[LossInput], LossTerms]] = {
+    "ppo": ppo,
+    "decoupled-ppo": decoupled_ppo,
+    "cispo": cispo,
+    "gspo": gspo,
+    "reinforce": reinforce,
+}
+
+CARRIES_WEIGHT = frozenset({"ppo", "decoupled-ppo", "cispo", "gspo"})
+"""Losses that contain proximal / behaviour: a correction may cut it, not multiply it again."""
+
+
+def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """For each token the mean of `values` over its sequence; no gradient."""
+    if values.numel() == 0:
+        return values
+    _, run, lengths = torch.unique_consecutive(sequence_ids, return_inverse=True, return_counts=True)
+    # Not index_add: on a GPU its order of summation is not fixed, and a resumed run must be
+    # bit-identical.
+    means: Tensor = torch.segment_reduce(values, "mean", lengths=lengths)
+    return means[run]
+
+
+def _clipped_surrogate(ratio: Tensor, x: LossInput) -> LossTerms:
+    """-min(r A, clip(r) A), as a choice: at a tie, min would split the gradient."""
+    constant, advantage = ratio.detach(), x.advantage
+    clipped = torch.where(advantage > 0, constant > 1 + x.clip_high, (advantage < 0) & (constant < 1 - x.clip_low))
+    bound = constant.clamp(1 - x.clip_low, 1 + x.clip_high)
+    return LossTerms(per_token=-torch.where(clipped, bound, ratio) * advantage, clipped=clipped)
+
+
+# ---- importance correction
+
+
+def correction_weight(
+    kind: CorrectionKind, proximal: Tensor, behaviour: Tensor, *, low: float, high: float, carried: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Constant importance weight per token [N], and which tokens are kept [N] bool.
+
+    With w = proximal / behaviour: `none` is 1, `truncated` min(w, high), `masked` w inside [low,
+    high] and else 0. `carried` is for the losses in CARRIES_WEIGHT: the weight is divided by w,
+    which leaves `truncated` min(1, high / w) and `masked` 1 or 0, so that w never counts twice.
+    """
+    ratio = log_ratio(proximal.detach(), behaviour.detach()).exp()
+    ones, everything = torch.ones_like(ratio), torch.ones_like(ratio, dtype=torch.bool)
+    match kind:
+        case "none":
+            return ones, everything
+        case "truncated":
+            return ((high / ratio).clamp(max=1.0) if carried else ratio.clamp(max=high)), everything
+        case "masked":
+            kept = ~((ratio < low) | (ratio > high))  # a NaN is kept: it must reach the loss
+            return torch.where(kept, ones if carried else ratio, torch.zeros_like(ratio)), kept
+        case _:
+            assert_never(kind)
+
+
+def corrected(per_token: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
+    """Apply a correction. A masked token is replaced, not multiplied: 0 * inf would be NaN."""
+    return torch.where(kept, per_token * weight, torch.zeros_like(per_token))
+
+
+# ---- KL to the reference
+
+
+def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
+    """Estimate of KL(current || reference) per token [N], with gradient to `current`.
+
+    As a term of the loss the estimators differ by their gradients: that of k2 is unbiased for the
+    divergence, that of k3 is close to it while the policies are close, and that of k1 averages to
+    zero, so k1 belongs into the reward.
+    """
+    difference = log_ratio(current, reference.detach())
+    match kind:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            return torch.expm1(-difference) + difference
+        case _:
+            assert_never(kind)
+
+
+# ---- aggregation
+
+
+def weights(
+    kind: AggregationKind,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    *,
+    constant_length: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weight of each of N tokens: 1, 1 / its sequence's length, or 1 / `constant_length`.
+
+    `sequence_ids` int64 [N] are in 0..num_sequences-1, counted within the micro-batch.
+    """
+    ones = torch.ones(sequence_ids.shape, dtype=dtype, device=sequence_ids.device)
+    match kind:
+        case "token":
+            return ones
+        case "sequence":
+            return ones / torch.bincount(sequence_ids, minlength=num_sequences)[sequence_ids]
+        case "constant":
+            return ones / constant_length
+        case _:
+            assert_never(kind)
+
+
+def normaliser(kind: AggregationKind, num_tokens: int, num_sequences: int) -> float:
+    """The divisor of the weighted sum: the step's number of tokens, or of sequences."""
+    return float(num_tokens if kind == "token" else num_sequences)

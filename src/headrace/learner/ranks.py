@@ -1,0 +1,142 @@
+"""The ranks of the learner as one: what the loop trains with. Its calls block, so they belong in the device thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.config import LearnerSection
+from headrace.errors import LearnerLostError, WorkerLostError
+from headrace.learner.intake import Intake
+from headrace.learner.sharding import split
+from headrace.roles import Cluster, Reply, Trainer, Worker
+from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
+
+NOTICED_S = 60.0  # after which a dead node is known to be dead
+
+R = TypeVar("R")
+
+
+class Ranks:
+    """Cuts every micro-batch into a part for each rank. If one of them is lost, so is the learner."""
+
+    def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:
+        self.ranks = list(ranks)
+        self.lost = False  # a rank is gone, and no other can do anything any more
+        self._cluster, self._section = cluster, section
+        self._intake = Intake(section, len(ranks))
+
+    @property
+    def first(self) -> Worker[Trainer]:
+        """The rank that warms up, saves and sends."""
+        return self.ranks[0]
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether groups must be scored by the reference first."""
+        return bool(self._section.kl_coef)
+
+    def facts(self) -> PolicyFacts:
+        """About the policy, once every rank holds it."""
+        return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]
+
+    def warm_up(self, examples: Sequence[Sequence[tuple[Prompt, str]]]) -> list[float]:
+        """Supervised steps on the first rank, before it meets the others; the losses."""
+        return self.gather([self.first.ask(Trainer.warm_up, examples)])[0]
+
+    def meet(self) -> None:
+        """The ranks find each other and share out the weights."""
+        (address,) = self.gather([self.first.ask(Trainer.address)])
+        self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])
+
+    # ---- steps
+
+    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
+        """Take a group into the step; returns micro-batches that are now full."""
+        return self._intake.add(group, references)
+
+    def rest(self) -> list[list[Item]]:
+        """The step has all its groups: the remaining micro-batches."""
+        return self._intake.rest()
+
+    def accumulate(self, items: Sequence[Item]) -> None:
+        """Forward and backward over one micro-batch, a part on each rank."""
+        parts = split(items, len(self.ranks), len)
+        asked = zip(self.ranks, parts, strict=True)
+        self.gather([rank.ask(Trainer.accumulate, part) for rank, part in asked])
+
+    def finish(self) -> StepStats:
+        """The optimizer step."""
+        return self.gather([rank.ask(Trainer.finish) for rank in self.ranks])[0]
+
+    def reference_logprobs(self, group: Group) -> list[FloatArray]:
+        """Log-probs of the group's sampled tokens under the start weights."""
+        parts = [replace(group, trajectories=tuple(part)) for part in self._parts(group.trajectories)]
+        asked = zip(self.ranks, parts, strict=True)
+        answers = self.gather([rank.ask(Trainer.reference_logprobs, part) for rank, part in asked])
+        found = {
+            trajectory.id: values
+            for part, logprobs in zip(parts, answers, strict=True)
+            for trajectory, values in zip(part.trajectories, logprobs, strict=True)
+        }
+        return [found[trajectory.id] for trajectory in group.trajectories]
+
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
+        """How far the learner's log-probs are from the behaviour's; trains nothing."""
+        asked = zip(self.ranks, self._parts(trajectories), strict=True)
+        return self.gather([rank.ask(Trainer.mismatch, part) for rank, part in asked])[0]
+
+    def next_logprob(self, prompt: IntArray, token: int) -> float:
+        """Log-prob of `token` after `prompt`, as training computes it."""
+        return self.gather([rank.ask(Trainer.next_logprob, prompt, token) for rank in self.ranks])[0]
+
+    # ---- checkpoints
+
+    def snapshot(self, *, reference: bool = False) -> Callable[[Path], None]:
+        """Every rank copies what it holds; what is returned has them write it into a directory, from any thread."""
+        self.gather([rank.ask(Trainer.snapshot, reference=reference) for rank in self.ranks])
+        return self._write
+
+    def _write(self, directory: Path) -> None:
+        self.gather([rank.ask(Trainer.write, directory.absolute()) for rank in self.ranks])
+
+    def load(self, directory: Path, version: int, *, reference: bool = False) -> None:
+        """Continue from a checkpoint's tensors, or take them as the reference's."""
+        self.gather([rank.ask(Trainer.load, directory, version, reference=reference) for rank in self.ranks])
+
+    def save(self, directory: Path) -> None:
+        """Write the whole policy."""
+        self.gather([rank.ask(Trainer.save, directory.absolute()) for rank in self.ranks])
+
+    # ---- inside
+
+    def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
+        """All results. A rank that is lost makes it a `LearnerLostError`."""
+        try:
+            return self._cluster.gather(answers)
+        except WorkerLostError as lost:
+            reason = str(lost)
+        except RuntimeError:
+            # a rank that lives notices first that another is gone, and says so in the words of the network
+            if not (reason := self._death()):
+                raise
+        raise self.gone(reason)
+
+    def gone(self, reason: str) -> LearnerLostError:
+        """A rank does not answer any more: the error to raise."""
+        self.lost = True
+        return LearnerLostError(f"{reason}; the learner cannot go on without it")
+
+    def _death(self) -> str:
+        """Why one of several ranks is gone, if one is; a node's death takes a while to be noticed."""
+        for answer in [rank.ask(Trainer.alive) for rank in self.ranks] if len(self.ranks) > 1 else []:
+            try:
+                answer.result(NOTICED_S)
+            except WorkerLostError as lost:
+                return str(lost)
+        return ""
+
+    def _parts(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        return split(trajectories, len(self.ranks), lambda t: len(t.token_ids))

@@ -1,0 +1,54 @@
+"""The tensors of a checkpoint on disk, as safetensors, written and read by `torch.distributed.checkpoint`.
+
+The ranks of a sharded learner write their parts side by side into one directory. Any number of ranks can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
+from torch.distributed.tensor import DTensor
+
+from headrace.errors import RunError
+from headrace.quiet import quiet
+
+# torch's logger of checkpoints has a line for every tensor; and a single process is what is meant
+QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, which stay as they are while training goes on."""
+    found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return found
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
+    """Write `tensors` into `directory`. All processes of a `group` call this, and each writes the parts it holds."""
+    parts = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    broken = [name for name, part in parts.items() if not bool(torch.isfinite(part).all())]
+    num_broken = torch.tensor(len(broken))
+    if group is not None:  # what one finds stops all: alone, it would leave the others waiting
+        all_reduce(num_broken, group=group)
+    if num_broken:
+        raise ValueError(f"{broken[0] if broken else 'a part on another rank'} holds what is not a finite number")
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    with quiet(*QUIET):
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place. Parts of sharded ones are filled with what belongs there."""
+    try:
+        with quiet(*QUIET):
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    except Exception as error:  # of many types, by what does not fit
+        raise RunError(f"the checkpoint {directory.parent} does not fit this model and optimizer: {error}") from error

@@ -1,0 +1,102 @@
+"""What a restart reads from the ledger and books in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+
+from headrace.ledger.journal import Restart, read_partials, read_trajectories
+from headrace.ledger.ledger import Amount, Ledger
+from headrace.ledger.schema import DROPPED, SOURCE
+from headrace.types import Attempt, DropReason, FinishReason, Trajectory
+
+
+class Recovery:
+    """The ledger of a run that ended too soon, as `loop/resume.py` needs it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    # What there is.
+
+    def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
+        """All attempts, or those with this `state` or `wave`, in the order of their start."""
+        names = ("serial", "number", "prompt_id", "wave", "version")
+        found = self._ledger.read(
+            f"SELECT {', '.join(names)} FROM attempts "
+            "WHERE state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial",
+            (state, wave),
+        )
+        return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
+
+    def buffered_groups(self) -> list[tuple[int, int]]:
+        """Serial and attempt of every group in the buffer."""
+        query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered' ORDER BY serial"
+        return [(serial, attempt) for serial, attempt in self._ledger.read(query)]
+
+    def trajectories(self, serial: int, attempt: int) -> list[Trajectory]:
+        """The trajectories of an attempt that reached the buffer, with their tokens."""
+        where = "t.serial = ? AND t.attempt = ?"
+        return read_trajectories(self._ledger.connection, where, (serial, attempt))
+
+    def partials(self, serial: int) -> dict[int, Trajectory]:
+        """By index, what `Ledger.keep_partials` kept, without what was booked since."""
+        return read_partials(self._ledger.connection, serial)
+
+    def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
+        """The steps begun after `step`, each with the serials and attempts of its groups."""
+        found = self._ledger.read("SELECT step, groups FROM steps WHERE step > ? ORDER BY step", (step,))
+        return [(number, [(serial, attempt) for serial, attempt in json.loads(groups)]) for number, groups in found]
+
+    def scored_since_row(self) -> list[tuple[float, int, bool]]:
+        """Reward, tokens and whether truncated, of what was scored since the last row."""
+        found = self._ledger.read(
+            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x ON x.trajectory_id = t.id "
+            "WHERE x.debit = 'in_flight' AND x.step = ? AND t.reward IS NOT NULL AND NOT EXISTS "
+            "(SELECT 1 FROM attempts a WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
+            (self._ledger.step,),
+        )
+        return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
+
+    # What is done about it.
+
+    def lose(self, redo: Sequence[Attempt], reason: DropReason) -> Amount:
+        """Drop everything in flight, and the attempts `redo` with whatever of them is buffered."""
+        ledger, held = self._ledger, self._ledger.totals().in_flight
+        with ledger.writing() as connection:
+            if held != Amount():
+                ledger.transfer("in_flight", f"{DROPPED}{reason}", held.tokens, held.trajectories)
+            connection.execute("UPDATE attempts SET state = ? WHERE state = 'open'", (str(reason),))
+            for attempt in redo:
+                key = (attempt.serial, attempt.number)
+                query = (
+                    "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
+                )
+                for id, num_tokens in ledger.read(query, key):
+                    ledger.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=0)
+                    connection.execute(
+                        "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = 0 WHERE id = ?",
+                        (str(reason), id),
+                    )
+                ledger.mark_attempt(*key, reason)
+        return held
+
+    def carry_on(self, attempts: Sequence[Attempt], kept_tokens: int) -> Amount:
+        """Continue `attempts` under the next number; all but `kept_tokens` in flight is lost."""
+        ledger, lost = self._ledger, self._ledger.totals().in_flight.tokens - kept_tokens
+        with ledger.writing():
+            if lost:
+                ledger.transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", lost, 0)
+            for a in attempts:
+                ledger.mark_attempt(a.serial, a.number, DropReason.REDONE)
+                query = "SELECT id FROM trajectories WHERE serial = ? AND attempt = ?"
+                dropped = ledger.read(query, (a.serial, a.number))
+                ledger.transfer(SOURCE, "in_flight", 0, len(dropped))  # generated again
+                ledger.open_attempt(replace(a, number=a.number + 1))
+        return Amount(tokens=lost)
+
+    def restarted(self, restart: Restart) -> None:
+        """The restart is complete, and the run continues."""
+        with self._ledger.writing() as connection:
+            connection.execute("INSERT INTO restarts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(restart))

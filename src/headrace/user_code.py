@@ -1,0 +1,137 @@
+"""Code that is not ours or not always there: functions and templates of users, and files with an optional library."""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import HeadraceError, MissingExtraError
+
+MAX_DETAIL_CHARS = 1500
+
+
+class _NotThereError(Exception):
+    """The file or module itself is missing, not something that it imports."""
+
+
+def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callable[..., Any]:
+    """The function that `spec` names: 'module:function' or 'path/to/file.py:function'.
+
+    The module is looked for in the working directory too, and a file may import the files beside it. What goes wrong is
+    raised as `error`, with the name of the `setting`.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise error(f"{setting} = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
+    try:
+        module = _load_file(Path(place)) if names_file(place) else _load_module(place)
+    except _NotThereError as missing:
+        raise error(f"{setting}: there is no {missing}") from missing
+    except (Exception, SystemExit) as wrong:  # importing runs the user's code
+        raise error(f"{setting}: '{place}' cannot be imported:\n{short_traceback(wrong)}") from wrong
+    found = getattr(module, name, None)
+    if found is None:
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
+        near = difflib.get_close_matches(name, functions, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise error(f"{setting}: '{place}' has no function '{name}'{hint}")
+    if not callable(found):
+        raise error(f"{setting}: '{name}' in '{place}' is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def load_optional(module: str, library: str, extra: str) -> Any:
+    """Import `module`, which needs `library`; without it, name the `extra` of headrace that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != library:
+            raise
+        raise MissingExtraError(library, extra) from error
+
+
+class TooLongError(HeadraceError):
+    """Code of a user did not come to an end."""
+
+    def __init__(self, *text: str) -> None:
+        super().__init__(*(text or ("it runs longer than it may",)))
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooLongError inside when the time is up, at the next Python instruction. Works in any thread."""
+    thread_id, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def interrupt() -> None:
+        with lock:
+            if not is_over:  # the C function makes the exception from its class
+                raised = ctypes.py_object(TooLongError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except TooLongError as error:
+        raise TooLongError(f"it did not come to an end in {seconds:g} s") from error
+    finally:
+        timer.cancel()
+        with lock:
+            is_over = True
+
+
+def names_file(place: str) -> bool:
+    """Whether the part before the colon is a file, not a module."""
+    return place.endswith(".py") or "/" in place or os.sep in place
+
+
+def short_traceback(error: BaseException) -> str:
+    """The last frames of a traceback: enough to find the line."""
+    return "".join(traceback.format_exception(error, limit=-3)).strip()[-MAX_DETAIL_CHARS:]
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    name = f"headrace_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if not path.is_file():
+        raise _NotThereError(f"file {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    _search_also(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    _search_also(Path.cwd())  # a console script does not search it by itself
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise _NotThereError(f"module '{name}' ({error})") from error
+        raise
+
+
+def _search_also(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
