@@ -20,6 +20,7 @@ from headrace.ledger.files import run_config
 from headrace.runs.columns import (
     Columns,
     Intervals,
+    Ints,
     Numbers,
     RowColumns,
     read_spans,
@@ -88,24 +89,23 @@ def calibrate(run_dir: Path) -> Calibration:
         return its["start_s"], its["end_s"]
 
     apart = config.place.cluster == "ray" and config.place.layout == "disaggregated"
-    workers, passes = config.rollout.workers if apart else 1, _passes(spans)
+    workers = config.rollout.workers if apart else 1
+    passes = _passes(spans)
     mean_token_s = np.nansum(passes[0][passes[1] > 0]) / max(1.0, np.nansum(passes[1]))
     running = answers["started_s"], answers["finished_s"]
+    elsewhere = of("evaluate") if apart else of("train", "reference", "publish", "evaluate")
     decode_s, decode_row_s = decode_speed(
-        running,
-        answers["num_tokens"],
-        of("evaluate") if apart else of("train", "reference", "publish", "evaluate"),
-        ROW_TOKENS * mean_token_s / workers,
+        running, answers["num_tokens"], elsewhere, ROW_TOKENS * mean_token_s / workers
     )
     optimizer_s, pass_s, token_s = training_speed(*passes, num_steps, like_pass_s=PASS_STEPS * decode_s)
-    groups = _groups(answers)
-    # a forward pass has a third of the products
-    prefill_s, prefill_token_s = _prefill(groups, running, of("rollout"), token_s / 3)
+    groups = _Groups.of(answers)
+    forward_s = token_s / 3  # the backward pass has twice the products
+    prefill_s, prefill_token_s = _prefill(groups.prompt_tokens, running, of("rollout"), forward_s)
     scored = answers.where(np.isfinite(answers["scored_s"]))
     everything = _joined(running, (scored["finished_s"], scored["scored_s"]), of(*_STAGES))
     host_s = rows.column("wall_s").sum() - (_length(everything) - _length(of("evaluate")))
-    trained = answers.where(np.isfinite(answers["trained_step"]))
-    num_trained = float((trained["num_tokens"] + trained["num_prompt_tokens"]).sum())
+    num_tokens = answers["num_tokens"] + answers["num_prompt_tokens"]
+    num_trained = float(num_tokens[np.isfinite(answers["trained_step"])].sum())
     machine = Machine(
         rollout_workers=workers,
         rows_per_worker=config.rollout.max_running,
@@ -124,7 +124,7 @@ def calibrate(run_dir: Path) -> Calibration:
         colocated=not apart,
     )
     return Calibration(
-        workload=workload_of(config, _answers_as_workload(groups, config)),
+        workload=workload_of(config, groups.workload(config)),
         machine=machine,
         max_lag=config.loop.max_lag,
         num_steps=len(rows),
@@ -139,36 +139,48 @@ def _passes(spans: Columns) -> tuple[Numbers, Numbers]:
     return train["end_s"] - train["start_s"], np.array(tokens, np.float64)
 
 
-def _groups(answers: Columns) -> list[Columns]:
-    """Those that came to their own end, group by group."""
-    own = answers.where(answers["finish"] != FinishReason.ABORT)
-    keys = np.stack([own["serial"], own["attempt"]], axis=1)
-    _, first, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    return [own.where(group == number) for number in np.argsort(first)]
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The answers that came to their own end, group by group; `begins` are the indices of their first ones."""
+
+    answers: Columns
+    begins: Ints
+
+    @classmethod
+    def of(cls, answers: Columns) -> _Groups:
+        own = answers.where(answers["finish"] != FinishReason.ABORT)
+        own = own.where(np.lexsort((own["attempt"], own["serial"])))
+        other = (np.diff(own["serial"], prepend=-1) != 0) | (np.diff(own["attempt"], prepend=-1) != 0)
+        return cls(own, np.flatnonzero(other))
+
+    @property
+    def prompt_tokens(self) -> Numbers:
+        found: Numbers = self.answers["num_prompt_tokens"][self.begins]
+        return found
+
+    def workload(self, config: Config) -> Workload:
+        own, begins = self.answers, self.begins
+        service_s = service_seconds(own["finished_s"], own["scored_s"], config.reward.workers)
+        known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
+        rewards = tuple(part for part in known if len(part))
+        scored = np.logical_or.reduceat(np.isfinite(own["scored_s"]), begins)
+        barren = np.logical_or.reduceat(own["drop_reason"] == DropReason.NO_SIGNAL, begins)
+        return Workload(
+            groups_per_step=config.loop.groups_per_step,
+            samples=config.rollout.samples,
+            tokens=Recorded(groups=tuple(np.split(own["num_tokens"], begins[1:]))),
+            reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
+            prompt_tokens=float(self.prompt_tokens.mean()),
+            # never all: the simulation would have nothing to train on
+            no_signal_share=float((scored & barren).sum() / (scored.sum() + 1)),
+        )
 
 
-def _prefill(groups: list[Columns], running: Intervals, rollout: Intervals, forward_s: float) -> tuple[float, float]:
+def _prefill(prompt_tokens: Numbers, running: Intervals, rollout: Intervals, forward_s: float) -> tuple[float, float]:
     """What the engine did while no answer ran, as seconds of a prompt and of each of its tokens."""
-    num_tokens = float(sum(group["num_prompt_tokens"][0] for group in groups))
+    num_tokens = float(prompt_tokens.sum())
     seconds = _length(_joined(rollout, running)) - _length(running)
-    return max(0.0, seconds - forward_s * num_tokens) / len(groups), min(forward_s, seconds / num_tokens)
-
-
-def _answers_as_workload(groups: list[Columns], config: Config) -> Workload:
-    finished_s, scored_s = (np.concatenate([group[name] for group in groups]) for name in ("finished_s", "scored_s"))
-    service_s = service_seconds(finished_s, scored_s, config.reward.workers)
-    parts = np.split(service_s, np.cumsum([len(group) for group in groups])[:-1])
-    rewards = tuple(known for part in parts if len(known := part[np.isfinite(part)]))
-    scored = [group for group in groups if np.isfinite(group["scored_s"]).any()]
-    barren = [group for group in scored if (group["drop_reason"] == DropReason.NO_SIGNAL).any()]
-    return Workload(
-        groups_per_step=config.loop.groups_per_step,
-        samples=config.rollout.samples,
-        tokens=Recorded(groups=tuple(group["num_tokens"] for group in groups)),
-        reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
-        prompt_tokens=float(np.mean([group["num_prompt_tokens"][0] for group in groups])),
-        no_signal_share=len(barren) / (len(scored) + 1),  # never all: the simulation would have nothing to train on
-    )
+    return max(0.0, seconds - forward_s * num_tokens) / len(prompt_tokens), min(forward_s, seconds / num_tokens)
 
 
 def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:

@@ -85,16 +85,6 @@ def decode_step_s(
     return max(read_s, compute_s) / tensor_parallel + model.num_layers * efficiency.layer_overhead_s
 
 
-def forward_flops(model: ModelShape, *, num_tokens: float, sequence_tokens: float) -> float:
-    """Of `num_tokens` in sequences of that length: a token attends to half of its sequence on average."""
-    return num_tokens * (2 * model.num_active_params + 2 * model.num_layers * model.attention_size * sequence_tokens)
-
-
-def train_flops(model: ModelShape, *, num_tokens: float, sequence_tokens: float) -> float:
-    """Forward and backward; what is computed again to save memory is not counted, as is the custom for MFU."""
-    return 3 * forward_flops(model, num_tokens=num_tokens, sequence_tokens=sequence_tokens)
-
-
 def forward_s(
     model: ModelShape,
     device: Accelerator,
@@ -104,9 +94,9 @@ def forward_s(
     num_devices: int = 1,
     efficiency: Efficiency = MEASURED,
 ) -> float:
-    """Prefill, or the reference's log-probs."""
-    flops = forward_flops(model, num_tokens=num_tokens, sequence_tokens=sequence_tokens)
-    return flops / (num_devices * device.flops_per_s * efficiency.mfu)
+    """Prefill, or the reference's log-probs. A token attends to half of its sequence on average."""
+    flops = 2 * model.num_active_params + 2 * model.num_layers * model.attention_size * sequence_tokens
+    return num_tokens * flops / (num_devices * device.flops_per_s * efficiency.mfu)
 
 
 def train_s(
@@ -118,9 +108,15 @@ def train_s(
     num_devices: int = 1,
     efficiency: Efficiency = MEASURED,
 ) -> float:
-    """One optimizer step on `num_tokens`, prompts included."""
-    flops = train_flops(model, num_tokens=num_tokens, sequence_tokens=sequence_tokens)
-    return flops / (num_devices * device.flops_per_s * efficiency.mfu)
+    """Forward and backward on `num_tokens`, prompts included; what is recomputed to save memory is not counted."""
+    return 3 * forward_s(
+        model,
+        device,
+        num_tokens=num_tokens,
+        sequence_tokens=sequence_tokens,
+        num_devices=num_devices,
+        efficiency=efficiency,
+    )
 
 
 # ---- memory
