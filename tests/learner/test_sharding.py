@@ -72,7 +72,8 @@ def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None =
 def assert_same(found: Outcome, expected: Outcome) -> None:
     for name, weight in expected.weights.items():
         gap = (found.weights[name] - weight).abs().max()
-        assert gap < 1e-3 * LR, f"{name} differs by {gap}"
+        # rounding moves a weight by up to 3e-3 LR (seen on Neoverse-N1); a gradient that is off, by about LR
+        assert gap < 1e-2 * LR, f"{name} differs by {gap}"
     assert found.weights.keys() == expected.weights.keys()
     for mine, theirs in zip(found.stats, expected.stats, strict=True):
         for name in ("loss", "grad_norm", "lr", "entropy", "kl_reference", "clipped_share"):
