@@ -52,6 +52,8 @@ import headrace
 compare(before, "headrace")
 imported = 0
 for module in pkgutil.walk_packages(headrace.__path__, "headrace."):
+    if module.name.endswith("__main__"):
+        continue
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:

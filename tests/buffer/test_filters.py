@@ -84,6 +84,8 @@ def test_filter_from_a_module_in_the_working_directory(
 ):
     path = filter_file("def never(group):\n    return False\n")
     monkeypatch.chdir(path.parent)
+    monkeypatch.delitem(sys.modules, "own_filters", raising=False)  # another test's
+    monkeypatch.syspath_prepend(path.parent)
     sieve = Sieve(BufferSection(filters=("own_filters:never",)))
     assert reasons(sieve, group(rewards=[0.2, 0.9]))[1] == [(0, "filter:never"), (1, "filter:never")]
 

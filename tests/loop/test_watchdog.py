@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from broken_runs import SETTINGS, Notes, assert_resumes_to, break_off, on_call
-from tiny_runs import Workshop, play, same_bits, weights
+from tiny_runs import Workshop, play, same_bits, weights, worker_of
 
 from headrace import api
 from headrace.buffer.buffer import Buffer
@@ -129,8 +129,9 @@ async def test_as_long_as_something_moves_slowly_nothing_hangs(tmp_path: Path):
 async def test_all_work_is_progress(workshop: Workshop):
     places: list[Place] = []
     await play(workshop.config("progress"), lambda place, loop: places.append(place))
-    computed_tokens, verdicts, moves = places[0].progress()  # type: ignore[misc]
-    assert computed_tokens > places[0].engine.sampled_tokens > 0, "prompts are work, too"
+    computed_tokens, verdicts, moves, num_workers = places[0].progress()  # type: ignore[misc]
+    assert computed_tokens > worker_of(places[0]).engine.sampled_tokens > 0, "prompts are work, too"
+    assert num_workers == 1
     assert verdicts >= 3 * 16
     assert moves["train"] >= moves["publish"] == 3
     assert moves["checkpoint"] == 2, "copied, and written"

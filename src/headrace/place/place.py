@@ -176,8 +176,9 @@ class Place:
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
         """Supervised steps on worked examples; `on_step(steps done, loss)` hears of progress."""
         section, rng = self.config.warmstart, np.random.default_rng([self.config.run.seed, 1])
-        for done in range(0, section.steps, WARM_STEPS_AT_ONCE):
-            batches = min(WARM_STEPS_AT_ONCE, section.steps - done)
+        at_once = 1 if self._sending is None else WARM_STEPS_AT_ONCE  # a call to another process takes a while
+        for done in range(0, section.steps, at_once):
+            batches = min(at_once, section.steps - done)
             examples = [self.prompts.worked(section.examples, rng) for _ in range(batches)]
             losses = await self.device.run(self.ranks.warm_up, examples)
             on_step(done + batches, losses[-1])
