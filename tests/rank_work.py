@@ -27,7 +27,7 @@ MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "q
 _context = multiprocessing.get_context("forkserver")
 # imported once, not by every rank
 _context.set_forkserver_preload(
-    ["headrace.loop.checkpoint", "headrace.learner.learner", "headrace.policy.adapters_peft", *MODELS]
+    ["headrace.learner.tensor_files", "headrace.learner.learner", "headrace.policy.adapters_peft", *MODELS]
 )
 
 
