@@ -343,7 +343,7 @@ def test_drafts_are_judged_up_to_the_first_wrong_token():
     assert drafts.inputs(np.array([50, 51, 52, 53])).tolist() == [50, 5, 6, 7, 51, 8, 9, 52, 1, 53]
     #                    right, wrong, (right), -   right, right, -   wrong, -   -
     drawn = np.array([5, 60, 7, 4, 8, 9, 2, 3, 3, 1])
-    assert drafts.num_right(drawn).tolist() == [1, 2, 0, 0]
+    assert drafts.num_accepted(drawn).tolist() == [1, 2, 0, 0]
 
 
 def test_speculation_is_off_unless_asked_for(policy: Policy):
