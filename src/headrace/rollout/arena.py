@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.policy import exact_cpu
+from headrace.policy.policy import Policy
 
 GROWTH_TOKENS = 64
 
@@ -23,22 +24,12 @@ GROWTH_TOKENS = 64
 class Arena:
     """Keys and values of every layer. Rows and length grow as the running sequences need."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_heads: int,
-        key_size: int,
-        value_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        granule_tokens: int = 8,
-    ) -> None:
-        self._granule_tokens = granule_tokens  # `capacity` is a multiple of this
-        self.num_rows = 0
-        self.capacity = 0
-        self.keys = [torch.empty(0, num_heads, key_size, 0, dtype=dtype, device=device)] * num_layers
-        self.values = [torch.empty(0, num_heads, 0, value_size, dtype=dtype, device=device)] * num_layers
+    def __init__(self, policy: Policy) -> None:
+        self._granule_tokens = exact_cpu.TILE if policy.exact else 8  # `capacity` is a multiple of it
+        self.num_rows = self.capacity = 0
+        num_heads, empty = policy.num_kv_heads, torch.empty(0, dtype=policy.dtype, device=policy.device)
+        self.keys = [empty.new_empty(0, num_heads, policy.head_size, 0)] * policy.num_layers
+        self.values = [empty.new_empty(0, num_heads, 0, policy.value_size)] * policy.num_layers
 
     def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0, budget_tokens: int = 2**62) -> None:
         """Make room for `num_rows` of `num_tokens`; no row in use will exceed `most_tokens`.
@@ -75,11 +66,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of the sequence in `row`.
-
-    Example:
-        Chunk(row=3, start=0, end=128)
-    """
+    """Tokens `start` to `end` of the sequence in `row`."""
 
     row: int
     start: int

@@ -378,7 +378,8 @@ class Engine:
 
     def _finish(self, row: int, finish: FinishReason) -> None:
         """Return the row's request; the last row moves into its place."""
-        self._finished.append(self._rows.generation(row, finish, self._clock()))
+        now_s = self._clock()
+        self._finished.append(self._rows.park(row, now_s).generation(finish, now_s))
         self._store.remove(row, self._rows)
         self._rows.remove(row)
 

@@ -9,7 +9,6 @@ R rows of a graph (the n running ones, padded with rows that write to page 0), K
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,20 +27,14 @@ from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import (
-    MOST_STEPS,
-    Known,
-    accepted,
-    batches,
-    known_routes,
-    sample,
-    sample_cells,
-    tokens_of,
-)
+from headrace.rollout.store import MOST_STEPS, Known, accepted, batches, known_routes, sample, sample_cells, tokens_of
 from headrace.types import IntArray, RouteArray
 
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
-class _WritingPlan(ABC):
+
+class _WritingPlan:
     """Writes keys and values of new tokens to their slots (page * PAGE + offset), then attends."""
 
     _cache: PagedCache
@@ -60,9 +53,8 @@ class _WritingPlan(ABC):
         self._cache.write(layer, self._slots, k_TJD, v_TJD)
         return self._attend(q_THD.contiguous(), layer, scale, window)
 
-    @abstractmethod
     def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
-        """Attend to the cache, the new tokens included."""
+        raise NotImplementedError
 
 
 class PagedDecodePlan(_WritingPlan):
@@ -242,14 +234,7 @@ class GraphDecoder:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    def run(
-        self,
-        tables: PageTable,
-        lengths: Ints,
-        tokens: Ints,
-        temperatures: npt.NDArray[np.float32],
-        noise: npt.NDArray[np.float64],
-    ) -> Burst:
+    def run(self, tables: PageTable, lengths: Ints, tokens: Ints, temperatures: Floats, noise: Doubles) -> Burst:
         """A burst of K steps, one per row of `noise [K, n]`; `tables` must hold the pages of all."""
         steps, n = noise.shape
         self._temperatures[:n] = _device(temperatures, self.tables)

@@ -19,11 +19,7 @@ PAGE = 64  # tokens
 
 
 class Pages:
-    """Pages 1..n-1 with reference counts: the samples of a prompt share its pages.
-
-    Example:
-        pages = Pages(100); own = pages.take(3); pages.share(own); pages.give_back(own); pages.give_back(own)
-    """
+    """Pages 1..n-1 with reference counts: the samples of a prompt share its pages."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages - 1, 0, -1))
@@ -57,7 +53,7 @@ class PageTables:
     """The pages of every prompt in prefill and of every row.
 
     Example:
-        tables = PageTables(num_tokens=10_000); place = tables.open(num_prompt=100, num_requests=8)
+        place = tables.open(num_prompt=100, num_requests=8)
         source, targets = tables.fork(place, count=8, num_prompt=100)  # then copy page `source` to `targets`
         tables.close(place); tables.grow(lengths, steps=16); tables.remove(3)
     """

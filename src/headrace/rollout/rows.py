@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
+Column = TypeVar("Column")
 
 GROWTH_TOKENS = 64
 CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
@@ -22,7 +23,7 @@ CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
 STATE = np.dtype(  # of a running sequence
     [
         ("length", np.int64),  # prompt and sampled tokens
-        ("sampled", np.int64),
+        ("sampled", np.int64),  # number of sampled tokens
         ("limit", np.int64),  # of sampled tokens
         ("seed", np.uint64),
         ("temperature", np.float32),
@@ -109,12 +110,30 @@ class Parked:
         return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
 
 
+class _Column(Generic[Column]):
+    """A field of STATE as an array over the rows in use. It is a view: writing to it changes the rows."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, rows: Rows, owner: type[Rows]) -> Column:
+        return cast(Column, rows.states[self._name])
+
+
 class Rows:
     """Running sequences 0..n-1: their state, and a table `[rows, tokens]` of what they sampled.
 
     The table has token, log-prob, version and experts `[L, K]`; L and K are 0 for a dense model.
     The experts of a token are known one step after it was sampled, when the model has computed it.
     """
+
+    lengths = _Column[Ints]("length")
+    sampled = _Column[Ints]("sampled")
+    learned = _Column[Ints]("learned")
+    seeds = _Column[Keys]("seed")
+    prompt_keys = _Column[Keys]("prompt_key")
+    temperatures = _Column[npt.NDArray[np.float32]]("temperature")
+    counted = _Column[BoolArray]("counted")
 
     def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
         self.samplings: list[Sampling] = []
@@ -128,46 +147,17 @@ class Rows:
         return len(self._sequences)
 
     @property
-    def _states(self) -> npt.NDArray[np.void]:
+    def states(self) -> npt.NDArray[np.void]:
         return self._all_states[: len(self)]
-
-    @property
-    def lengths(self) -> Ints:
-        return self._states["length"]
-
-    @property
-    def seeds(self) -> Keys:
-        return self._states["seed"]
-
-    @property
-    def temperatures(self) -> npt.NDArray[np.float32]:
-        return self._states["temperature"]
 
     @property
     def plain(self) -> bool:
         """Whether no row truncates (top-k, top-p, min-p)."""
-        return not self._states["truncates"].any()
-
-    @property
-    def counted(self) -> BoolArray:
-        return self._states["counted"]
-
-    @property
-    def prompt_keys(self) -> Keys:
-        return self._states["prompt_key"]
-
-    @property
-    def sampled(self) -> Ints:
-        """Number of sampled tokens of each row."""
-        return self._states["sampled"]
-
-    @property
-    def learned(self) -> Ints:
-        return self._states["learned"]
+        return not self.states["truncates"].any()
 
     @property
     def left(self) -> Ints:
-        return self._states["limit"] - self.sampled  # type: ignore[no-any-return]
+        return self.states["limit"] - self.sampled  # type: ignore[no-any-return]
 
     @property
     def last_tokens(self) -> Ints:
@@ -182,7 +172,7 @@ class Rows:
         """The tokens `[.., CONTEXT]` before sampled token `at` of each of `rows`."""
         places = at[:, None] + np.arange(-CONTEXT, 0)
         sampled = self._table["token"][rows[:, None], np.maximum(places, 0)]
-        tails = self._states["tail"][rows[:, None], np.minimum(places, -1)]
+        tails = self.states["tail"][rows[:, None], np.minimum(places, -1)]
         return np.where(places < 0, tails, sampled)
 
     def tokens_at(self, rows: Ints, at: Ints) -> Ints:
@@ -197,7 +187,7 @@ class Rows:
             self._sequences.append(_Sequence(request, prompt, now_s, routes, self._started))
             self._started += 1
         self.samplings += [r.sampling for r in requests]
-        new = self._states[n:]
+        new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
         new["limit"] = [r.sampling.max_new_tokens for r in requests]
         new["seed"] = [r.seed for r in requests]
@@ -213,7 +203,7 @@ class Rows:
         most = int((self.sampled[first : first + len(burst.counts)] + burst.counts).max())
         if most > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * self._table.shape[1], most))
-        fresh = self._states[first : first + len(burst.counts)]
+        fresh = self.states[first : first + len(burst.counts)]
         steps, columns = np.nonzero(np.arange(len(burst.tokens))[:, None] < burst.counts)
         rows, at = columns + first, fresh["sampled"][columns] + steps
         self._table["token"][rows, at] = burst.tokens[steps, columns]
@@ -230,7 +220,7 @@ class Rows:
 
     def end(self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
         """The rows that end within `burst`, and why; tokens beyond their end are removed."""
-        fresh, found = self._states[first : first + len(burst.counts)], {}
+        fresh, found = self.states[first : first + len(burst.counts)], {}
         had = fresh["sampled"] - burst.counts
         counts = np.minimum(burst.counts, fresh["limit"] - had)
         for column in np.flatnonzero(fresh["sampled"] >= fresh["limit"]).tolist():
@@ -270,14 +260,14 @@ class Rows:
 
         Only `counted` ones: the score of an evaluation must not depend on the clock.
         """
-        decoded_s = np.where(self.counted, now_s - self._states["began_s"], -np.inf)
+        decoded_s = np.where(self.counted, now_s - self.states["began_s"], -np.inf)
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
 
     def park(self, row: int, now_s: float) -> Parked:
         """The state to resume the row from; the row itself stays until `remove`."""
         sampled = self._table[row, : self.sampled[row]].copy()
-        decoded_s = now_s - float(self._states["began_s"][row])
+        decoded_s = now_s - float(self.states["began_s"][row])
         return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
 
     def parked(self, prompt: IntArray, request: Request, so_far: Generation) -> Parked:
@@ -326,16 +316,13 @@ class Rows:
     def request_id(self, row: int) -> str:
         return self._sequences[row].request.id
 
-    def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
-        return self.park(row, now_s).generation(finish, now_s)
-
     def remove(self, row: int) -> None:
         """Remove a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
             count = self.sampled[last]
             self._table[row, :count] = self._table[last, :count]
-            self._states[row] = self._states[last]
+            self.states[row] = self.states[last]
         self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
         del self._sequences[last], self.samplings[last]
 

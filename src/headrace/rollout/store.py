@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.policy.exact_cpu import TILE
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
@@ -34,7 +33,7 @@ class RowStore:
 
     def __init__(self, policy: Policy, kv_tokens: int) -> None:
         self._policy, self._kv_tokens = policy, kv_tokens
-        self._arena, self._staging = _arena(policy), _arena(policy)
+        self._arena, self._staging = Arena(policy), Arena(policy)
         self._free = list(range(STAGING_ROWS))
 
     def most_rows(self, longest: int) -> int:
@@ -215,15 +214,3 @@ def accepted(drafts: Drafts, drawn: Burst) -> Burst:
 
 def _to(policy: Policy, array: Ints) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(policy.device)
-
-
-def _arena(policy: Policy) -> Arena:
-    return Arena(
-        num_layers=policy.num_layers,
-        num_heads=policy.num_kv_heads,
-        key_size=policy.head_size,
-        value_size=policy.value_size,
-        dtype=policy.dtype,
-        device=policy.device,
-        granule_tokens=TILE if policy.exact else 8,
-    )
