@@ -54,8 +54,7 @@ class RolloutActor:
         self._booked = 0
 
     def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
-        """Queue one generation per entry of `order.samplings`; returns a future trajectory for
-        each.
+        """Queue a request per entry of `order.samplings`; returns a future trajectory for each.
 
         Requests that are not `counted` (evaluation) draw other noise and stay out of the ledger. A
         further attempt at a group draws the same noise as the first, and continues `order.so_far`.
@@ -115,9 +114,7 @@ class RolloutActor:
         self._work.set()
 
     async def run(self) -> None:
-        """Step the engine while there is work, until cancelled. Its errors go to all pending
-        futures.
-        """
+        """Step the engine while there is work. Its errors go to all pending futures."""
         try:
             while True:
                 await self._work.wait()

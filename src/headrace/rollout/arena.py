@@ -126,9 +126,7 @@ class PrefillPlan:
 
 
 class DecodePlan:
-    """One new token for each of the rows 0..n-1. Grouped query heads (GQA) share a read of the
-    cache.
-    """
+    """One new token for each of the rows 0..n-1; grouped query heads (GQA) share a read."""
 
     def __init__(self, arena: Arena, positions_n: Tensor, longest: int, equal: bool) -> None:
         self.arena, self.longest = arena, longest
@@ -162,9 +160,7 @@ class DecodePlan:
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)
 
     def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values; returns the first `length` of all: `[n * J, D, length]`, `[n * J,
-        length, D]`.
-        """
+        """Returns the first `length` of all `[n * J, D, length]`, `[n * J, length, D]`."""
         n = len(self._rows)
         keys, values = self.arena.keys[layer], self.arena.values[layer]
         if self._equal:
@@ -174,13 +170,11 @@ class DecodePlan:
         return keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)
 
     def _mask(self, window: int, grouped: Tensor, num_heads: int) -> Tensor | None:
-        """-inf beyond a row's end and before its window; shared by layers with the same window."""
+        """Shared by layers with the same window."""
         if window not in self._masks:
             mask = None
             if not self._equal or 0 < window < self.longest:
-                ago = self._at[:, None] - torch.arange(self.longest, device=self._at.device)
-                hidden = (ago < 0) | (ago >= window) if window else ago < 0
-                mask = grouped.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+                mask = _hidden(self._at, self.longest, window, grouped)
                 mask = mask[:, None, None].expand(-1, num_heads, grouped.shape[1], -1).flatten(0, 1)
             self._masks[window] = mask
         return self._masks[window]
@@ -216,16 +210,21 @@ class VerifyPlan:
         return out[self._which, self._ahead]  # type: ignore[no-any-return]
 
     def _mask(self, window: int, q: Tensor, num_heads: int) -> Tensor:
-        """-inf after a token and before its window. Padding may attend to anything."""
+        """Padding may attend to anything."""
         if window not in self._masks:
             at = self._at.new_zeros(self._shape)
             at[self._which, self._ahead] = self._at
-            ago = at[..., None] - torch.arange(self.longest, device=at.device)  # [n, m, longest]
-            hidden = (ago < 0) | (ago >= window) if window else ago < 0
-            mask = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            mask = _hidden(at, self.longest, window, q)  # [n, m, longest]
             mask = mask[:, None, :, None].expand(-1, num_heads, -1, q.shape[2], -1)
             self._masks[window] = mask.flatten(2, 3).flatten(0, 1)
         return self._masks[window]
+
+
+def _hidden(at: Tensor, longest: int, window: int, like: Tensor) -> Tensor:
+    """Mask `[*at, longest]`: -inf after position `at` and before its window."""
+    ago = at[..., None] - torch.arange(longest, device=at.device)
+    hidden = (ago < 0) | (ago >= window) if window else ago < 0
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -77,9 +77,7 @@ class Drafts:
         return np.where(ahead == 0, last_tokens[which], self.tokens[which, ahead - 1])
 
     def num_accepted(self, drawn_T: Ints) -> Ints:
-        """Tokens `[n]` of each draft before the first that differs from what was sampled,
-        `drawn_T`.
-        """
+        """Tokens `[n]` of each draft before the first that differs from the sampled `drawn_T`."""
         which, ahead = self.cells
         right = np.zeros((len(self.counts), self.width), np.bool_)
         drafted = self.tokens[which, ahead - 1]
@@ -118,8 +116,12 @@ class Drafter:
         tokens = rows.tokens_at(which, at)
         slots, tags = _places(rows.prompt_keys[which], rows.contexts(which, at))
         guesses, kinds = self._look_up(slots, tags)
-        guessed = kinds >= 0
-        self._score(kinds[guessed], (guesses == tokens)[guessed])
+        right, known = guesses == tokens, kinds[kinds >= 0]
+        num_scored = np.bincount(known, minlength=len(self._scored))
+        num_right = np.bincount(known, weights=right[kinds >= 0], minlength=len(self._right))
+        keep = 0.5 ** (num_scored / HALF_LIFE_TOKENS)
+        self._scored = self._scored * keep + num_scored
+        self._right = self._right * keep + num_right
         self._write(slots, tags, tokens)
         rows.learned[:] = rows.sampled
 
@@ -194,9 +196,7 @@ class Drafter:
         return counts
 
     def _look_up(self, slots: Ints, tags: Tags) -> tuple[Ints, Ints]:
-        """The token `[M]` after the longest known context, and the kind of entry `[M]`, -1 for
-        none.
-        """
+        """The token `[M]` after the longest known context; the kind of entry `[M]`, -1 if none."""
         known = self._tags[slots] == tags
         order = known.shape[0] - 1 - known[::-1].argmax(axis=0)
         slot = slots[order, np.arange(slots.shape[1])]
@@ -207,13 +207,6 @@ class Drafter:
         again = (self._tags[slots] == tags) & (self._tokens[slots] == tokens)
         self._streaks[slots] = np.where(again, np.minimum(self._streaks[slots], 254) + 1, 0)
         self._tags[slots], self._tokens[slots] = tags, tokens
-
-    def _score(self, kinds: Ints, right: npt.NDArray[np.bool_]) -> None:
-        scored = np.bincount(kinds, minlength=len(self._scored))
-        keep = 0.5 ** (scored / HALF_LIFE_TOKENS)
-        self._scored = self._scored * keep + scored
-        num_right = np.bincount(kinds, weights=right, minlength=len(self._right))
-        self._right = self._right * keep + num_right
 
 
 def _places(prompt_keys: Keys, contexts: Ints) -> tuple[Ints, Tags]:

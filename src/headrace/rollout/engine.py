@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -79,8 +79,7 @@ class Engine:
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self._on_update, self._clock = on_update, clock
         self._max_wall_s, self._on_wall = max_wall_s, on_wall
-        self._max_running = max_running
-        self._kv_tokens = kv_tokens
+        self._max_running, self._kv_tokens = max_running, kv_tokens
         self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
@@ -108,8 +107,7 @@ class Engine:
         def queue() -> None:
             parked = self._rows.parked(prompt, request, so_far)
             sequence = np.concatenate([prompt, so_far.token_ids])
-            group = _PromptGroup(sequence, [request], parked.longest, parked=parked)
-            self._waiting.append(group)
+            self._waiting.append(_PromptGroup(sequence, [request], parked.longest, parked=parked))
 
         self._inbox.append(queue)
 
@@ -128,13 +126,7 @@ class Engine:
 
     @property
     def counts(self) -> EngineCounts:
-        return EngineCounts(
-            computed_tokens=self.computed_tokens,
-            preemptions=self.preemptions,
-            parks=self.parks,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-        )
+        return EngineCounts(**{f.name: getattr(self, f.name) for f in fields(EngineCounts)})
 
     # ---- called from the device thread
 
@@ -224,8 +216,7 @@ class Engine:
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
         at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
         for start in range(0, len(requests), at_once):
-            some = requests[start : start + at_once]
-            self._waiting.append(_PromptGroup(prompt, some, longest))
+            self._waiting.append(_PromptGroup(prompt, requests[start : start + at_once], longest))
 
     def _admit(self) -> bool:
         """Admit waiting prompts, oldest first, while rows and cache last. True if one is blocked."""
@@ -301,9 +292,7 @@ class Engine:
             self._record(sample(self.policy.logits(last_hidden)[ends], self._rows, first), first)
 
     def _decode(self, wanted: int) -> int:
-        """Up to `wanted` decode steps for all rows, or one that verifies drafts. Returns the
-        number.
-        """
+        """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
         while not (steps := self._store.steps(self._rows, wanted)):
             self._make_room()
         drafts = None if self._drafter is None else self._drafter.propose(self._rows, steps)

@@ -66,9 +66,7 @@ class PageTables:
         self._opened = 0
 
     def most_rows(self, longest: int) -> int:
-        """Rows of `longest` tokens that fit at the same time, with a page to spare for their
-        prompt.
-        """
+        """Rows of `longest` tokens that fit at the same time, with a page to spare."""
         return (self.num_pages - 1) // num_pages(longest)
 
     def has_room(self, *, num_rows: int, num_prompt: int, num_requests: int) -> bool:
@@ -76,9 +74,7 @@ class PageTables:
         return self.pages.num_free >= num_pages(num_prompt) + num_requests + num_rows
 
     def open(self, num_prompt: int, num_requests: int) -> int | None:
-        """Take pages for a prompt and for copies of its last, partial page; None if too few are
-        free.
-        """
+        """Take pages for a prompt and copies of its last, partial page; None if too few are free."""
         num_copies = num_requests - 1 if num_prompt % PAGE else 0
         if self.pages.num_free < num_pages(num_prompt) + num_copies:
             if not self.rows and not self._prompts:

@@ -1,5 +1,4 @@
-"""All rollout workers as one sampler: a group goes to the worker with the fewest unfinished
-requests.
+"""All rollout workers as one sampler: a group goes to the worker with the fewest requests.
 
 Workers may join, retire or be lost at any time; the orders of a lost one go to others, and its lost
 tokens are booked as redone. The noise of a request is the same on every worker, so at the same
@@ -9,12 +8,16 @@ version the trajectory is the same, too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from headrace.errors import WorkerLostError
-from headrace.roles import Sampler, Worker
+from headrace.roles import Reply, Sampler, Worker
 from headrace.types import EngineCounts, IntArray, News, Order, Prompt, Sampling, StageSpan, Trajectory
+
+Result = TypeVar("Result")
 
 ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 
@@ -183,33 +186,20 @@ class RolloutPool:
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
-        for answer in [worker.ask(Sampler.under_way) for worker in self.workers]:
-            try:
-                parts = answer.result(ANSWER_S)
-            except WorkerLostError:
-                continue
-            for serial, answers in parts.items():
-                found.setdefault(serial, {}).update(answers)
+        for groups in _results([worker.ask(Sampler.under_way) for worker in self.workers]):
+            for serial, group in groups.items():
+                found.setdefault(serial, {}).update(group)
         return found
 
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
-        """Greedy next token and its log-prob of every engine with room. Call it in the device
-        thread.
-        """
-        found = []
-        for answer in [worker.ask(Sampler.greedy, prompt) for worker in self.workers]:
-            try:
-                token = answer.result(ANSWER_S)
-            except WorkerLostError:
-                continue
-            if token is not None:
-                found.append(token)
-        return found
+        """Greedy next token and its log-prob of every engine. Call it in the device thread."""
+        replies = [worker.ask(Sampler.greedy, prompt) for worker in self.workers]
+        return [token for token in _results(replies) if token is not None]
 
     def release_cache(self) -> None:
         """Free every engine's KV cache until it decodes again. Call it in the device thread."""
-        for answer in [worker.ask(Sampler.release_cache) for worker in self.workers]:
-            answer.result(ANSWER_S)
+        for reply in [worker.ask(Sampler.release_cache) for worker in self.workers]:
+            reply.result(ANSWER_S)
 
     # ---- inside
 
@@ -268,3 +258,10 @@ class RolloutPool:
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         return self._failure
+
+
+def _results(replies: Sequence[Reply[Result]]) -> Iterator[Result]:
+    """Of the workers that are not lost."""
+    for reply in replies:
+        with suppress(WorkerLostError):
+            yield reply.result(ANSWER_S)

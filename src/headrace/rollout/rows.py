@@ -236,7 +236,10 @@ class Rows:
                     counts[column], found[column] = count, FinishReason.STOP
                     break
         for column in found:
-            self._cut(first + column, int(had[column] + counts[column]))
+            count = int(had[column] + counts[column])
+            fresh["length"][column] -= fresh["sampled"][column] - count
+            fresh["sampled"][column] = count
+            del self._sequences[first + column].supports[count:]
         return {first + column: finish for column, finish in found.items()}
 
     def _stops(self, row: int, count: int, tokenizer: Any) -> bool:
@@ -245,12 +248,6 @@ class Rows:
         window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
         tail = tokenizer.decode(self._table["token"][row, max(0, count - window) : count])
         return any(s in tail for s in stops)
-
-    def _cut(self, row: int, count: int) -> None:
-        state = self._all_states[row]
-        state["length"] -= state["sampled"] - count
-        state["sampled"] = count
-        del self._sequences[row].supports[count:]
 
     def youngest(self) -> int:
         return max(range(len(self)), key=lambda row: self._sequences[row].order)
