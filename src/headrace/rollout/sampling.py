@@ -19,8 +19,7 @@ from headrace import kernels
 from headrace.types import Sampling
 
 if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.softmax import draw_tokens
-    from headrace.kernels.truncation import truncated
+    from headrace.kernels.softmax import draw_tokens, truncated
 
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 
