@@ -8,7 +8,7 @@ on two cores).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.policy import exact_cpu
 from headrace.policy.policy import Policy
+from headrace.types import IntArray, RouteArray
 
 GROWTH_TOKENS = 64
 
@@ -66,17 +67,23 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of the sequence in `row`."""
+    """Tokens `start` to `end` of `sequence`, whose cache is in `row`."""
 
     row: int
     start: int
     end: int
+    sequence: IntArray
+    known: RouteArray | None = None  # experts of its first tokens, if these are to be kept
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
 
 class PrefillPlan:
     """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
 
-    def __init__(self, arena: Arena, chunks: list[Chunk], device: torch.device) -> None:
+    def __init__(self, arena: Arena, chunks: Sequence[Chunk], device: torch.device) -> None:
         self.arena, self.chunks = arena, chunks
         self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(device)[None]
 
@@ -116,7 +123,7 @@ class PrefillPlan:
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor
     ) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
         """Store each chunk's keys and values; yields its queries, and the cache of its row."""
-        sizes = [c.end - c.start for c in self.chunks]
+        sizes = [c.size for c in self.chunks]
         parts = [x.split(sizes) for x in (q_THD, k_TJD, v_TJD)]
         for c, q, k, v in zip(self.chunks, *parts, strict=True):
             keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]

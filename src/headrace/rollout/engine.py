@@ -183,7 +183,7 @@ class Engine:
         if place is None:
             return None
         try:
-            last_hidden, _ = self._store.prefill([Chunk(place, 0, len(prompt))], [prompt], [None])
+            last_hidden, _ = self._store.prefill([Chunk(place, 0, len(prompt), prompt)])
         finally:
             self._store.close(place)
         logprobs = torch.log_softmax(self.policy.logits(last_hidden)[0].float(), -1)
@@ -248,17 +248,16 @@ class Engine:
         for group in self._prefilling:
             take = min(left, len(group.prompt) - group.done)
             if take:
-                chunks.append((group, Chunk(group.place, group.done, group.done + take)))
+                known, end = None if group.parked is None else group.parked.routes, group.done + take
+                chunks.append((group, Chunk(group.place, group.done, end, group.prompt, known)))
                 group.done += take
                 left -= take
             if group.done == len(group.prompt) and take:
                 complete.append((group, len(chunks) - 1))
             if not left:
                 break
-        known = [None if g.parked is None else g.parked.routes for g, _ in chunks]
-        prompts = [g.prompt for g, _ in chunks]
-        last_hidden, routes = self._store.prefill([c for _, c in chunks], prompts, known)
-        ends = np.cumsum([c.end - c.start for _, c in chunks])
+        last_hidden, routes = self._store.prefill([chunk for _, chunk in chunks])
+        ends = np.cumsum([chunk.size for _, chunk in chunks])
         for (group, _), part in zip(chunks, np.split(routes, ends[:-1]), strict=True):
             group.routes.append(part)
         self._start(complete, last_hidden)

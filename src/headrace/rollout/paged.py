@@ -9,7 +9,8 @@ R rows of a graph (the n running ones, padded with rows that write to page 0), K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,21 @@ from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import MOST_STEPS, Known, accepted, batches, known_routes, sample, sample_cells, tokens_of
+from headrace.rollout.store import MOST_STEPS, accepted, batches, forward, sample, sample_cells
 from headrace.types import IntArray, RouteArray
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
-class _WritingPlan:
-    """Writes keys and values of new tokens to their slots (page * PAGE + offset), then attends."""
+class PagedPass:
+    """A plan: writes keys and values of new tokens to their slots (page * PAGE + offset), then attends."""
 
-    _cache: PagedCache
-    _slots: Tensor
+    def __init__(
+        self, cache: PagedCache, positions_T: Tensor, slots_T: Tensor, attention: Callable[..., Tensor]
+    ) -> None:
+        self.positions = positions_T[None]
+        self._cache, self._slots, self._attention = cache, slots_T, attention
 
     def rotate_and_attend(
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
@@ -46,54 +50,43 @@ class _WritingPlan:
         """For models of the Llama family."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
-        return self._attend(q, layer, scale, window)
+        return self._attention(q, keys, values, scale=scale, window=window)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """For all other models."""
-        self._cache.write(layer, self._slots, k_TJD, v_TJD)
-        return self._attend(q_THD.contiguous(), layer, scale, window)
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        pages, offsets = self._slots // PAGE, self._slots % PAGE
+        keys[pages, :, offsets], values[pages, :, offsets] = k_TJD, v_TJD
+        return self._attention(q_THD.contiguous(), keys, values, scale=scale, window=window)
 
-    def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
-        raise NotImplementedError
 
-
-class PagedDecodePlan(_WritingPlan):
+def decode_pass(cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> PagedPass:
     """One new token for each row of a graph."""
-
-    def __init__(self, cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> None:
-        self._cache, self._tables, self._lengths, self._longest = cache, tables, lengths, longest
-        positions = lengths.long() - 1
-        self.positions = positions[None]
-        pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
-        self._slots = pages * PAGE + positions % PAGE
-
-    def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        return decode_attention(
-            q, keys, values, self._tables, self._lengths, scale=scale, window=window, longest=self._longest
-        )
+    positions = lengths.long() - 1
+    pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
+    attention = partial(decode_attention, tables=tables, lengths_n=lengths, longest=longest)
+    return PagedPass(cache, positions, pages * PAGE + positions % PAGE, attention)
 
 
-class PagedPrefillPlan(_WritingPlan):
+def prefill_pass(
+    cache: PagedCache, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]], tokens_per_block: int
+) -> PagedPass:
     """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+    device = cache.keys[0].device
+    padded = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for row, held in zip(padded, pages, strict=True):
+        row[: len(held)] = held
+    at = [np.arange(c.start, c.end) for c in chunks]
+    slots = [row[part // PAGE].astype(np.int64) * PAGE + part % PAGE for part, row in zip(at, padded, strict=True)]
+    positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
+    starts, ends = [c.start for c in chunks], [c.end for c in chunks]
+    blocks = Blocks.of(starts, ends, range(len(chunks)), tokens_per_block, device)
+    tables = torch.from_numpy(padded).to(device)
 
-    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk], tables: Sequence[Ints], tokens: int) -> None:
-        device = cache.keys[0].device
-        at = [np.arange(c.start, c.end) for c in chunks]
-        self._cache = cache
-        slots = [t[part // PAGE] * PAGE + part % PAGE for part, t in zip(at, tables, strict=True)]
-        self._slots = torch.from_numpy(np.concatenate(slots)).to(device)
-        self.positions = torch.from_numpy(np.concatenate(at)).to(device)[None]
-        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        self._tables = torch.from_numpy(padded).to(device)
-        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
-        self._blocks = Blocks.of(starts, ends, range(len(chunks)), tokens, device)
+    def attention(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int) -> Tensor:
+        return block_attention(q, keys, values, tables, blocks, scale=scale, window=window)[0]
 
-    def _attend(self, q: Tensor, layer: int, scale: float, window: int) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        return block_attention(q, keys, values, self._tables, self._blocks, scale=scale, window=window)[0]
+    return PagedPass(cache, positions_T, slots_T, attention)
 
 
 class PagedCache:
@@ -101,14 +94,9 @@ class PagedCache:
 
     def __init__(self, policy: Policy, num_pages: int) -> None:
         shape = (num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size)
-        nothing = torch.empty(0, dtype=policy.dtype, device=policy.device)
-        self.keys = [nothing.new_zeros(shape) for _ in range(policy.num_layers)]
-        self.values = [nothing.new_zeros(shape) for _ in range(policy.num_layers)]
-
-    def write(self, layer: int, slots: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
-        pages, places = slots // PAGE, slots % PAGE
-        self.keys[layer][pages, :, places] = k_TJD
-        self.values[layer][pages, :, places] = v_TJD
+        empty = torch.empty(0, dtype=policy.dtype, device=policy.device)
+        self.keys = [empty.new_zeros(shape) for _ in range(policy.num_layers)]
+        self.values = [empty.new_zeros(shape) for _ in range(policy.num_layers)]
 
     def copy_page(self, source: int, targets: list[int]) -> None:
         for cache in (*self.keys, *self.values):
@@ -137,11 +125,8 @@ class PagedStore:
     def open(self, num_prompt: int, num_requests: int) -> int | None:
         return self._tables.open(num_prompt, num_requests)
 
-    def prefill(
-        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Known
-    ) -> tuple[Tensor, RouteArray]:
-        tables = [np.array(self._tables.prompt(c.row), np.int64) for c in chunks]
-        return self._forward(chunks, sequences, tables, known)
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
+        return self._forward(chunks, [self._tables.prompt(c.row) for c in chunks])
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """The rows share the prompt's full pages; each gets its own copy of the last one."""
@@ -193,23 +178,14 @@ class PagedStore:
 
     def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """Shared pages are written once per row, with the same values."""
-        for batch in batches(sequences, budget):
-            tables = [np.array(self._tables.rows[c.row], np.int64) for c in batch]
-            parts = [sequences[c.row] for c in batch]
-            self._forward(batch, parts, tables, [known[c.row] for c in batch])
+        for chunks in batches(sequences, known, budget):
+            self._forward(chunks, [self._tables.rows[c.row] for c in chunks])
 
-    def _forward(
-        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], tables: Sequence[Ints], known: Known
-    ) -> tuple[Tensor, RouteArray]:
-        policy, tokens = self._policy, tokens_of(chunks, sequences)
+    def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
+        policy = self._policy
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
-        plan = PagedPrefillPlan(self._cache, chunks, tables, per_block)
-        ids = torch.from_numpy(tokens).to(policy.device)
-        routes = known_routes(policy, chunks, known)
-        hidden = policy.hidden(ids, plan.positions, plan, routes)
-        ends = np.cumsum([c.end - c.start for c in chunks])
-        last = hidden[torch.from_numpy(ends - 1).to(hidden.device)]
-        return last, policy.routers.to_host(routes, len(tokens))
+        plan = prefill_pass(self._cache, chunks, pages, per_block)
+        return forward(policy, chunks, plan.positions, plan)
 
 
 class GraphDecoder:
@@ -287,7 +263,7 @@ class GraphDecoder:
 
     def _advance(self, rows: int, segments: int) -> None:
         """One decode step of the first `rows`, entirely on the GPU."""
-        plan = PagedDecodePlan(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
+        plan = decode_pass(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
         routes = Routes()
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
         if (chosen := routes.chosen) is not None:

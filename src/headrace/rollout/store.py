@@ -16,13 +16,12 @@ from torch import Tensor
 
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
+from headrace.roles import AttentionPlan
 from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import draw, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
-
-Known = Sequence[RouteArray | None]  # experts of each sequence's first tokens, where they are fixed
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time
@@ -48,16 +47,11 @@ class RowStore:
         """A place for a prompt's cache, or None if there is none now."""
         return self._free.pop() if self._free else None
 
-    def prefill(
-        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Known
-    ) -> tuple[Tensor, RouteArray]:
-        """Compute chunks of opened prompts; the row of a chunk is its place.
-
-        Tokens with `known` experts keep them. Returns the hidden state of each chunk's last token,
-        and the experts of all tokens.
-        """
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
+        """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
         self._staging.reserve(STAGING_ROWS, max(c.end for c in chunks))
-        return self._forward(self._staging, chunks, sequences, known)
+        plan = PrefillPlan(self._staging, chunks, self._policy.device)
+        return forward(self._policy, chunks, plan.positions, plan)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """Give the next `count` rows the prompt's cache."""
@@ -78,11 +72,8 @@ class RowStore:
         self._reserve(len(rows), longest, rows.longest_possible)
         equal = longest == int(positions.min()) + 1
         plan = DecodePlan(self._arena, _to(self._policy, positions), longest, equal)
-        routes = Routes()
-        ids = _to(self._policy, rows.last_tokens)
-        hidden = self._policy.hidden(ids, plan.positions, plan, routes)
-        chosen = self._policy.routers.to_host(routes, len(rows))
-        return sample(self._policy.logits(hidden), rows, 0, chosen)
+        logits, routes = self._step(rows.last_tokens, plan)
+        return sample(logits, rows, 0, routes)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Whether the drafts fit. Here always: admission counts on the longest possible rows."""
@@ -96,11 +87,8 @@ class RowStore:
         self._reserve(len(rows), longest, rows.longest_possible)
         cells = [_to(self._policy, x) for x in (positions, which, ahead)]
         plan = VerifyPlan(self._arena, *cells, (len(rows), drafts.width), longest)
-        routes = Routes()
-        ids = _to(self._policy, drafts.inputs(rows.last_tokens))
-        hidden = self._policy.hidden(ids, plan.positions, plan, routes)
-        chosen = self._policy.routers.to_host(routes, len(which))
-        return accepted(drafts, sample_cells(self._policy.logits(hidden), rows, which, ahead, chosen))
+        logits, routes = self._step(drafts.inputs(rows.last_tokens), plan)
+        return accepted(drafts, sample_cells(logits, rows, which, ahead, routes))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Free a row; the last row moves into its place."""
@@ -110,51 +98,51 @@ class RowStore:
 
     def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
         """Compute the cache of all rows again, with `known` experts, `budget` tokens at a time."""
-        for batch in batches(sequences, budget):
-            parts = [sequences[c.row] for c in batch]
-            self._forward(self._arena, batch, parts, [known[c.row] for c in batch])
+        for chunks in batches(sequences, known, budget):
+            plan = PrefillPlan(self._arena, chunks, self._policy.device)
+            forward(self._policy, chunks, plan.positions, plan)
 
     def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
         self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
 
-    def _forward(
-        self, arena: Arena, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Known
-    ) -> tuple[Tensor, RouteArray]:
-        tokens = tokens_of(chunks, sequences)
-        plan = PrefillPlan(arena, list(chunks), self._policy.device)
-        routes = known_routes(self._policy, chunks, known)
-        ids = _to(self._policy, tokens)
-        hidden = self._policy.hidden(ids, plan.positions, plan, routes)
-        last = hidden[_to(self._policy, np.cumsum([c.end - c.start for c in chunks]) - 1)]
-        return last, self._policy.routers.to_host(routes, len(tokens))
+    def _step(self, tokens: Ints, plan: DecodePlan | VerifyPlan) -> tuple[Tensor, RouteArray]:
+        """Logits `[T, V]` after `tokens [T]`, and the experts of these."""
+        routes = Routes()
+        hidden = self._policy.hidden(_to(self._policy, tokens), plan.positions, plan, routes)
+        return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
 
 
-def batches(sequences: Sequence[IntArray], budget: int) -> Iterator[list[Chunk]]:
+def batches(sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> Iterator[list[Chunk]]:
     """The whole sequence of each row, in batches of about `budget` tokens."""
     batch: list[Chunk] = []
-    for row, sequence in enumerate(sequences):
-        batch.append(Chunk(row, 0, len(sequence)))
+    for row, (sequence, routes) in enumerate(zip(sequences, known, strict=True)):
+        batch.append(Chunk(row, 0, len(sequence), sequence, routes))
         if sum(c.end for c in batch) >= budget or row == len(sequences) - 1:
             yield batch
             batch = []
 
 
-def tokens_of(chunks: Sequence[Chunk], sequences: Sequence[IntArray]) -> Ints:
-    parts = [s[c.start : c.end] for c, s in zip(chunks, sequences, strict=True)]
-    return np.concatenate(parts).astype(np.int64)
+def forward(
+    policy: Policy, chunks: Sequence[Chunk], positions: Tensor, plan: AttentionPlan
+) -> tuple[Tensor, RouteArray]:
+    """The hidden state of each chunk's last token, and the experts of all tokens."""
+    tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
+    routes = known_routes(policy, chunks)
+    hidden = policy.hidden(_to(policy, tokens), positions, plan, routes)
+    last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
+    return last, policy.routers.to_host(routes, len(tokens))
 
 
-def known_routes(policy: Policy, chunks: Sequence[Chunk], known: Known) -> Routes:
+def known_routes(policy: Policy, chunks: Sequence[Chunk]) -> Routes:
     """Routes of a pass over `chunks`: tokens with known experts keep them."""
-    if all(routes is None for routes in known):
+    if all(c.known is None for c in chunks):
         return Routes()
-    routers, ends = policy.routers, np.cumsum([c.end - c.start for c in chunks])
+    routers, ends = policy.routers, np.cumsum([c.size for c in chunks])
     forced = np.zeros((ends[-1], *routers.shape), routers.dtype)
     is_known = np.zeros(ends[-1], np.bool_)
-    for c, routes, end in zip(chunks, known, ends, strict=True):
-        if routes is not None:
-            start = end - (c.end - c.start)
-            part = routes[c.start : c.end]
+    for c, end in zip(chunks, ends, strict=True):
+        if c.known is not None:
+            start, part = end - c.size, c.known[c.start : c.end]
             forced[start : start + len(part)] = part
             is_known[start : start + len(part)] = True
     is_known_T = torch.from_numpy(is_known).to(policy.device)
