@@ -177,7 +177,7 @@ def test_allowed_sets_row_by_row():
 
 @pytest.mark.parametrize("beside", [Sampling(max_new_tokens=1, top_k=3), Sampling(max_new_tokens=1, min_p=0.9)])
 def test_top_p_of_one_never_cuts(beside: Sampling):
-    """The most likely token holds all that float32 can see of the probability; the others may be sampled all the same."""
+    """The most likely token holds all that float32 can see of the probability; the others may be sampled, too."""
     logits = torch.zeros(2, 20)
     logits[:, 4] = 40.0
     top_k = Sampling(max_new_tokens=1, top_k=5)

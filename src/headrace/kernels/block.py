@@ -28,13 +28,10 @@ def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: 
     normed = torch.empty_like(x_TE)
     _add_norm_forward[(tokens,)](
         x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed, epsilon,
-        width, ADD=update_TE is not None, **_row_launch(width),
+        width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
+        num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
     return total, normed
-
-
-def _row_launch(width: int) -> dict[str, int]:
-    return {"WIDTH": triton.next_power_of_2(width), "num_warps": 4 if width <= 2048 else 8}
 
 
 class _AddNorm(torch.autograd.Function):
@@ -54,7 +51,8 @@ class _AddNorm(torch.autograd.Function):
         partial = torch.empty(triton.cdiv(tokens, rows), width, dtype=torch.float32, device=total.device)
         _add_norm_backward[(len(partial),)](
             total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad, partial,
-            ctx.epsilon, tokens, rows, width, **_row_launch(width),
+            ctx.epsilon, tokens, rows, width, WIDTH=triton.next_power_of_2(width),
+            num_warps=4 if width <= 2048 else 8,
         )  # fmt: skip
         grad_update = grad if ctx.needs_input_grad[1] else None
         return grad, grad_update, _sum_rows(partial).to(weight.dtype), None

@@ -207,8 +207,7 @@ def _largest(row, vocab, wanted, peak, rate, COUNT: constexpr, LOWEST: constexpr
 def _truncate(logits, out, temperatures, top_k, top_p, min_p, vocab, LOWEST: constexpr, BLOCK: constexpr):
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * vocab
-    temperature = tl.load(temperatures + program)
-    rate = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+    rate = _rate(temperatures, program)
     peak = -float("inf")
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -188,8 +188,7 @@ class DecodePlan:
 
 
 class VerifyPlan:
-    """Several new tokens for each of the rows 0..n-1: the newest and its draft (speculative
-    decoding).
+    """Speculative decoding: for each of the rows 0..n-1 its newest token and its draft.
 
     Rejected drafts leave keys and values beyond the row's end; they are masked, and overwritten by
     the next tokens. `shape` is (n, m), m the most tokens of a row: all rows are padded to m.

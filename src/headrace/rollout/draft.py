@@ -27,7 +27,7 @@ from headrace.rollout.sampling import MIX
 from headrace.types import IntArray
 
 Tags = npt.NDArray[np.uint32]
-Floats = npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 
 ORDERS = (3, CONTEXT)  # n-gram context lengths; the longest that is in the table is used
 NUM_SLOTS = 1 << 21
@@ -52,8 +52,7 @@ _WEIGHTS = np.array([((2 * i + 3) * int(MIX[1])) % 2**64 | 1 for i in range(CONT
 
 @dataclass(frozen=True)
 class Drafts:
-    """A draft for each row. The cells of a verifying step are each row's newest token and its
-    draft.
+    """A draft for each row. Verified are its cells: each row's newest token and its draft.
 
     Example:
         Drafts(tokens=[[7, 4], [9, 0]], counts=[2, 1])
@@ -143,9 +142,8 @@ class Drafter:
         self._pause_steps = IDLE_STEPS[0]
         return Drafts(tokens, counts)
 
-    def _guess(self, rows: Rows, floor: float) -> tuple[Ints, Floats]:
-        """Drafts `[n, longest]`, and the chance of each token that it and all before it are
-        accepted.
+    def _guess(self, rows: Rows, floor: float) -> tuple[Ints, Doubles]:
+        """Drafts `[n, longest]`, and the chance that each token and all before it are accepted.
 
         A draft ends where that falls below `floor`, a row's share of a step: beyond it no token
         pays.
@@ -169,7 +167,7 @@ class Drafter:
             contexts = np.concatenate([contexts[likely, 1:], guesses[:, None]], axis=1)
         return tokens, chances
 
-    def _rates(self) -> Floats:
+    def _rates(self) -> Doubles:
         """Acceptance rate of each kind of entry, from weakest to strongest; then 0, for no entry."""
         rates = np.zeros((len(ORDERS), STREAKS))
         right, scored = self._right.reshape(rates.shape), self._scored.reshape(rates.shape)
@@ -179,7 +177,7 @@ class Drafter:
             rates[order, streak] = (num_right + PRIOR_TOKENS * weaker) / (num_scored + PRIOR_TOKENS)
         return np.append(rates, 0.0)
 
-    def _choose(self, chances: Floats, level: int, needed: float) -> Ints:
+    def _choose(self, chances: Doubles, level: int, needed: float) -> Ints:
         """Tokens `[n]` of each draft to verify: those with most tokens per unit of time, or none."""
         num_rows = len(chances)
         order = np.argsort(-chances, axis=None, kind="stable")

@@ -91,8 +91,7 @@ class PageTables:
         return self._prompts[place][0]
 
     def fork(self, place: int, count: int, num_prompt: int) -> tuple[int, list[int]]:
-        """Append `count` rows that share the prompt's pages. Returns the page to copy and its
-        copies.
+        """Append `count` rows that share the prompt's pages; returns a page to copy and its copies.
 
         The first row continues in the prompt's last page, the others in copies of it. Close the
         prompt next, for nothing else may be written to it.
