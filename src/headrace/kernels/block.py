@@ -22,7 +22,7 @@ PROGRAMS = 512  # of a backward pass; each sums the weight's gradient over its s
 def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """x + update, and its RMSNorm."""
     if torch.is_grad_enabled():
-        return _AddNorm.apply(x_TE, update_TE, weight_E, epsilon)  # type: ignore[no-any-return]
+        return _AddNorm.apply(x_TE, update_TE, weight_E, epsilon)  # type: ignore[no-untyped-call, no-any-return]
     tokens, width = x_TE.shape
     total = x_TE if update_TE is None else torch.empty_like(x_TE)
     normed = torch.empty_like(x_TE)
@@ -121,7 +121,7 @@ def _sum_columns(partial, total, rows, width, ROWS: constexpr):
 def gate(gate_up_T2F: Tensor) -> Tensor:
     """SwiGLU: silu(first half) * second half."""
     if torch.is_grad_enabled():
-        return _Gate.apply(gate_up_T2F)  # type: ignore[no-any-return]
+        return _Gate.apply(gate_up_T2F)  # type: ignore[no-untyped-call, no-any-return]
     tokens, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
     out = gate_up_T2F.new_empty(tokens, width)
     _gate_forward[(tokens, triton.cdiv(width, 1024))](gate_up_T2F, out, width, BLOCK=1024)
@@ -213,7 +213,7 @@ def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -
     """Queries `[T, H, D]` and keys `[T, J, D]` after QK-norm and RoPE, and values `[T, J, D]`."""
     if torch.is_grad_enabled():
         norms = heads.norms if heads.norms is not None else (None, None)
-        return _RotateHeads.apply(qkv_TN, *norms, heads, cos_TD, sin_TD)  # type: ignore[no-any-return]
+        return _RotateHeads.apply(qkv_TN, *norms, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call, no-any-return]
     nums = heads.num, heads.num_kv, heads.num_kv
     q, k, v = (qkv_TN.new_empty(len(qkv_TN), num, heads.size) for num in nums)
     slots, strides = torch.arange(len(qkv_TN), device=qkv_TN.device), (k.stride(0), 0, k.stride(1))

@@ -148,8 +148,8 @@ class DecodePlan:
         keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
         grouped = q_THD.unflatten(1, (k_TJD.shape[1], -1)).flatten(0, 1)  # [n * J, H / J, D]
         mask = self._mask(window, grouped, k_TJD.shape[1])
-        out: Tensor = _weigh(grouped, keys, values, mask, scale).unflatten(0, (n, -1)).flatten(1, 2)
-        return out
+        out = _weigh(grouped, keys, values, mask, scale)
+        return out.unflatten(0, (n, -1)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
@@ -163,8 +163,8 @@ class DecodePlan:
             self._masks[window] = mask.repeat_interleave(num_heads, 0)[:, None]
         hidden = self._masks[window]
         assert hidden is not None
-        out: Tensor = exact_cpu.attend(grouped, keys, values, hidden)
-        return out.unflatten(0, (-1, num_heads)).flatten(1, 2)
+        out = exact_cpu.attend(grouped, keys, values, hidden)
+        return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Returns the first `length` of all `[n * J, D, length]`, `[n * J, length, D]`."""

@@ -157,7 +157,7 @@ class Rows:
 
     @property
     def left(self) -> Ints:
-        return self.states["limit"] - self.sampled  # type: ignore[no-any-return]
+        return self.states["limit"] - self.sampled
 
     @property
     def last_tokens(self) -> Ints:
@@ -173,7 +173,8 @@ class Rows:
         places = at[:, None] + np.arange(-CONTEXT, 0)
         sampled = self._table["token"][rows[:, None], np.maximum(places, 0)]
         tails = self.states["tail"][rows[:, None], np.minimum(places, -1)]
-        return np.where(places < 0, tails, sampled)
+        found: Ints = np.where(places < 0, tails, sampled)
+        return found
 
     def tokens_at(self, rows: Ints, at: Ints) -> Ints:
         return self._table["token"][rows, at]

@@ -85,8 +85,9 @@ class RowStore:
         positions = rows.lengths[which] - 1 + ahead
         longest = int(positions.max()) + 1
         self._reserve(len(rows), longest, rows.longest_possible)
-        cells = [_to(self._policy, x) for x in (positions, which, ahead)]
-        plan = VerifyPlan(self._arena, *cells, (len(rows), drafts.width), longest)
+        at_T, which_T, ahead_T = (_to(self._policy, x) for x in (positions, which, ahead))
+        shape = len(rows), drafts.width
+        plan = VerifyPlan(self._arena, at_T, which_T, ahead_T, shape, longest)
         logits, routes = self._step(drafts.inputs(rows.last_tokens), plan)
         return accepted(drafts, sample_cells(logits, rows, which, ahead, routes))
 
