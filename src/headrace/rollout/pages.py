@@ -80,7 +80,8 @@ class PageTables:
             if not self.rows and not self._prompts:
                 raise ConfigError(
                     f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the "
-                    f"KV cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                    f"key/value cache, which has room for {self.num_pages * PAGE} tokens: raise "
+                    "rollout.kv_tokens"
                 )
             return None
         self._opened += 1
@@ -118,8 +119,8 @@ class PageTables:
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
             raise ConfigError(
-                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole KV cache "
-                f"of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole key/value "
+                f"cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
             )
         return False
 
