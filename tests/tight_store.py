@@ -16,7 +16,7 @@ from headrace.rollout.draft import Drafts
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Rows
 from headrace.rollout.store import RowStore
-from headrace.types import IntArray, RouteArray
+from headrace.types import RouteArray
 
 
 class TightStore(RowStore):
@@ -44,10 +44,8 @@ class TightStore(RowStore):
             self._staged[place] = row
         return place
 
-    def prefill(
-        self, chunks: Sequence[Chunk], sequences: Sequence[IntArray], known: Sequence[RouteArray | None]
-    ) -> tuple[Tensor, RouteArray]:
-        return super().prefill([replace(c, row=self._staged[c.row]) for c in chunks], sequences, known)
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
+        return super().prefill([replace(c, row=self._staged[c.row]) for c in chunks])
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         self.tables.fork(place, count, num_prompt)

@@ -21,11 +21,16 @@ RUNS = INTERPRETED or torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason="needs a CUDA device")]
 if RUNS:
     from headrace.kernels.adamw import FusedAdamW
-    from headrace.kernels.attention import Blocks, block_attention, block_tokens, decode_attention
-    from headrace.kernels.attention_backward import QUERIES, attention_gradient
+    from headrace.kernels.attention import (
+        QUERIES,
+        Blocks,
+        attention_gradient,
+        block_attention,
+        block_tokens,
+        decode_attention,
+    )
     from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
-    from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs
-    from headrace.kernels.truncation import truncated
+    from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs, truncated
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-4} if INTERPRETED else {torch.float32: 1e-4, torch.bfloat16: 2e-2}

@@ -21,7 +21,7 @@ from headrace.rollout.sampling import request_seed
 from headrace.types import IntArray, Sampling
 
 Doubles = npt.NDArray[np.float64]
-Family = tuple[IntArray, list[Request]]
+PromptGroup = tuple[IntArray, list[Request]]
 Arrival = tuple[int, IntArray, list[Request]]  # the engine step at which it comes
 
 
@@ -41,7 +41,7 @@ def make_engine(policy: Policy, **changes: Any) -> Engine:
 
 
 def tight_engine(policy: Policy, kv_tokens: int, most_steps: int = 1, **changes: Any) -> tuple[Engine, TightStore]:
-    """An engine whose cache has room for so many tokens, counted in pages, and that cache."""
+    """An engine with a cache of `kv_tokens`, counted in pages, and that cache."""
     engine = make_engine(policy, **changes)
     engine._held = store = TightStore(policy, kv_tokens, most_steps)
     return engine, store
@@ -58,7 +58,7 @@ def requests(name: str, samplings: Sequence[Sampling], seed: int = 0) -> list[Re
     ]
 
 
-def mixed_families(max_new_tokens: int = 24) -> list[Family]:
+def mixed_groups(max_new_tokens: int = 24) -> list[PromptGroup]:
     """Prompts of 1 to 37 tokens, with 1 to 3 samples of different lengths each."""
     lengths = [5, 37, 1, 16, 8, 29, 3, 12, 21]
     return [
@@ -90,8 +90,8 @@ def finish(engine: Engine, arrivals: Iterable[Arrival] = (), clock: Steps | None
     return found
 
 
-def run(engine: Engine, *families: Family) -> dict[str, Generation]:
-    return finish(engine, [(0, prompt, members) for prompt, members in families])
+def run(engine: Engine, *groups: PromptGroup) -> dict[str, Generation]:
+    return finish(engine, [(0, prompt, members) for prompt, members in groups])
 
 
 def stock_model(policy: Policy) -> Any:
@@ -155,11 +155,11 @@ def plain_logprobs(model: Any, prompt: IntArray, tokens: IntArray, sampling: Sam
         return np.array([np.log(distribution(row, sampling)[t]) for row, t in zip(logits, tokens, strict=True)])
 
 
-def assert_right(model: Any, families: Iterable[Family], found: dict[str, Generation], atol: float = 1e-5) -> None:
+def assert_right(model: Any, groups: Iterable[PromptGroup], found: dict[str, Generation], atol: float = 1e-5) -> None:
     """Every request came back once, with the log-probs of a plain forward pass."""
-    families = list(families)
-    assert found.keys() == {r.id for _, members in families for r in members}
-    for prompt, members in families:
+    groups = list(groups)
+    assert found.keys() == {r.id for _, members in groups for r in members}
+    for prompt, members in groups:
         for request in members:
             generation = found[request.id]
             assert 1 <= len(generation.token_ids) <= request.sampling.max_new_tokens

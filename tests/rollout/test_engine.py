@@ -1,4 +1,4 @@
-"""Continuous batching gives what a plain forward pass gives, whatever the company of a request."""
+"""Continuous batching gives what a plain forward pass gives, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plain_forward import (
     assert_same,
     finish,
     make_engine,
-    mixed_families,
+    mixed_groups,
     next_logits,
     prompt_ids,
     requests,
@@ -65,10 +65,10 @@ def test_logprobs_are_those_of_a_plain_forward(
 
     monkeypatch.setattr(store_module, "PrefillPlan", RecordedPrefill)
     monkeypatch.setattr(store_module, "DecodePlan", RecordedDecode)
-    families = mixed_families()
+    groups = mixed_groups()
     engine = make_engine(policy, max_running=5, prefill_tokens=7)
-    found = finish(engine, [(4 * i, *family) for i, family in enumerate(families)])
-    assert_right(stock_model(policy), families, found)
+    found = finish(engine, [(4 * i, *group) for i, group in enumerate(groups)])
+    assert_right(stock_model(policy), groups, found)
     # prompts were cut, and decoding went on between their parts
     assert "later chunk, decode, later chunk" in ", ".join(events)
     assert max(len(g.token_ids) for g in found.values()) > 12
@@ -76,11 +76,11 @@ def test_logprobs_are_those_of_a_plain_forward(
 
 def test_a_window_is_what_makes_the_difference(make_policy: Callable[..., Policy]):
     """Without the window the comparison with the windowed model fails, so the sequences are long enough to tell."""
-    families = mixed_families()
+    groups = mixed_groups()
     windowed = stock_model(make_policy("Mistral", sliding_window=6))
-    found = run(make_engine(make_policy("Mistral", sliding_window=None)), *families)
+    found = run(make_engine(make_policy("Mistral", sliding_window=None)), *groups)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_right(windowed, families, found)
+        assert_right(windowed, groups, found)
 
 
 def test_many_layers_of_truncation_and_temperature_in_one_batch(policy: Policy):
@@ -91,25 +91,25 @@ def test_many_layers_of_truncation_and_temperature_in_one_batch(policy: Policy):
         Sampling(max_new_tokens=12, top_p=0.7),
         Sampling(max_new_tokens=12, temperature=1.3, top_k=20, top_p=0.9, min_p=0.1),
     ]
-    families = [(prompt_ids(n), requests(f"p{n}", samplings)) for n in (4, 15)]
-    assert_right(stock_model(policy), families, run(make_engine(policy), *families))
+    groups = [(prompt_ids(n), requests(f"p{n}", samplings)) for n in (4, 15)]
+    assert_right(stock_model(policy), groups, run(make_engine(policy), *groups))
 
 
 @pytest.mark.usefixtures("endless")
 def test_the_arena_grows_under_way(policy: Policy):
     """Beyond 64 and 128 tokens, by decoding and by a prompt that is still being computed."""
-    families = [
+    groups = [
         (prompt_ids(3), requests("long", [Sampling(max_new_tokens=190), Sampling(max_new_tokens=20)])),
         (prompt_ids(170), requests("late", [Sampling(max_new_tokens=30)] * 2)),
     ]
     engine = make_engine(policy, prefill_tokens=50)
-    engine.submit(*families[0])
+    engine.submit(*groups[0])
     engine.advance(max_steps=1)
     first = engine._store._arena.capacity
-    found = finish(engine, [(5, *families[1])])
+    found = finish(engine, [(5, *groups[1])])
     assert 3 < first < 170
     assert engine._store._arena.capacity > 170
-    assert_right(stock_model(policy), families, found)
+    assert_right(stock_model(policy), groups, found)
     assert len(found["long/0"].token_ids) == 190
 
 
@@ -119,30 +119,30 @@ def test_long_tailed_lengths_leave_no_holes(policy: Policy):
     lengths = [int(x) for x in np.random.default_rng(0).pareto(1.0, 30) * 4 + 1]
     limits = [min(x, 70) for x in lengths]
     assert (min(limits), max(limits)) == (1, 70)
-    family = (prompt_ids(6), requests("tail", [Sampling(max_new_tokens=n, temperature=1 + n / 100) for n in limits]))
-    found = run(make_engine(policy, max_running=30), family)
-    assert [len(found[r.id].token_ids) for r in family[1]] == limits
-    assert_right(stock_model(policy), [family], found)
+    group = (prompt_ids(6), requests("tail", [Sampling(max_new_tokens=n, temperature=1 + n / 100) for n in limits]))
+    found = run(make_engine(policy, max_running=30), group)
+    assert [len(found[r.id].token_ids) for r in group[1]] == limits
+    assert_right(stock_model(policy), [group], found)
 
 
-# ---- company
+# ---- batch invariance
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
-def test_a_request_samples_the_same_in_any_company(make_policy: Callable[..., Policy], architecture: str):
+def test_a_request_samples_the_same_in_any_batch(make_policy: Callable[..., Policy], architecture: str):
     policy = make_policy(architecture)
-    families = mixed_families()
-    crowd = run(make_engine(policy, max_running=64, prefill_tokens=4096), *families)
+    groups = mixed_groups()
+    crowd = run(make_engine(policy, max_running=64, prefill_tokens=4096), *groups)
     alone: dict[str, Generation] = {}
-    for prompt, members in families:
+    for prompt, members in groups:
         for request in members:
             alone |= run(make_engine(policy), (prompt, [request]))
     others = {
-        "another order": run(make_engine(policy, max_running=64), *((p, m[::-1]) for p, m in families[::-1])),
-        "queueing": run(make_engine(policy, max_running=3), *families),
-        "little cache": run(make_engine(policy, max_running=64, kv_tokens=900), *families),
-        "chunked prefill": run(make_engine(policy, prefill_tokens=3), *families),
-        "one by one": finish(make_engine(policy), [(9 * i, *family) for i, family in enumerate(families)]),
+        "another order": run(make_engine(policy, max_running=64), *((p, m[::-1]) for p, m in groups[::-1])),
+        "queueing": run(make_engine(policy, max_running=3), *groups),
+        "little cache": run(make_engine(policy, max_running=64, kv_tokens=900), *groups),
+        "chunked prefill": run(make_engine(policy, prefill_tokens=3), *groups),
+        "one by one": finish(make_engine(policy), [(9 * i, *group) for i, group in enumerate(groups)]),
         "alone": alone,
     }
     for found in others.values():
@@ -169,8 +169,8 @@ def test_a_request_samples_the_same_beside_other_samplings(policy: Policy):
 
 
 def test_different_seeds_sample_differently(policy: Policy):
-    family = (prompt_ids(9), requests("s", [Sampling(max_new_tokens=12)] * 12))
-    found = run(make_engine(policy), family)
+    group = (prompt_ids(9), requests("s", [Sampling(max_new_tokens=12)] * 12))
+    found = run(make_engine(policy), group)
     assert len({tuple(g.token_ids) for g in found.values()}) == 12
 
 
@@ -223,8 +223,8 @@ def test_no_replay_when_nothing_truncates(policy: Policy):
 
 def test_eos_and_length_end_an_answer(policy: Policy):
     (eos,) = policy.eos_ids
-    family = (prompt_ids(4), requests("e", [Sampling(max_new_tokens=60, temperature=1.5)] * 40))
-    found = run(make_engine(policy, max_running=40), family)
+    group = (prompt_ids(4), requests("e", [Sampling(max_new_tokens=60, temperature=1.5)] * 40))
+    found = run(make_engine(policy, max_running=40), group)
     for generation in found.values():
         ended = generation.token_ids[-1] == eos
         assert eos not in generation.token_ids[:-1]
@@ -236,14 +236,14 @@ def test_eos_and_length_end_an_answer(policy: Policy):
 
 def test_eos_as_the_last_allowed_token_is_eos(policy: Policy):
     (eos,) = policy.eos_ids
-    family = (prompt_ids(4), requests("e", [Sampling(max_new_tokens=60, temperature=1.5)] * 40))
-    found = run(make_engine(policy, max_running=40), family)
+    group = (prompt_ids(4), requests("e", [Sampling(max_new_tokens=60, temperature=1.5)] * 40))
+    found = run(make_engine(policy, max_running=40), group)
     exact = [
         replace(r, sampling=replace(r.sampling, max_new_tokens=len(found[r.id].token_ids)))
-        for r in family[1]
+        for r in group[1]
         if found[r.id].finish is FinishReason.EOS
     ]
-    again = run(make_engine(policy), (family[0], exact))
+    again = run(make_engine(policy), (group[0], exact))
     assert len(again) > 5
     assert {(g.finish, g.token_ids[-1]) for g in again.values()} == {(FinishReason.EOS, eos)}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plain_forward import (
-    Family,
+    PromptGroup,
     Steps,
     make_engine,
     perturb,
@@ -56,7 +56,7 @@ class Scene:
     versions: dict[int, Any] = field(default_factory=dict)  # a stock model of each, as the scene is played
 
     @property
-    def families(self) -> list[Family]:
+    def groups(self) -> list[PromptGroup]:
         """All that arrives."""
         return [(prompt, members) for _, prompt, members in self.arrivals]
 
@@ -119,7 +119,7 @@ def play(policy: Policy, scene: Scene, **changes: Any) -> tuple[Engine, dict[str
 
 def assert_books(scene: Scene, engine: Engine, found: dict[str, Generation], begun: list[tuple[str, int]]) -> None:
     """Every request came back, and its tokens were counted once and named by the version that sampled them."""
-    members = {r.id: (prompt, r) for prompt, family in scene.families for r in family}
+    members = {r.id: (prompt, r) for prompt, group in scene.groups for r in group}
     assert found.keys() == members.keys()
     counted = [g for id, g in found.items() if members[id][1].counted]
     assert engine.sampled_tokens == sum(len(g.token_ids) for g in counted)
@@ -159,7 +159,7 @@ def assert_prefix(ours: Generation, whole: Generation) -> None:
 def test_without_updates_every_answer_is_that_of_an_undisturbed_engine(make_policy: Callable[..., Policy], seed: int):
     policy = make_policy("Qwen3Moe" if seed % 3 == 2 else "Qwen3")
     mix = scene(seed, num_updates=0, truncated=bool(seed % 2))
-    whole = run(make_engine(policy), *mix.families)
+    whole = run(make_engine(policy), *mix.groups)
     outcome = play(policy, mix)
     assert_books(mix, *outcome)
     for id, generation in outcome[1].items():
@@ -172,7 +172,7 @@ def test_with_updates_every_token_has_the_log_prob_of_its_version(make_policy: C
     mix = scene(seed, num_updates=3, truncated=bool(seed % 2))
     outcome = play(policy, mix)
     assert_books(mix, *outcome)
-    for prompt, members in mix.families:
+    for prompt, members in mix.groups:
         for request in members:
             generation = outcome[1][request.id]
             if request.sampling.temperature == 0.0:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plain_forward import (
-    Family,
+    PromptGroup,
     Steps,
     assert_right,
     assert_same,
     finish,
     make_engine,
-    mixed_families,
+    mixed_groups,
     most_at_once,
     prompt_ids,
     requests,
@@ -29,25 +29,25 @@ from headrace.types import FinishReason, Sampling, Span
 # ---- abort
 
 
-def abort_scene(policy: Policy) -> tuple[Engine, list[Family]]:
+def abort_scene(policy: Policy) -> tuple[Engine, list[PromptGroup]]:
     """After three steps: `run` decodes, `fill` is half-way through its prompt, `wait` is queued."""
     engine = make_engine(policy, max_running=7, prefill_tokens=10)
-    families = [
+    groups = [
         (prompt_ids(6), requests("run", [Sampling(max_new_tokens=30)] * 3)),
         (prompt_ids(90), requests("fill", [Sampling(max_new_tokens=30)] * 3)),
         (prompt_ids(8), requests("wait", [Sampling(max_new_tokens=30)] * 4)),
     ]
-    for family in families:
-        engine.submit(*family)
+    for group in groups:
+        engine.submit(*group)
     for _ in range(3):
         assert not engine.advance(max_steps=1)
-    return engine, families
+    return engine, groups
 
 
 @pytest.mark.usefixtures("endless")
 def test_abort_of_running_filling_and_waiting_requests(policy: Policy):
     undisturbed = finish(abort_scene(policy)[0])
-    engine, families = abort_scene(policy)
+    engine, groups = abort_scene(policy)
     gone = {"run/1", "fill/0", "fill/2", "wait/3", "nobody"}
     engine.abort(gone)
     before = engine.sampled_tokens
@@ -66,15 +66,15 @@ def test_abort_of_running_filling_and_waiting_requests(policy: Policy):
         assert generation.spans == spans
     assert len(found["run/1"].token_ids) >= 3
     assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
-    assert_right(stock_model(policy), families, {id: undisturbed[id] for id in undisturbed})
+    assert_right(stock_model(policy), groups, {id: undisturbed[id] for id in undisturbed})
 
 
 @pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("name", ["run", "fill", "wait"])
-def test_abort_of_a_whole_family(policy: Policy, name: str):
+def test_abort_of_a_whole_group(policy: Policy, name: str):
     undisturbed = finish(abort_scene(policy)[0])
-    engine, families = abort_scene(policy)
-    gone = {r.id for _, members in families for r in members if r.id.startswith(name)}
+    engine, groups = abort_scene(policy)
+    gone = {r.id for _, members in groups for r in members if r.id.startswith(name)}
     engine.abort(gone)
     first = {g.id for g in engine.advance(max_steps=1)}
     assert first == gone, "an abort is answered at the next step"
@@ -110,14 +110,14 @@ def test_abort_of_any_that_wait(policy: Policy, gone: list[int]):
     engine = make_engine(policy, max_running=2)
     first = (prompt_ids(5), requests("first", [Sampling(max_new_tokens=9)] * 2))
     waiting = [(prompt_ids(7, i), requests(f"w{i}", [Sampling(max_new_tokens=4)] * 2)) for i in range(4)]
-    for family in (first, *waiting):
-        engine.submit(*family)
+    for group in (first, *waiting):
+        engine.submit(*group)
     engine.advance(max_steps=1)
     engine.abort({f"w{i}/{j}" for i in gone for j in (0, 1)})
     found = finish(engine)
     aborted = {id for id, generation in found.items() if generation.finish is FinishReason.ABORT}
     assert aborted == {f"w{i}/{j}" for i in gone for j in (0, 1)}
-    stayed = [first, *(family for i, family in enumerate(waiting) if i not in gone)]
+    stayed = [first, *(group for i, group in enumerate(waiting) if i not in gone)]
     assert_right(stock_model(policy), stayed, {id: g for id, g in found.items() if id not in aborted})
 
 
@@ -138,30 +138,30 @@ def test_what_comes_right_after_an_abort_is_not_lost(policy: Policy):
 
 def test_rows_are_never_more_than_allowed(policy: Policy):
     clock = Steps()
-    families = mixed_families()
+    groups = mixed_groups()
     engine = make_engine(policy, max_running=4, clock=clock)
-    found = finish(engine, [(0, *family) for family in families], clock)
+    found = finish(engine, [(0, *group) for group in groups], clock)
     assert most_at_once(found) == 4
-    assert_right(stock_model(policy), families, found)
+    assert_right(stock_model(policy), groups, found)
 
 
 def test_a_small_cache_queues_and_everything_finishes(policy: Policy):
     clock = Steps()
-    families = [
+    groups = [
         (prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)] * n))
         for i, n in enumerate((2, 2, 11, 2, 1))
     ]
     engine = make_engine(policy, max_running=64, kv_tokens=4 * 30, clock=clock)
-    found = finish(engine, [(0, *family) for family in families], clock)
+    found = finish(engine, [(0, *group) for group in groups], clock)
     assert most_at_once(found) == 4
-    assert_right(stock_model(policy), families, found)
+    assert_right(stock_model(policy), groups, found)
 
 
 @pytest.mark.usefixtures("endless")
 def test_the_cache_stays_within_its_budget(policy: Policy):
     """Many short answers, few long ones, many short ones: neither the rows nor the length of the past is paid for."""
     engine = make_engine(policy, max_running=64, kv_tokens=1280)
-    families = [
+    groups = [
         (prompt_ids(4), requests("short", [Sampling(max_new_tokens=16)] * 60)),
         (prompt_ids(300), requests("long", [Sampling(max_new_tokens=100)] * 3)),
         (prompt_ids(6), requests("again", [Sampling(max_new_tokens=18)] * 50)),
@@ -169,8 +169,8 @@ def test_the_cache_stays_within_its_budget(policy: Policy):
     ]
     found: dict[str, Generation] = {}
     worst = 0
-    for family in families:
-        engine.submit(*family)
+    for group in groups:
+        engine.submit(*group)
     while engine.has_work:
         found |= {generation.id: generation for generation in engine.advance(max_steps=1)}
         # lengths are rounded up to eights
@@ -178,7 +178,7 @@ def test_the_cache_stays_within_its_budget(policy: Policy):
         worst = max(worst, arena.num_rows * (arena.capacity - 7))
         assert arena.values[0].shape[::2] == (arena.num_rows, arena.capacity)
     assert 900 < worst <= 1280
-    assert_right(stock_model(policy), families, found)
+    assert_right(stock_model(policy), groups, found)
 
 
 @pytest.mark.usefixtures("endless")
@@ -194,27 +194,27 @@ def test_a_tight_cache_keeps_what_runs(policy: Policy):
 
 def test_a_request_too_large_for_the_cache_runs_alone(policy: Policy):
     clock = Steps()
-    families = [(prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)])) for i in range(3)]
-    found = finish(make_engine(policy, kv_tokens=1, clock=clock), [(0, *family) for family in families], clock)
+    groups = [(prompt_ids(10, i), requests(f"f{i}", [Sampling(max_new_tokens=20)])) for i in range(3)]
+    found = finish(make_engine(policy, kv_tokens=1, clock=clock), [(0, *group) for group in groups], clock)
     assert most_at_once(found) == 1
-    assert_right(stock_model(policy), families, found)
+    assert_right(stock_model(policy), groups, found)
 
 
-def test_a_family_larger_than_the_engine(policy: Policy):
+def test_a_group_larger_than_the_engine(policy: Policy):
     clock = Steps()
-    family = (prompt_ids(7), requests("big", [Sampling(max_new_tokens=3 + i % 9) for i in range(23)]))
-    found = finish(make_engine(policy, max_running=5, clock=clock), [(0, *family)], clock)
+    group = (prompt_ids(7), requests("big", [Sampling(max_new_tokens=3 + i % 9) for i in range(23)]))
+    found = finish(make_engine(policy, max_running=5, clock=clock), [(0, *group)], clock)
     assert most_at_once(found) <= 5
-    assert_right(stock_model(policy), [family], found)
-    whole = run(make_engine(policy, max_running=32), family)
+    assert_right(stock_model(policy), [group], found)
+    whole = run(make_engine(policy, max_running=32), group)
     for id, generation in whole.items():
         assert_same(found[id], generation)
 
 
 def test_more_prompts_than_places_to_compute_them(policy: Policy):
-    families = [(prompt_ids(20, i), requests(f"f{i}", [Sampling(max_new_tokens=4)])) for i in range(30)]
-    found = run(make_engine(policy, max_running=64, prefill_tokens=15), *families)
-    assert_right(stock_model(policy), families, found)
+    groups = [(prompt_ids(20, i), requests(f"f{i}", [Sampling(max_new_tokens=4)])) for i in range(30)]
+    found = run(make_engine(policy, max_running=64, prefill_tokens=15), *groups)
+    assert_right(stock_model(policy), groups, found)
 
 
 def test_an_engine_is_idle_before_and_after_and_can_go_on(policy: Policy):
@@ -222,10 +222,10 @@ def test_an_engine_is_idle_before_and_after_and_can_go_on(policy: Policy):
     assert not engine.has_work
     assert engine.advance() == []
     for round in range(2):
-        family = (prompt_ids(5), requests(f"r{round}", [Sampling(max_new_tokens=6)] * 3))
-        engine.submit(*family)
+        group = (prompt_ids(5), requests(f"r{round}", [Sampling(max_new_tokens=6)] * 3))
+        engine.submit(*group)
         assert engine.has_work
-        assert_right(stock_model(policy), [family], finish(engine))
+        assert_right(stock_model(policy), [group], finish(engine))
         assert not engine.has_work
 
 

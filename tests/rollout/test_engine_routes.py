@@ -10,12 +10,12 @@ import pytest
 import torch
 from mixtures import MIXTURES, watched
 from plain_forward import (
-    Family,
+    PromptGroup,
     assert_right,
     assert_same,
     finish,
     make_engine,
-    mixed_families,
+    mixed_groups,
     next_logits,
     perturb,
     prompt_ids,
@@ -31,7 +31,7 @@ from headrace.types import IntArray, RouteArray, Sampling
 pytestmark = pytest.mark.usefixtures("endless")
 Maker = Callable[..., Policy]
 each_mixture = pytest.mark.parametrize("architecture", MIXTURES)
-LONG: Family = (prompt_ids(23), requests("a", [Sampling(max_new_tokens=n) for n in (9, 30, 17)]))
+LONG: PromptGroup = (prompt_ids(23), requests("a", [Sampling(max_new_tokens=n) for n in (9, 30, 17)]))
 
 
 def recorded(generation: Generation) -> RouteArray:
@@ -51,10 +51,10 @@ def plain_routes(model: Any, prompt: IntArray, generation: Generation) -> RouteA
 def test_routes_are_those_of_a_plain_forward(make_policy: Maker, architecture: str):
     """Prompts in chunks, groups that share them, rows that move when others end."""
     policy = make_policy(architecture, **MIXTURES[architecture])
-    families, model = mixed_families(), stock_model(policy)
-    found = run(make_engine(policy, prefill_tokens=10), *families)
-    assert_right(model, families, found)
-    for prompt, members in families:
+    groups, model = mixed_groups(), stock_model(policy)
+    found = run(make_engine(policy, prefill_tokens=10), *groups)
+    assert_right(model, groups, found)
+    for prompt, members in groups:
         for request in members:
             routes, expected = recorded(found[request.id]), plain_routes(model, prompt, found[request.id])
             assert routes.shape == expected.shape
@@ -65,10 +65,10 @@ def test_routes_are_those_of_a_plain_forward(make_policy: Maker, architecture: s
 
 def test_truncated_sampling_keeps_support_and_routes(make_policy: Maker):
     policy = make_policy("Qwen3Moe")
-    family = prompt_ids(5), requests("a", [Sampling(max_new_tokens=6, top_p=0.7)])
-    generation = run(make_engine(policy), family)["a/0"]
+    group = prompt_ids(5), requests("a", [Sampling(max_new_tokens=6, top_p=0.7)])
+    generation = run(make_engine(policy), group)["a/0"]
     np.testing.assert_array_equal(
-        recorded(generation)[:-1], plain_routes(stock_model(policy), family[0], generation)[:-1]
+        recorded(generation)[:-1], plain_routes(stock_model(policy), group[0], generation)[:-1]
     )
     assert generation.replay is not None
     assert generation.replay.support_offsets is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plain_forward import (
     Doubles,
-    Family,
+    PromptGroup,
     assert_right,
     assert_same,
     finish,
@@ -36,7 +36,7 @@ Updates = Sequence[tuple[int, int]]  # (the step before which it comes, the vers
 
 SHORT = [Sampling(max_new_tokens=n) for n in (3, 9, 30)]
 # two that run at once, one whose prompt takes six steps, two that wait for room
-FAMILIES: list[Family] = [
+GROUPS: list[PromptGroup] = [
     (prompt_ids(5), requests("a", SHORT)),
     (prompt_ids(12), requests("b", SHORT[1:])),
     (prompt_ids(50), requests("c", SHORT[1:])),
@@ -50,16 +50,16 @@ def drive(
     updates: Updates,
     *,
     on_update: str,
-    families: list[Family] | None = None,
+    groups: list[PromptGroup] | None = None,
     abort_at: int | None = None,
     change: Callable[[Policy, int], None] = perturb,
 ) -> tuple[dict[str, Generation], dict[int, Any]]:
     """All generations, and a stock model of each version."""
-    families = FAMILIES if families is None else families
+    groups = GROUPS if groups is None else groups
     engine = make_engine(policy, max_running=9, prefill_tokens=10, on_update=on_update)
     models = {0: stock_model(policy)}
-    for family in families:
-        engine.submit(*family)
+    for group in groups:
+        engine.submit(*group)
     found: dict[str, Generation] = {}
     step = 0
     while engine.has_work:
@@ -68,7 +68,7 @@ def drive(
             models[version] = stock_model(policy)
             engine.weights_changed(version)
         if step == abort_at:
-            engine.abort({request.id for _, members in families for request in members})
+            engine.abort({request.id for _, members in groups for request in members})
         found |= {generation.id: generation for generation in engine.advance(max_steps=1)}
         step += 1
     return found, models
@@ -119,7 +119,7 @@ def test_spans_change_exactly_at_the_update(make_policy: Maker, on_update: str):
         drive(make_policy(), updates[:i], on_update=on_update, abort_at=step)[0] for i, (step, _) in enumerate(updates)
     ]
     num_spans = set()
-    for prompt, members in FAMILIES:
+    for prompt, members in GROUPS:
         for request in members:
             generation, start = found[request.id], len(prompt)
             cuts = [0, *(len(partial[request.id].token_ids) for partial in had), request.sampling.max_new_tokens]
@@ -147,10 +147,10 @@ def test_an_update_of_an_idle_engine_is_stamped_on_what_comes_next(make_policy: 
     for version in (3, 4):
         perturb(policy, version)
         engine.weights_changed(version)
-        engine.submit(*FAMILIES[0])
+        engine.submit(*GROUPS[0])
         found = finish(engine)
         assert {g.spans[0].version for g in found.values()} == {version}
-        assert_right(stock_model(policy), FAMILIES[:1], found)
+        assert_right(stock_model(policy), GROUPS[:1], found)
 
 
 @pytest.mark.parametrize("on_update", MODES)
@@ -158,7 +158,7 @@ def test_an_abort_right_after_the_update_has_only_the_old_version(make_policy: M
     found, models = drive(make_policy(), [(4, 1)], on_update=on_update, abort_at=4)
     aborted = [g for g in found.values() if g.finish is FinishReason.ABORT]
     assert {span.version for g in aborted for span in g.spans} == {0}
-    for prompt, members in FAMILIES:
+    for prompt, members in GROUPS:
         for request in members:
             generation = found[request.id]
             expected = plain_logprobs(models[0], prompt, generation.token_ids, request.sampling)
@@ -176,7 +176,7 @@ def test_recompute_is_a_plain_forward_of_the_version_that_sampled(
 ):
     found, models = drive(make_policy(architecture, **changes), [(2, 1), (8, 2)], on_update="recompute")
     compared = {0: 0, 1: 0, 2: 0}
-    for prompt, members in FAMILIES:
+    for prompt, members in GROUPS:
         for request in members:
             generation = found[request.id]
             for span, expected in logprobs_by_span(models, prompt, generation, request.sampling):
@@ -203,7 +203,7 @@ def test_keep_goes_on_with_the_old_cache(make_policy: Maker):
     untouched, _ = drive(make_policy(), [], on_update="keep")
     found, models = drive(make_policy(), [(6, 1)], on_update="keep")
     num_split = 0
-    for prompt, members in FAMILIES:
+    for prompt, members in GROUPS:
         for request in members:
             generation = found[request.id]
             spans = {span.version: _within(span, prompt) for span in generation.spans}
@@ -245,17 +245,17 @@ def test_keep_and_recompute_part_only_after_the_update(make_policy: Maker):
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_a_prompt_half_computed_begins_again(make_policy: Maker, on_update: str, step: int):
     """No token of it would bear the old version's name, so none of its cache may come from there."""
-    families = [(prompt_ids(60), requests("long", SHORT)), (prompt_ids(48), requests("next", SHORT))]
-    found, models = drive(make_policy(), [(step, 1)], on_update=on_update, families=families)
+    groups = [(prompt_ids(60), requests("long", SHORT)), (prompt_ids(48), requests("next", SHORT))]
+    found, models = drive(make_policy(), [(step, 1)], on_update=on_update, groups=groups)
     for generation in found.values():
         assert [span.version for span in generation.spans] == [1]
-    assert_right(models[1], families, found)
+    assert_right(models[1], groups, found)
 
 
 @pytest.mark.parametrize("on_update", MODES)
 def test_what_waits_is_computed_by_the_new_version_alone(make_policy: Maker, on_update: str):
     found, models = drive(make_policy(), [(4, 1)], on_update=on_update)
-    late = [family for family in FAMILIES if all(found[r.id].spans[0].version == 1 for r in family[1])]
+    late = [group for group in GROUPS if all(found[r.id].spans[0].version == 1 for r in group[1])]
     assert len(late) >= 2
     assert_right(models[1], late, {r.id: found[r.id] for _, members in late for r in members})
 
@@ -268,6 +268,6 @@ def test_an_update_does_not_move_the_noise(make_policy: Maker, on_update: str):
     perturb(fresh, 1)
     engine = make_engine(fresh)
     engine.version = 1
-    engine.submit(*FAMILIES[4])
+    engine.submit(*GROUPS[4])
     for id, generation in finish(engine).items():
         assert_same(found[id], generation)

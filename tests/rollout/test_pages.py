@@ -119,7 +119,7 @@ def test_a_prompt_waits_for_room_and_is_refused_only_if_there_can_never_be_any()
 
 @pytest.mark.parametrize("longest", [3, PAGE, PAGE + 1, 5 * PAGE])
 @pytest.mark.parametrize("total", [1, 2, 5, 31])
-def test_a_family_of_the_largest_size_fits_into_an_empty_cache(longest: int, total: int):
+def test_a_group_of_the_largest_size_fits_into_an_empty_cache(longest: int, total: int):
     if num_pages(longest) > total:
         pytest.skip("not even one sequence fits")
     tables = PageTables(total * PAGE)

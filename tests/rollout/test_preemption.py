@@ -1,4 +1,4 @@
-"""Out of cache in mid-run: sequences make room, wait, go on, and nothing they sampled is lost."""
+"""Preemption: out of cache in mid-run, sequences wait and are resumed, and nothing they sampled is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from plain_forward import (
-    Family,
+    PromptGroup,
     assert_right,
     assert_same,
     finish,
@@ -29,20 +29,20 @@ from headrace.types import FinishReason, Sampling, Span
 
 pytestmark = pytest.mark.usefixtures("endless")
 
-FAMILIES: list[Family] = [
+GROUPS: list[PromptGroup] = [
     (prompt_ids(40), requests("a", [Sampling(max_new_tokens=200), Sampling(max_new_tokens=190, top_k=5)])),
     (prompt_ids(70), requests("b", [Sampling(max_new_tokens=180)] * 2)),
     (prompt_ids(64), requests("c", [Sampling(max_new_tokens=170)])),
 ]
 NO_ROUTES = np.zeros((5, 0, 0), np.uint8)
-IDS = {r.id for _, members in FAMILIES for r in members}
+IDS = {r.id for _, members in GROUPS for r in members}
 
 
 def squeezed(policy: Policy, **changes: object) -> Engine:
-    """An engine that has the families and has had to preempt one of them."""
+    """An engine that has the groups and has had to preempt one of them."""
     engine, store = tight_engine(policy, 12 * 64, **changes)
-    for family in FAMILIES:
-        engine.submit(*family)
+    for group in GROUPS:
+        engine.submit(*group)
     while not engine.preemptions:
         assert not engine.advance(max_steps=1)
     assert len(store.tables.rows) == len(engine._rows)
@@ -50,9 +50,9 @@ def squeezed(policy: Policy, **changes: object) -> Engine:
 
 
 def test_preempted_sequences_come_to_what_they_would_have_come_to(policy: Policy):
-    roomy = run(make_engine(policy), *FAMILIES)
+    roomy = run(make_engine(policy), *GROUPS)
     engine, store = tight_engine(policy, 12 * 64)
-    found = run(engine, *FAMILIES)
+    found = run(engine, *GROUPS)
     assert engine.preemptions >= 2
     assert found.keys() == roomy.keys()
     for id, generation in found.items():
@@ -65,14 +65,14 @@ def test_preempted_sequences_come_to_what_they_would_have_come_to(policy: Policy
     np.testing.assert_array_equal(support.support_ids, expected.support_ids)
     assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
     assert store.tables.pages.num_free == 12, "every page came back"
-    assert_right(stock_model(policy), FAMILIES, found)
+    assert_right(stock_model(policy), GROUPS, found)
 
 
 def test_a_released_cache_is_made_again_and_every_answer_goes_on(policy: Policy):
-    undisturbed = run(make_engine(policy), *FAMILIES)
+    undisturbed = run(make_engine(policy), *GROUPS)
     engine = make_engine(policy)
-    for family in FAMILIES:
-        engine.submit(*family)
+    for group in GROUPS:
+        engine.submit(*group)
     found: dict[str, Generation] = {}
     for _ in range(4):
         found |= {g.id: g for g in engine.advance(max_steps=20)}
@@ -88,13 +88,13 @@ def test_a_released_cache_is_made_again_and_every_answer_goes_on(policy: Policy)
 
 def test_the_first_token_is_announced_once(policy: Policy):
     engine, _ = tight_engine(policy, 12 * 64)
-    run(engine, *FAMILIES)
+    run(engine, *GROUPS)
     assert engine.preemptions
     assert sorted(id for id, _ in engine.begun()) == sorted(IDS)
 
 
 def test_an_abort_of_a_preempted_sequence_keeps_what_it_sampled(policy: Policy):
-    undisturbed = run(make_engine(policy), *FAMILIES)
+    undisturbed = run(make_engine(policy), *GROUPS)
     engine = squeezed(policy)
     running = {engine._rows.request_id(row) for row in range(len(engine._rows))}
     waiting = IDS - running
@@ -113,9 +113,9 @@ def test_an_abort_of_a_preempted_sequence_keeps_what_it_sampled(policy: Policy):
 
 def test_the_experts_of_a_mixture_survive(make_policy: Callable[..., Policy]):
     policy = make_policy("Qwen3Moe")
-    roomy = run(make_engine(policy), *FAMILIES)
+    roomy = run(make_engine(policy), *GROUPS)
     engine, _ = tight_engine(policy, 12 * 64)
-    found = run(engine, *FAMILIES)
+    found = run(engine, *GROUPS)
     assert engine.preemptions
     aborting = squeezed(policy)
     aborting.abort(IDS)
@@ -131,10 +131,10 @@ def test_the_experts_of_a_mixture_survive(make_policy: Callable[..., Policy]):
 def test_an_update_while_a_sequence_waits_leaves_its_spans_right(make_policy: Callable[..., Policy], on_update: str):
     policy = make_policy()
     engine = squeezed(policy, on_update=on_update)
-    family = engine._waiting[0]
-    assert family.parked is not None
-    (id,), count = [r.id for r in family.requests], len(family.parked.sampled)
-    num_prompt = len(family.prompt) - count
+    group = engine._waiting[0]
+    assert group.parked is not None
+    (id,), count = [r.id for r in group.requests], len(group.parked.sampled)
+    num_prompt = len(group.prompt) - count
     engine.weights_changed(3)
     generation = finish(engine)[id]
     end = num_prompt + len(generation.token_ids)
@@ -147,7 +147,7 @@ def test_an_update_while_a_sequence_waits_leaves_its_spans_right(make_policy: Ca
 
 def test_an_update_while_a_sequence_is_computed_again_begins_that_anew(policy: Policy):
     """With the same weights before and after, the answer must be what it would have been."""
-    undisturbed = run(make_engine(policy), *FAMILIES)
+    undisturbed = run(make_engine(policy), *GROUPS)
     engine = squeezed(policy, prefill_tokens=32)
     while not (half := [f for f in engine._prefilling if f.parked is not None and f.done]):
         engine.advance(max_steps=1)
@@ -187,7 +187,7 @@ def test_the_one_that_started_last_makes_room(policy: Policy):
     rows.remove(0)
     assert rows.request_id(rows.youngest()) == "d/0"
     rows.resume(parked, 3.0, np.zeros((6, 0, 0), np.uint8))
-    assert rows.request_id(rows.youngest()) == "d/0", "the one that was laid aside has not become younger"
+    assert rows.request_id(rows.youngest()) == "d/0", "the one that was parked has not become younger"
 
 
 def test_an_answer_that_cannot_fit_even_alone_is_an_error_that_names_the_setting(policy: Policy):

@@ -31,7 +31,7 @@ PROMPT = prompt_ids(6)
 
 @pytest.fixture
 def sharp(policy: Policy) -> Policy:
-    """A policy with strong opinions: its likeliest token is hundreds of times likelier than its least likely."""
+    """A policy with strong opinions: its most likely token is hundreds of times likelier than its least likely."""
     with torch.no_grad():
         policy.model.model.norm.weight.mul_(4)
     return policy
@@ -61,7 +61,7 @@ def fits(counts: npt.NDArray[np.int64], probs: Doubles) -> bool:
 def draws(
     policy: Policy, samplings: Sequence[Sampling], seed: int, count: int = NUM_DRAWS
 ) -> list[tuple[Sampling, Generation]]:
-    """So many answers to one prompt; the samplings take turns, and so do four run seeds."""
+    """`count` answers to one prompt; the samplings take turns, and so do four run seeds."""
     members = [
         Request(
             id=str(i),
@@ -130,7 +130,7 @@ def test_frequencies_of_three_tokens_in_a_row(sharp: Policy):
     assert not fits(counts, np.full(27, 1 / 27))
 
 
-def test_greedy_takes_the_likeliest_and_is_certain(sharp: Policy):
+def test_greedy_takes_the_most_likely_token_and_is_certain(sharp: Policy):
     model = stock_model(sharp)
     members = [
         Request(id=str(i), sampling=Sampling(max_new_tokens=12, temperature=t), seed=i) for i, t in enumerate([0, 1, 0])
@@ -177,7 +177,7 @@ def test_allowed_sets_row_by_row():
 
 @pytest.mark.parametrize("beside", [Sampling(max_new_tokens=1, top_k=3), Sampling(max_new_tokens=1, min_p=0.9)])
 def test_top_p_of_one_never_cuts(beside: Sampling):
-    """The likeliest token holds all that float32 can see of the probability; the others may be sampled all the same."""
+    """The most likely token holds all that float32 can see of the probability; the others may be sampled, too."""
     logits = torch.zeros(2, 20)
     logits[:, 4] = 40.0
     top_k = Sampling(max_new_tokens=1, top_k=5)
@@ -187,7 +187,7 @@ def test_top_p_of_one_never_cuts(beside: Sampling):
         assert int(outcome.allowed[0].sum()) == size
 
 
-def test_the_likeliest_token_survives_every_truncation():
+def test_the_most_likely_token_survives_every_truncation():
     logits = some_logits()
     for sampling in (
         Sampling(max_new_tokens=1, top_k=1),

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from plain_forward import (
-    Family,
+    PromptGroup,
     assert_right,
     assert_same,
     finish,
     make_engine,
-    mixed_families,
+    mixed_groups,
     plain_logprobs,
     prompt_ids,
     requests,
@@ -33,7 +33,7 @@ from headrace.types import FinishReason, Sampling
 Maker = Callable[..., Policy]
 
 
-def families(sampling: Sampling, *, count: int = 6, samples: int = 3, name: str = "s") -> list[Family]:
+def groups(sampling: Sampling, *, count: int = 6, samples: int = 3, name: str = "s") -> list[PromptGroup]:
     """Groups of equal samplings, with prompts of 2 to 12 tokens and answers of different lengths."""
     return [
         (
@@ -47,7 +47,7 @@ def families(sampling: Sampling, *, count: int = 6, samples: int = 3, name: str 
     ]
 
 
-def both(policy: Policy, work: list[Family], **changes: Any) -> tuple[Engine, dict[str, Generation]]:
+def both(policy: Policy, work: list[PromptGroup], **changes: Any) -> tuple[Engine, dict[str, Generation]]:
     """The engine that speculated and what it made, after comparing with one that did not."""
     plain = run(make_engine(policy, **changes), *work)
     engine = make_engine(policy, speculate=8, **changes)
@@ -81,7 +81,7 @@ LOOPING = Sampling(max_new_tokens=90, temperature=0.05)
     ],
 )
 def test_the_output_is_what_it_is_without_drafts(policy: Policy, sampling: Sampling):
-    engine, _ = both(policy, families(sampling))
+    engine, _ = both(policy, groups(sampling))
     assert engine.accepted_tokens > 200
     assert engine.accepted_tokens <= engine.drafted_tokens
 
@@ -91,7 +91,7 @@ def test_the_output_is_what_it_is_without_drafts(policy: Policy, sampling: Sampl
     ("architecture", "changes"), [("Mistral", {"sliding_window": 6}), ("Qwen3Moe", {}), ("Llama", {})]
 )
 def test_other_architectures_too(make_policy: Maker, architecture: str, changes: dict[str, Any]):
-    engine, _ = both(make_policy(architecture, **changes), families(LOOPING, count=2))
+    engine, _ = both(make_policy(architecture, **changes), groups(LOOPING, count=2))
     assert engine.accepted_tokens > 50
 
 
@@ -111,11 +111,11 @@ def test_kinds_of_sampling_side_by_side(policy: Policy):
 def test_answers_end_where_they_do_without_drafts(policy: Policy):
     """End tokens, stop strings and the length limit come in the middle of what a step yields."""
     sampling = replace(LOOPING, top_k=5)  # so that the supports have to end there as well
-    work = families(sampling, samples=4)
+    work = groups(sampling, samples=4)
     free = run(make_engine(policy), *work)
     late = [g.token_ids[60:62] for g in free.values() if len(g.token_ids) > 80]
     stop = tuple({policy.tokenizer.decode(tokens) for tokens in late[::3]})
-    engine, found = both(policy, families(replace(sampling, stop=stop), samples=4))
+    engine, found = both(policy, groups(replace(sampling, stop=stop), samples=4))
     assert engine.accepted_tokens > 100
     assert {g.finish for g in found.values()} >= {FinishReason.STOP, FinishReason.LENGTH}
 
@@ -126,7 +126,7 @@ def test_answers_end_where_they_do_without_drafts(policy: Policy):
 
 
 def test_mixed_lengths_and_many_requests(policy: Policy):
-    work = mixed_families()
+    work = mixed_groups()
     _, found = both(policy, work, max_running=6, prefill_tokens=10)
     assert_right(stock_model(policy), work, found)
 
@@ -134,11 +134,11 @@ def test_mixed_lengths_and_many_requests(policy: Policy):
 @pytest.mark.usefixtures("endless")
 def test_a_row_that_made_room_goes_on(policy: Policy):
     """As when the cache runs out: the row's tokens are kept and its cache is computed again."""
-    work = families(LOOPING, count=2)
+    work = groups(LOOPING, count=2)
     plain = run(make_engine(policy), *work)
     engine = make_engine(policy, speculate=8)
-    for family in work:
-        engine.submit(*family)
+    for group in work:
+        engine.submit(*group)
     found: dict[str, Generation] = {}
     for step in range(1000):
         if not engine.has_work:
@@ -155,7 +155,7 @@ def test_a_row_that_made_room_goes_on(policy: Policy):
 
 @pytest.mark.usefixtures("endless")
 def test_log_probs_are_those_of_a_plain_forward(policy: Policy):
-    work = families(LOOPING, count=3)
+    work = groups(LOOPING, count=3)
     _, found = both(policy, work)
     assert_right(stock_model(policy), work, found, atol=2e-4)  # divided by a temperature of 0.05
 
@@ -167,12 +167,12 @@ def test_log_probs_are_those_of_a_plain_forward(policy: Policy):
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 def test_an_update_under_way(make_policy: Maker, on_update: str):
     """Tokens up to the update are those of the old weights; every span's log-probs are its own version's."""
-    work = families(LOOPING, count=3)
+    work = groups(LOOPING, count=3)
     untouched = run(make_engine(make_policy()), *work)
     policy = make_policy()
     engine = make_engine(policy, speculate=8, on_update=on_update)
-    for family in work:
-        engine.submit(*family)
+    for group in work:
+        engine.submit(*group)
     found: dict[str, Generation] = {}
     models = [stock_model(policy)]
     for step in range(500):
@@ -198,7 +198,7 @@ def test_an_update_under_way(make_policy: Maker, on_update: str):
 
 @pytest.mark.usefixtures("endless")
 def test_an_update_that_changes_nothing_changes_nothing(policy: Policy):
-    work = families(LOOPING, count=2)
+    work = groups(LOOPING, count=2)
     plain = run(make_engine(policy), *work)
     engine = make_engine(policy, speculate=8, on_update="recompute")
     engine.submit(*work[0])
@@ -232,7 +232,7 @@ def test_an_answer_that_repeats_itself_takes_few_steps(policy: Policy):
 
 def test_random_answers_are_hardly_drafted(policy: Policy):
     engine = make_engine(policy, speculate=8, max_running=64)
-    run(engine, *families(Sampling(max_new_tokens=60), count=8, samples=8))
+    run(engine, *groups(Sampling(max_new_tokens=60), count=8, samples=8))
     assert engine.drafted_tokens < 0.02 * engine.sampled_tokens
 
 
@@ -343,10 +343,10 @@ def test_drafts_are_judged_up_to_the_first_wrong_token():
     assert drafts.inputs(np.array([50, 51, 52, 53])).tolist() == [50, 5, 6, 7, 51, 8, 9, 52, 1, 53]
     #                    right, wrong, (right), -   right, right, -   wrong, -   -
     drawn = np.array([5, 60, 7, 4, 8, 9, 2, 3, 3, 1])
-    assert drafts.num_right(drawn).tolist() == [1, 2, 0, 0]
+    assert drafts.num_accepted(drawn).tolist() == [1, 2, 0, 0]
 
 
 def test_speculation_is_off_unless_asked_for(policy: Policy):
     engine = make_engine(policy)
-    finish(engine, [(0, *family) for family in families(LOOPING, count=1)])
+    finish(engine, [(0, *group) for group in groups(LOOPING, count=1)])
     assert engine.drafted_tokens == 0

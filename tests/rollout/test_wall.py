@@ -1,4 +1,4 @@
-"""Sequences that decode for too long: cut, or laid aside for others and continued. Seconds here are engine steps."""
+"""Sequences that decode for too long: cut, or parked for others and continued. Seconds here are engine steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_forward import (
-    Family,
+    PromptGroup,
     Steps,
     assert_right,
     assert_same,
@@ -34,10 +34,10 @@ LONG = [(prompt_ids(6, i), requests(f"long{i}", [Sampling(max_new_tokens=60)])) 
 SHORT = [(prompt_ids(9, i), requests(f"short{i}", [Sampling(max_new_tokens=8)])) for i in range(4)]
 
 
-def drive(policy: Policy, families: list[Family], **changes: Any) -> tuple[Engine, dict[str, Generation]]:
+def drive(policy: Policy, groups: list[PromptGroup], **changes: Any) -> tuple[Engine, dict[str, Generation]]:
     clock = Steps()
     engine = make_engine(policy, clock=clock, **changes)
-    return engine, finish(engine, [(0, *family) for family in families], clock)
+    return engine, finish(engine, [(0, *group) for group in groups], clock)
 
 
 def test_an_answer_is_cut_at_the_wall_with_what_it_has(policy: Policy):
@@ -84,20 +84,20 @@ def test_nobody_is_parked_for_those_that_only_wait_for_their_prompts_pass(policy
     clock = Steps()
     engine = make_engine(policy, max_running=64, prefill_tokens=5, max_wall_s=10, on_wall="park", clock=clock)
     crowd = [(prompt_ids(9, i), requests(f"crowd{i}", [Sampling(max_new_tokens=8)])) for i in range(20)]
-    found = finish(engine, [(0, *LONG[0]), *((15, *family) for family in crowd)], clock)
+    found = finish(engine, [(0, *LONG[0]), *((15, *group) for group in crowd)], clock)
     assert engine.parks == 0
     assert_right(stock_model(policy), [LONG[0], *crowd], found)
 
 
 def test_long_answers_take_turns_and_none_starves(policy: Policy):
-    families = [(prompt_ids(6, i), requests(f"long{i}", [Sampling(max_new_tokens=60)])) for i in range(5)]
-    engine, found = drive(policy, families, max_running=2, max_wall_s=10, on_wall="park")
+    groups = [(prompt_ids(6, i), requests(f"long{i}", [Sampling(max_new_tokens=60)])) for i in range(5)]
+    engine, found = drive(policy, groups, max_running=2, max_wall_s=10, on_wall="park")
     assert max(g.started_s for g in found.values()) <= 30, "each began before any had twice its turn"
-    assert_right(stock_model(policy), families, found)
+    assert_right(stock_model(policy), groups, found)
     assert engine.parks <= 5 * 6, "each turn lasts as long as it should"
 
 
-def test_a_family_waits_for_as_many_rows_as_it_needs(policy: Policy):
+def test_a_group_waits_for_as_many_rows_as_it_needs(policy: Policy):
     pair = (prompt_ids(9), requests("pair", [Sampling(max_new_tokens=8)] * 2))
     engine, found = drive(policy, [*LONG, pair], max_running=2, max_wall_s=10, on_wall="park")
     assert engine.parks >= 2
@@ -108,24 +108,24 @@ def test_a_family_waits_for_as_many_rows_as_it_needs(policy: Policy):
 def test_a_parked_answer_goes_on_under_a_newer_version_with_its_spans(make_policy: Callable[..., Policy]):
     policy, clock = make_policy(), Steps()
     engine = make_engine(policy, max_running=2, max_wall_s=10, on_wall="park", clock=clock)
-    for family in [*LONG, *SHORT]:
-        engine.submit(*family)
+    for group in [*LONG, *SHORT]:
+        engine.submit(*group)
     while not engine.parks:
         clock.now += 1
         assert not engine.advance(max_steps=1)
-    laid_aside = {f.requests[0].id: len(f.parked.sampled) for f in engine._waiting if f.parked is not None}
-    assert laid_aside
+    parked = {f.requests[0].id: len(f.parked.sampled) for f in engine._waiting if f.parked is not None}
+    assert parked
     engine.weights_changed(4)
     found = finish(engine, clock=clock)
-    for id, count in laid_aside.items():
+    for id, count in parked.items():
         assert [(s.version, s.start - 6, s.end - 6) for s in found[id].spans] == [(0, 0, count), (4, count, 60)]
 
 
 def test_an_abort_of_a_parked_answer_keeps_what_it_sampled(policy: Policy):
     clock = Steps()
     engine = make_engine(policy, max_running=2, max_wall_s=10, on_wall="park", clock=clock)
-    for family in [*LONG, *SHORT]:
-        engine.submit(*family)
+    for group in [*LONG, *SHORT]:
+        engine.submit(*group)
     while not engine.parks:
         clock.now += 1
         engine.advance(max_steps=1)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 BLOCK = 8192  # elements per program in the norm
 PART = 1024  # elements per program in the update, which reads and writes five tensors
@@ -58,21 +59,18 @@ class FusedAdamW(torch.optim.AdamW):
         total = squares.sum(dtype=torch.float64)
         norm = (total if add_up is None else add_up(total)).sqrt() * scale
         factor = scale * (clip / norm).clamp(max=1.0) if clip else norm * 0 + scale
-        numbers = self._numbers(factor + 0 * norm)  # 0 * inf is NaN
+        factor = factor + 0 * norm  # 0 * inf is NaN
+        taken = torch.isfinite(factor)
+        steps += taken
         beta1, beta2 = group["betas"]
+        rate, root = group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()
+        numbers = torch.stack([taken, factor, rate, root]).float()
+        decay = group["lr"] * group["weight_decay"]
         _step[(len(squares) * (BLOCK // PART),)](
-            *table, numbers, len(rows), len(squares), group["lr"] * group["weight_decay"], beta1, beta2, group["eps"],
+            *table, numbers, len(rows), len(squares), decay, beta1, beta2, group["eps"],
             WEIGHT=_KINDS[rows[0][0].dtype], PART=PART, num_warps=4, **shape,
         )  # fmt: skip
         return norm
-
-    def _numbers(self, factor: Tensor) -> Tensor:
-        """Whether the step is taken, the gradients' factor, the rate, the second moment's correction."""
-        group, steps = self.param_groups[0], self._steps
-        beta1, beta2 = group["betas"]
-        taken = torch.isfinite(factor)
-        steps += taken
-        return torch.stack([taken, factor, group["lr"] / (1 - beta1**steps), (1 - beta2**steps).sqrt()]).float()
 
     @property
     def _steps(self) -> Tensor:
@@ -105,7 +103,7 @@ _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _place(sizes, blocks, num_blocks, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
+def _place(sizes, blocks, num_blocks, EVEN: constexpr, BLOCK: constexpr, PART: constexpr):
     """This program's tensor index, its elements in that tensor, and their mask.
 
     EVEN: sizes are multiples of 16, and tensors begin at multiples of 16 bytes, so loads and stores
@@ -121,7 +119,7 @@ def _place(sizes, blocks, num_blocks, EVEN: tl.constexpr, BLOCK: tl.constexpr, P
 
 
 @triton.jit
-def _pointer(place, KIND: tl.constexpr, EVEN: tl.constexpr):
+def _pointer(place, KIND: constexpr, EVEN: constexpr):
     pointer = tl.load(place).to(tl.pointer_type(KIND))
     if EVEN:
         pointer = tl.multiple_of(pointer, 16)
@@ -131,7 +129,7 @@ def _pointer(place, KIND: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def _square(
     pointers, sizes, blocks, squares, tensors, num_blocks,
-    GRADIENT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    GRADIENT: constexpr, EVEN: constexpr, BLOCK: constexpr, PART: constexpr,
 ):  # fmt: skip
     owner, at, inside = _place(sizes, blocks, num_blocks, EVEN, BLOCK, PART)
     gradients = _pointer(pointers + tensors + owner, GRADIENT, EVEN)
@@ -142,7 +140,7 @@ def _square(
 @triton.jit
 def _step(
     pointers, sizes, blocks, numbers, tensors, num_blocks, decay, beta1, beta2, epsilon,
-    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    WEIGHT: constexpr, GRADIENT: constexpr, EVEN: constexpr, BLOCK: constexpr, PART: constexpr,
 ):  # fmt: skip
     if tl.load(numbers) > 0:
         factor, rate, root = tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)

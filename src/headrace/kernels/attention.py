@@ -7,7 +7,11 @@ block of queries loops over all segments. Both compute the same bits: segments b
 positions, masked keys add exact zeros, sums over a tile are matrix products (whose order does not
 depend on the layout of the program), and floating-point contraction (fused multiply-add) is off.
 
+The gradient is deterministic: every sum has one order, no atomics. One pass over blocks of queries
+is for their gradient, one over blocks of keys for those of keys and values.
+
 n sequences, T tokens, H query heads, J key/value heads, D head size, P pages of PAGE tokens.
+`pulls` are the row sums of grad * out, called delta in FlashAttention.
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 LOG2E = 1.4426950408889634
 SEGMENT = 512
 TILE = 64
 BLOCK = 128  # query rows of one program: tokens times query heads per key/value head (GQA)
+QUERIES, KEYS = 64, 64  # tokens of a block in the two passes of the gradient
 
 
 def decode_attention(
@@ -91,8 +97,8 @@ class Blocks:
         rows, first = [], 0
         for start, end, source in zip(starts, ends, sources, strict=True):
             at = np.arange(start, end, tokens)
-            same = np.ones_like(at)
-            rows.append(np.stack([first + at - start, at, np.minimum(tokens, end - at), source * same, end * same], 1))
+            columns = first + at - start, at, np.minimum(tokens, end - at), source, end
+            rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             first += end - start
         table = np.concatenate(rows)
         table = table[np.argsort(-table[:, 1], kind="stable")]  # longest context first
@@ -140,10 +146,46 @@ def block_attention(
     return out, log_sums
 
 
+def attention_gradient(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_TJD: Tensor,
+    v_TJD: Tensor,
+    out_THD: Tensor,
+    log_sums_HT: Tensor,
+    blocks: Blocks,
+    *,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. `blocks` are of QUERIES tokens, of whole sequences."""
+    tokens, num_heads, head_size = q_THD.shape
+    num_kv_heads = k_TJD.shape[1]
+    grad_q, grad_k, grad_v = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
+    pulls = torch.empty_like(log_sums_HT)
+    shape = {"H": num_heads, "J": num_kv_heads, "D": head_size, "DP": padded_size(head_size)}
+    shape |= {"M": QUERIES, "N": KEYS, "WINDOW": window > 0}
+    _of_queries[(len(blocks.table), num_heads)](
+        grad_THD, q_THD, k_TJD, v_TJD, out_THD, log_sums_HT, pulls, grad_q, blocks.table, tokens,
+        scale, scale * LOG2E, window, **shape, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _of_keys[(len(blocks.table), num_kv_heads)](
+        grad_THD, q_THD, k_TJD, v_TJD, log_sums_HT, pulls, grad_k, grad_v, blocks.table, tokens,
+        scale, scale * LOG2E, window, **shape, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
+
+
+@triton.jit
+def _part(block):
+    """First token, its position, number of tokens, and source of a row of `Blocks`."""
+    return tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+
+
 @triton.jit
 def _sum_segment(
     q, K, V, table, base, token_stride, page_stride, start, end, first, last, scale,
-    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
+    M: constexpr, D: constexpr, DP: constexpr, PAGE: constexpr, TILE: constexpr, PAGED: constexpr,
 ):  # fmt: skip
     """Online softmax over keys `start` to `end`; query m of `q` sees `first[m]` to `last[m]`."""
     d, t = tl.arange(0, DP), tl.arange(0, TILE)
@@ -160,7 +202,8 @@ def _sum_segment(
         there = (at < end)[:, None] & (d < D)[None, :]
         k = tl.load(K + place + t[:, None] * token_stride + d[None, :], mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((at[None, :] < last[:, None]) & (at[None, :] >= first[:, None]), scores, float("-inf"))
+        seen = (at[None, :] < last[:, None]) & (at[None, :] >= first[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)  # all keys so far were masked
         shrink = tl.exp2(highest - level)
@@ -184,8 +227,8 @@ def _join_sums(total, highest, their_total, theirs):
 @triton.jit
 def _decode(
     Q, K, V, tables, lengths, out, partial, sums, scale, window, page_stride, head_stride, table_stride, num_segments,
-    H: tl.constexpr, J: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SEGMENT: tl.constexpr, ALONE: tl.constexpr,
+    H: constexpr, J: constexpr, GP: constexpr, D: constexpr, DP: constexpr, PAGE: constexpr,
+    TILE: constexpr, SEGMENT: constexpr, ALONE: constexpr,
 ):  # fmt: skip
     row, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
@@ -216,8 +259,8 @@ def _decode(
 
 @triton.jit
 def _join(
-    partial, sums, lengths, out, window, num_segments, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    partial, sums, lengths, out, window, num_segments, H: constexpr, D: constexpr, DP: constexpr,
+    SEGMENT: constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
@@ -239,19 +282,18 @@ def _join(
 def _blocks(
     Q, K, V, tables, blocks, out, log_sums, num_tokens, scale, window, q_token_stride, q_head_stride,
     page_stride, token_stride, head_stride, table_stride,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, PAGED: tl.constexpr,
+    H: constexpr, G: constexpr, GP: constexpr, M: constexpr, D: constexpr, DP: constexpr,
+    PAGE: constexpr, TILE: constexpr, SEGMENT: constexpr, PAGED: constexpr,
 ):  # fmt: skip
     block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
-    token, position, count, source = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    token, position, count, source = _part(block)
     m, d = tl.arange(0, M), tl.arange(0, DP)
     heads = head * G + m % GP
     valid = (m // GP < count) & (m % GP < G)
     inside = valid[:, None] & (d < D)[None, :]
     tokens = (token + m // GP).to(tl.int64)
-    q = tl.load(
-        Q + tokens[:, None] * q_token_stride + heads[:, None] * q_head_stride + d[None, :], mask=inside, other=0.0
-    )
+    asking = tokens[:, None] * q_token_stride + heads[:, None] * q_head_stride + d[None, :]
+    q = tl.load(Q + asking, mask=inside, other=0.0)
     last = tl.where(valid, position + m // GP + 1, 0)
     first = tl.maximum(last - window, 0) if window > 0 else last * 0
     end_of_all = position + count
@@ -278,3 +320,95 @@ def _blocks(
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
     natural = (highest + tl.log2(total)) * 0.6931471805599453
     tl.store(log_sums + heads.to(tl.int64) * num_tokens + tokens, natural, mask=valid)
+
+
+@triton.jit
+def _of_queries(
+    grad, Q, K, V, out, log_sums, pulls, grad_q, blocks, num_tokens, scale, scale2, window,
+    H: constexpr, J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
+    WINDOW: constexpr,
+):  # fmt: skip
+    block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
+    token, position, count, source = _part(block)
+    m, d = tl.arange(0, M), tl.arange(0, DP)
+    inside = (m < count)[:, None] & (d < D)[None, :]
+    at = ((token + m)[:, None].to(tl.int64) * H + head) * D + d[None, :]
+    q = tl.load(Q + at, mask=inside, other=0.0)
+    g = tl.load(grad + at, mask=inside, other=0.0)
+    o = tl.load(out + at, mask=inside, other=0.0)
+    pull = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    row = head.to(tl.int64) * num_tokens + token + m
+    tl.store(pulls + row, pull, mask=m < count)
+    level = tl.load(log_sums + row, mask=m < count, other=0.0) * 1.4426950408889634
+    acc = tl.zeros([M, DP], tl.float32)
+    first = tl.maximum(position + 1 - window, 0) // N * N if WINDOW else 0
+    kv_head = head // (H // J)
+    own = position // N * N  # without a window, all queries of the block see the keys before it
+    acc = _through_keys(
+        acc, q, g, K, V, level, pull, position, source, kv_head, first, own, scale2, window,
+        J, D, DP, M, N, WINDOW, WINDOW,
+    )  # fmt: skip
+    acc = _through_keys(
+        acc, q, g, K, V, level, pull, position, source, kv_head, own, position + count, scale2, window,
+        J, D, DP, M, N, True, WINDOW,
+    )  # fmt: skip
+    tl.store(grad_q + at, (acc * scale).to(grad_q.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _through_keys(
+    acc, q, g, K, V, level, pull, position, source, head, first, end, scale2, window,
+    J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
+    MASKED: constexpr, WINDOW: constexpr,
+):  # fmt: skip
+    """Add the gradient of keys `first` to `end`; without MASKED, all of them are visible."""
+    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
+    for s in range(first, end, N):
+        there = (s + n < end)[:, None] & (d < D)[None, :]
+        key = ((source + s + n)[:, None].to(tl.int64) * J + head) * D + d[None, :]
+        k = tl.load(K + key, mask=there, other=0.0)
+        v = tl.load(V + key, mask=there, other=0.0)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale2 - level[:, None])
+        if MASKED:
+            ago = (position + m)[:, None] - (s + n)[None, :]
+            p = tl.where((ago >= 0) & (ago < window) if WINDOW else ago >= 0, p, 0.0)
+        change = p * (tl.dot(g, tl.trans(v)) - pull[:, None])
+        acc = tl.dot(change.to(k.dtype), k, acc)
+    return acc
+
+
+@triton.jit
+def _of_keys(
+    grad, Q, K, V, log_sums, pulls, grad_k, grad_v, blocks, num_tokens, scale, scale2, window,
+    H: constexpr, J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
+    WINDOW: constexpr,
+):  # fmt: skip
+    block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
+    token, position, count, source = _part(block)
+    length = tl.load(block + 4)
+    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
+    inside = (n < count)[:, None] & (d < D)[None, :]
+    at = ((token + n)[:, None].to(tl.int64) * J + head) * D + d[None, :]
+    k = tl.load(K + at, mask=inside, other=0.0)
+    v = tl.load(V + at, mask=inside, other=0.0)
+    of_k, of_v = tl.zeros([N, DP], tl.float32), tl.zeros([N, DP], tl.float32)
+    end = tl.minimum(position + count - 1 + window, length) if WINDOW else length
+    # queries beyond the end are zeros and add nothing
+    for group in range(H // J):
+        asking = head * (H // J) + group
+        for s in range(position // M * M, end, M):
+            there = (s + m < end)[:, None] & (d < D)[None, :]
+            query = ((source + s + m)[:, None].to(tl.int64) * H + asking) * D + d[None, :]
+            q = tl.load(Q + query, mask=there, other=0.0)
+            g = tl.load(grad + query, mask=there, other=0.0)
+            row = asking.to(tl.int64) * num_tokens + source + s + m
+            level = tl.load(log_sums + row, mask=s + m < end, other=0.0) * 1.4426950408889634
+            pull = tl.load(pulls + row, mask=s + m < end, other=0.0)
+            ago = (s + m)[None, :] - (position + n)[:, None]
+            seen = (ago >= 0) & (ago < window) if WINDOW else ago >= 0
+            p = tl.where(seen, tl.exp2(tl.dot(k, tl.trans(q)) * scale2 - level[None, :]), 0.0)
+            of_v = tl.dot(p.to(g.dtype), g, of_v)
+            change = p * (tl.dot(v, tl.trans(g)) - pull[None, :])
+            of_k = tl.dot(change.to(q.dtype), q, of_k)
+    tl.store(grad_k + at, (of_k * scale).to(grad_k.dtype.element_ty), mask=inside)
+    tl.store(grad_v + at, of_v.to(grad_v.dtype.element_ty), mask=inside)

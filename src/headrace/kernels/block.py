@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 PROGRAMS = 512  # of a backward pass; each sums the weight's gradient over its share of the rows
 
@@ -22,13 +23,21 @@ def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: 
     """x + update, and its RMSNorm."""
     if torch.is_grad_enabled():
         return _AddNorm.apply(x_TE, update_TE, weight_E, epsilon)  # type: ignore[no-untyped-call, no-any-return]
-    return _add_norm(x_TE, update_TE, weight_E, epsilon)
+    tokens, width = x_TE.shape
+    total = x_TE if update_TE is None else torch.empty_like(x_TE)
+    normed = torch.empty_like(x_TE)
+    _add_norm_forward[(tokens,)](
+        x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed, epsilon,
+        width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
+        num_warps=4 if width <= 2048 else 8,
+    )  # fmt: skip
+    return total, normed
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        total, normed = _add_norm(x, update, weight, epsilon)
+        total, normed = add_norm(x, update, weight, epsilon)  # gradients are off in here
         ctx.save_for_backward(total, weight)
         ctx.epsilon = epsilon
         return total if update is not None else total.view_as(total), normed
@@ -41,26 +50,21 @@ class _AddNorm(torch.autograd.Function):
         rows = triton.cdiv(tokens, PROGRAMS)
         partial = torch.empty(triton.cdiv(tokens, rows), width, dtype=torch.float32, device=total.device)
         _add_norm_backward[(len(partial),)](
-            total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad, partial, ctx.epsilon,
-            tokens, rows, width,
-            WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
+            total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad, partial,
+            ctx.epsilon, tokens, rows, width, WIDTH=triton.next_power_of_2(width),
+            num_warps=4 if width <= 2048 else 8,
         )  # fmt: skip
-        return grad, grad if ctx.needs_input_grad[1] else None, _sum_rows(partial).to(weight.dtype), None
-
-
-def _add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    tokens, width = x.shape
-    total = x if update is None else torch.empty_like(x)
-    normed = torch.empty_like(x)
-    _add_norm_forward[(tokens,)](
-        x, x if update is None else update.contiguous(), weight, total, normed, epsilon, width,
-        ADD=update is not None, WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
-    )  # fmt: skip
-    return total, normed
+        grad_update = grad if ctx.needs_input_grad[1] else None
+        return grad, grad_update, _sum_rows(partial).to(weight.dtype), None
 
 
 @triton.jit
-def _add_norm_forward(x, update, weight, total, normed, epsilon, width, ADD: tl.constexpr, WIDTH: tl.constexpr):
+def _load(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add_norm_forward(x, update, weight, total, normed, epsilon, width, ADD: constexpr, WIDTH: constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, WIDTH)
     inside = at < width
@@ -71,29 +75,29 @@ def _add_norm_forward(x, update, weight, total, normed, epsilon, width, ADD: tl.
         tl.store(total + row + at, value, mask=inside)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + epsilon)
-    scaled = wide * inverse * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scaled = wide * inverse * _load(weight + at, inside)
     tl.store(normed + row + at, scaled.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _add_norm_backward(
-    total, weight, grad_total, grad_normed, grad, partial, epsilon, tokens, rows, width, WIDTH: tl.constexpr
+    total, weight, grad_total, grad_normed, grad, partial, epsilon, tokens, rows, width, WIDTH: constexpr
 ):
     at = tl.arange(0, WIDTH)
     inside = at < width
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    w = _load(weight + at, inside)
     first = tl.program_id(0) * rows
     of_weight = tl.zeros([WIDTH], tl.float32)
     for token in range(first, tl.minimum(first + rows, tokens)):
         row = tl.cast(token, tl.int64) * width
-        x = tl.load(total + row + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(grad_normed + row + at, mask=inside, other=0.0).to(tl.float32)
+        x = _load(total + row + at, inside)
+        g = _load(grad_normed + row + at, inside)
         inverse = tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
         unit = x * inverse
         of_weight += g * unit
         pull = g * w
         change = (pull - unit * (tl.sum(pull * unit, 0) / width)) * inverse
-        change += tl.load(grad_total + row + at, mask=inside, other=0.0).to(tl.float32)
+        change += _load(grad_total + row + at, inside)
         tl.store(grad + row + at, change.to(grad.dtype.element_ty), mask=inside)
     tl.store(partial + tl.program_id(0) * width + at, of_weight, mask=inside)
 
@@ -107,7 +111,7 @@ def _sum_rows(partial: Tensor) -> Tensor:
 
 
 @triton.jit
-def _sum_columns(partial, total, rows, width, ROWS: tl.constexpr):
+def _sum_columns(partial, total, rows, width, ROWS: constexpr):
     row, column = tl.arange(0, ROWS)[:, None], tl.program_id(0) * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(partial + row * width + column, mask=(row < rows) & (column < width), other=0.0)
     at = tl.program_id(0) * 32 + tl.arange(0, 32)
@@ -118,48 +122,45 @@ def gate(gate_up_T2F: Tensor) -> Tensor:
     """SwiGLU: silu(first half) * second half."""
     if torch.is_grad_enabled():
         return _Gate.apply(gate_up_T2F)  # type: ignore[no-untyped-call, no-any-return]
-    return _gate(gate_up_T2F)
+    tokens, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
+    out = gate_up_T2F.new_empty(tokens, width)
+    _gate_forward[(tokens, triton.cdiv(width, 1024))](gate_up_T2F, out, width, BLOCK=1024)
+    return out
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _gate(gate_up)
+        return gate(gate_up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         found, width = torch.empty_like(gate_up), grad.shape[1]
-        _gate_backward[(len(grad), triton.cdiv(width, 1024))](gate_up, grad.contiguous(), found, width, BLOCK=1024)
+        programs = len(grad), triton.cdiv(width, 1024)
+        _gate_backward[programs](gate_up, grad.contiguous(), found, width, BLOCK=1024)
         return found
 
 
-def _gate(gate_up: Tensor) -> Tensor:
-    tokens, double = gate_up.shape
-    out = gate_up.new_empty(tokens, double // 2)
-    _gate_forward[(tokens, triton.cdiv(double // 2, 1024))](gate_up, out, double // 2, BLOCK=1024)
-    return out
-
-
 @triton.jit
-def _gate_forward(gate_up, out, width, BLOCK: tl.constexpr):
+def _gate_forward(gate_up, out, width, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    g = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    g = _load(gate_up + row * 2 * width + at, inside)
+    u = _load(gate_up + row * 2 * width + width + at, inside)
     tl.store(out + row * width + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(gate_up, grad, found, width, BLOCK: tl.constexpr):
+def _gate_backward(gate_up, grad, found, width, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    g = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    pull = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    g = _load(gate_up + row * 2 * width + at, inside)
+    u = _load(gate_up + row * 2 * width + width + at, inside)
+    pull = _load(grad + row * width + at, inside)
     s = tl.sigmoid(g)
     of_gate = pull * u * s * (1 + g * (1 - s))
     tl.store(found + row * 2 * width + at, of_gate.to(found.dtype.element_ty), mask=inside)
@@ -180,6 +181,13 @@ class Heads:
     norms: tuple[Tensor, Tensor] | None
     epsilon: float
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Constants of the kernels."""
+        padded = triton.next_power_of_2(self.num + 2 * self.num_kv)
+        sizes = {"H": self.num, "J": self.num_kv, "HALF": self.size // 2, "HP": padded}
+        return sizes | {"NORM": self.norms is not None}
+
 
 def rotate_and_store(
     qkv_TN: Tensor,
@@ -195,21 +203,22 @@ def rotate_and_store(
     A slot is page * PAGE + offset in the page. Returns the queries `[T, H, D]`.
     """
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
-    page = keys_PJTD.shape[2]
-    _launch_rotate(
-        qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys_PJTD, values_PJTD,
-        (keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)), page,
-    )  # fmt: skip
+    strides = keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)
+    caches, page = (keys_PJTD, values_PJTD), keys_PJTD.shape[2]
+    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, *caches, strides, page)
     return queries
 
 
 def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[T, H, D]` and keys `[T, J, D]` after QK-norm and RoPE, and values `[T, J, D]`."""
     if torch.is_grad_enabled():
-        q_norm, k_norm = heads.norms if heads.norms is not None else (None, None)
-        q, k, v = _RotateHeads.apply(qkv_TN, q_norm, k_norm, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
-        return q, k, v
-    return _rotate_heads(qkv_TN, heads, cos_TD, sin_TD)
+        norms = heads.norms if heads.norms is not None else (None, None)
+        return _RotateHeads.apply(qkv_TN, *norms, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call, no-any-return]
+    nums = heads.num, heads.num_kv, heads.num_kv
+    q, k, v = (qkv_TN.new_empty(len(qkv_TN), num, heads.size) for num in nums)
+    slots, strides = torch.arange(len(qkv_TN), device=qkv_TN.device), (k.stride(0), 0, k.stride(1))
+    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots, q, k, v, strides, 1)
+    return q, k, v
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -219,7 +228,7 @@ class _RotateHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, cos, sin)
         ctx.heads = heads
-        return _rotate_heads(qkv, heads, cos, sin)
+        return rotate_heads(qkv, heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,22 +241,13 @@ class _RotateHeads(torch.autograd.Function):
         programs = triton.cdiv(tokens, rows)
         partial = torch.empty(programs, 2, heads.size, dtype=torch.float32, device=qkv.device)
         _rotate_backward[(programs,)](
-            qkv, q_norm, k_norm, cos, sin, grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous(), grad, partial,
-            heads.epsilon, tokens, rows,
-            H=heads.num, J=heads.num_kv, HALF=heads.size // 2, HP=triton.next_power_of_2(heads.num + 2 * heads.num_kv),
-            NORM=normed, num_warps=8,
+            qkv, q_norm, k_norm, cos, sin, grad_q.contiguous(), grad_k.contiguous(),
+            grad_v.contiguous(), grad, partial, heads.epsilon, tokens, rows, **heads.sizes, num_warps=8,
         )  # fmt: skip
         if not normed:
             return grad, None, None, None, None, None
         of_q, of_k = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype)
         return grad, of_q, of_k, None, None, None
-
-
-def _rotate_heads(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (qkv.new_empty(len(qkv), num, heads.size) for num in (heads.num, heads.num_kv, heads.num_kv))
-    slots = torch.arange(len(qkv), device=qkv.device)
-    _launch_rotate(qkv, heads, cos, sin, slots, q, k, v, (k.stride(0), 0, k.stride(1)), 1)
-    return q, k, v
 
 
 def _launch_rotate(
@@ -257,15 +257,14 @@ def _launch_rotate(
     q_norm, k_norm = heads.norms if heads.norms is not None else (qkv, qkv)
     _rotate[(len(qkv),)](
         qkv, q_norm, k_norm, cos, sin, slots, q, k, v, *strides, heads.epsilon,
-        H=heads.num, J=heads.num_kv, HALF=heads.size // 2, HP=triton.next_power_of_2(heads.num + 2 * heads.num_kv),
-        PAGE=page, NORM=heads.norms is not None, num_warps=4, enable_fp_fusion=False,
+        PAGE=page, **heads.sizes, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @triton.jit
 def _rotate(
     qkv, q_norm, k_norm, cos, sin, slots, queries, K, V, page_stride, token_stride, head_stride, epsilon,
-    H: tl.constexpr, J: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    H: constexpr, J: constexpr, HALF: constexpr, HP: constexpr, PAGE: constexpr, NORM: constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = 2 * HALF
@@ -294,19 +293,19 @@ def _rotate(
 
 
 @triton.jit
-def _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF: tl.constexpr):
+def _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF: constexpr):
     """The norm's weights for both halves of each head."""
-    w = tl.load(q_norm + at + 0 * head, mask=of_query, other=0.0).to(tl.float32)
-    w += tl.load(k_norm + at + 0 * head, mask=of_key, other=0.0).to(tl.float32)
-    z = tl.load(q_norm + HALF + at + 0 * head, mask=of_query, other=0.0).to(tl.float32)
-    z += tl.load(k_norm + HALF + at + 0 * head, mask=of_key, other=0.0).to(tl.float32)
+    w = _load(q_norm + at + 0 * head, of_query)
+    w += _load(k_norm + at + 0 * head, of_key)
+    z = _load(q_norm + HALF + at + 0 * head, of_query)
+    z += _load(k_norm + HALF + at + 0 * head, of_key)
     return w, z
 
 
 @triton.jit
 def _rotate_backward(
     qkv, q_norm, k_norm, cos, sin, grad_q, grad_k, grad_v, grad, partial, epsilon, tokens, rows,
-    H: tl.constexpr, J: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, NORM: tl.constexpr,
+    H: constexpr, J: constexpr, HALF: constexpr, HP: constexpr, NORM: constexpr,
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     kind = grad.dtype.element_ty
@@ -326,8 +325,8 @@ def _rotate_backward(
         f, g = f * c + g * s, g * c - f * s
         row = (token * (H + 2 * J) + head) * D + at
         if NORM:
-            x = tl.load(qkv + row, mask=queries | keys, other=0.0).to(tl.float32)
-            y = tl.load(qkv + row + HALF, mask=queries | keys, other=0.0).to(tl.float32)
+            x = _load(qkv + row, queries | keys)
+            y = _load(qkv + row + HALF, queries | keys)
             inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + epsilon)[:, None]
             x, y = x * inverse, y * inverse
             lower += f * x
@@ -335,8 +334,8 @@ def _rotate_backward(
             f, g = f * w, g * z
             along = ((tl.sum(f * x, 1) + tl.sum(g * y, 1)) / D)[:, None]
             f, g = (f - x * along) * inverse, (g - y * along) * inverse
-        f += tl.load(grad_v + v, mask=values, other=0.0).to(tl.float32)
-        g += tl.load(grad_v + v + HALF, mask=values, other=0.0).to(tl.float32)
+        f += _load(grad_v + v, values)
+        g += _load(grad_v + v + HALF, values)
         tl.store(grad + row, f.to(kind), mask=head < H + 2 * J)
         tl.store(grad + row + HALF, g.to(kind), mask=head < H + 2 * J)
     if NORM:

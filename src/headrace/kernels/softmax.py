@@ -1,4 +1,4 @@
-"""Softmax over the vocabulary: sampling, log-probs of given tokens, and their gradient.
+"""Softmax over the vocabulary: sampling, log-probs of given tokens, their gradient; truncation.
 
 The first pass reads the logits once and keeps the maximum and the sum of each block of BLOCK
 tokens; the second combines the blocks of a row. Sampling and scoring share both passes, so the
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 BLOCK = 4096
 
@@ -58,6 +59,23 @@ def logits_gradient(
     return logits_nV
 
 
+def truncated(logits_nV: Tensor, temperatures_n: Tensor, top_k_n: Tensor, top_p_n: Tensor, min_p_n: Tensor) -> Tensor:
+    """Set excluded logits to -inf: by top-k (0 is off), then top-p (1 is off), then min-p.
+
+    Instead of sorting, a radix search finds the smallest kept logit. The bits of a float, with
+    negative ones inverted, are an unsigned integer of the same order. The largest limit that keeps
+    enough tokens (top-k) or enough probability (top-p) is built from its highest bit down, with one
+    pass over the row per bit; bfloat16 needs sixteen. Tokens equal to the last kept one are kept.
+    """
+    n, vocab = logits_nV.shape
+    out = torch.empty_like(logits_nV)
+    _truncate[(n,)](
+        logits_nV, out, temperatures_n, top_k_n, top_p_n, min_p_n, vocab,
+        LOWEST=16 if logits_nV.dtype == torch.bfloat16 else 0, BLOCK=2 * BLOCK, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
 def _sum_up(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     n, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
@@ -77,7 +95,7 @@ def _rate(temperatures, row):
 
 
 @triton.jit
-def _sum_blocks(logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK: tl.constexpr):
+def _sum_blocks(logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK: constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -103,7 +121,7 @@ def _masses(peaks, sums, row, num_blocks, b):
 @triton.jit
 def _draw(
     logits, peaks, sums, uniforms, tokens, logprobs, temperatures, vocab, num_blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: constexpr, BLOCKS: constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     rate = _rate(temperatures, row)
@@ -132,7 +150,7 @@ def _draw(
 
 
 @triton.jit
-def _score(logits, peaks, sums, tokens, logprobs, log_sums, temperatures, vocab, num_blocks, BLOCKS: tl.constexpr):
+def _score(logits, peaks, sums, tokens, logprobs, log_sums, temperatures, vocab, num_blocks, BLOCKS: constexpr):
     row = tl.program_id(0).to(tl.int64)
     peak, _, masses = _masses(peaks, sums, row, num_blocks, tl.arange(0, BLOCKS))
     total = tl.sum(masses, 0)
@@ -142,7 +160,7 @@ def _score(logits, peaks, sums, tokens, logprobs, log_sums, temperatures, vocab,
 
 
 @triton.jit
-def _gradient(logits, tokens, log_sums, grads, temperatures, vocab, BLOCK: tl.constexpr):
+def _gradient(logits, tokens, log_sums, grads, temperatures, vocab, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     rate = _rate(temperatures, row)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -152,3 +170,60 @@ def _gradient(logits, tokens, log_sums, grads, temperatures, vocab, BLOCK: tl.co
     chosen = tl.where(at == tl.load(tokens + row), 1.0, 0.0)
     found = (chosen - probability) * (tl.load(grads + row) * rate)
     tl.store(logits + row * vocab + at, found.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _ordered(x):
+    """A float32 as an integer from 0 to 2^32 - 1 of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def _above(row, vocab, limit, peak, rate, COUNT: constexpr, BLOCK: constexpr):
+    """Number (COUNT) or total relative probability of the tokens at or above `limit`."""
+    total = 0.0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp((x - peak) * rate)
+        stays = (_ordered(x) >= limit) & (at < vocab)
+        total += tl.sum(tl.where(stays, weight, 0.0), 0)
+    return total
+
+
+@triton.jit
+def _largest(row, vocab, wanted, peak, rate, COUNT: constexpr, LOWEST: constexpr, BLOCK: constexpr):
+    """The largest limit for which `_above` is at least `wanted`."""
+    limit = tl.full([], 0, tl.int64)
+    for bit in range(0, 32 - LOWEST):
+        higher = limit + (tl.full([], 2147483648, tl.int64) >> bit)
+        enough = _above(row, vocab, higher, peak, rate, COUNT, BLOCK) >= wanted
+        limit = tl.where(enough, higher, limit)
+    return limit
+
+
+@triton.jit
+def _truncate(logits, out, temperatures, top_k, top_p, min_p, vocab, LOWEST: constexpr, BLOCK: constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    row = logits + program * vocab
+    rate = _rate(temperatures, program)
+    peak = -float("inf")
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(x, 0))
+    limit = tl.full([], 0, tl.int64)
+    k, p = tl.load(top_k + program), tl.load(top_p + program)
+    if k > 0:
+        limit = _largest(row, vocab, tl.minimum(k, vocab).to(tl.float32), peak, rate, True, LOWEST, BLOCK)
+    if p < 1.0:
+        wanted = p * _above(row, vocab, limit, peak, rate, False, BLOCK)
+        limit = tl.maximum(limit, _largest(row, vocab, wanted, peak, rate, False, LOWEST, BLOCK))
+    least = tl.load(min_p + program)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+        x = value.to(tl.float32)
+        stays = (_ordered(x) >= limit) & (tl.exp((x - peak) * rate) >= least) & (x > -float("inf"))
+        tl.store(out + program * vocab + at, tl.where(stays, x, -float("inf")).to(value.dtype), mask=at < vocab)

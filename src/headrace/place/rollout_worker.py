@@ -135,7 +135,7 @@ class RolloutWorker:
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
         """The most likely next token and its log-prob."""
-        return self.engine.likeliest(prompt)
+        return self.engine.greedy(prompt)
 
     def release_cache(self) -> None:
         """Free the KV cache for whoever shares the device."""

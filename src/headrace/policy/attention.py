@@ -21,8 +21,7 @@ from headrace.policy import exact_cpu
 from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.attention import Blocks, block_attention, block_tokens
-    from headrace.kernels.attention_backward import QUERIES, attention_gradient
+    from headrace.kernels.attention import QUERIES, Blocks, attention_gradient, block_attention, block_tokens
 
 NAME = "headrace"
 

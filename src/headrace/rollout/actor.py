@@ -14,25 +14,25 @@ from headrace.roles import Device
 from headrace.rollout.engine import Engine
 from headrace.rollout.request import Generation, Request
 from headrace.rollout.sampling import request_seed
-from headrace.types import FinishReason, IntArray, Order, Prompt, Replay, Sampling, Timing, Trajectory
+from headrace.types import FinishReason, Order, Prompt, Replay, Sampling, Timing, Trajectory
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request whose generation is under way."""
+    """A request whose generation is not finished."""
 
     order: Order
     index: int
-    before: Trajectory  # what the generation follows
+    before: Trajectory  # the trajectory that the generation continues
     future: asyncio.Future[Trajectory]
 
 
 class RolloutActor:
     """Drives the engine and turns its generations into trajectories.
 
-    `span(stage)` is entered around every stretch of engine work; `on_sampled(n)` hears of new tokens before the
-    trajectories that hold them are handed out, so that the books never show a trajectory without its tokens;
-    `on_begun(serial, version)` hears when a group's first token is sampled.
+    `span(stage)` is entered around engine work. `on_sampled(n)` is called before the trajectories
+    that hold these n tokens are delivered, so the ledger never has a trajectory without its tokens.
+    `on_begun(serial, version)` is called when a group's first token is sampled.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class RolloutActor:
         self._booked = 0
 
     def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
-        """Queue one generation per entry of `order.samplings`; each future gives its trajectory.
+        """Queue a request per entry of `order.samplings`; returns a future trajectory for each.
 
-        What is not `counted` (evaluation) draws other noise and stays out of the books. A further attempt at a group
-        draws the noise of the first, and continues what `order.so_far` holds.
+        Requests that are not `counted` (evaluation) draw other noise and stay out of the ledger. A
+        further attempt at a group draws the same noise as the first, and continues `order.so_far`.
         """
         self._check_length(order.prompt, order.samplings)
         loop = asyncio.get_running_loop()
@@ -71,12 +71,14 @@ class RolloutActor:
             if known is not None and known.finish is not FinishReason.ABORT:
                 future.set_result(replace(known, id=id))
                 continue
-            before, so_far = last_turn(known) if known is not None else (order.nothing_sampled(i, now_s), None)
+            before, so_far = order.nothing_sampled(i, now_s), None
+            if known is not None:
+                before, so_far = last_turn(known)
             self._pending[id] = _Pending(order, index, before, future)
             seed = request_seed(self._seed, int(order.counted), order.serial, index)
             request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted)
             if so_far is not None and len(so_far.token_ids):
-                self.engine.go_on(before.token_ids, request, so_far)
+                self.engine.resume_request(before.token_ids, request, so_far)
             elif before.num_sampled_tokens:
                 self.engine.submit(before.token_ids, [request])
             else:
@@ -87,37 +89,41 @@ class RolloutActor:
         return futures
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished requests have sampled so far. Call it in the device thread."""
+        """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
         for id, generation in self.engine.under_way().items():
             if id in self._pending and (pending := self._pending[id]).order.counted:
-                found.setdefault(pending.order.serial, {})[pending.index] = self._trajectory(pending, generation)
+                group = found.setdefault(pending.order.serial, {})
+                group[pending.index] = self._trajectory(pending, generation)
         return found
 
     def _check_length(self, prompt: Prompt, samplings: Sequence[Sampling]) -> None:
-        needed = len(prompt.token_ids) + max(s.max_new_tokens for s in samplings)
-        if needed > self.engine.policy.max_context:
+        max_context, num_prompt = self.engine.policy.max_context, len(prompt.token_ids)
+        num_new = max(s.max_new_tokens for s in samplings)
+        if num_prompt + num_new > max_context:
             raise DataError(
-                f"prompt '{prompt.id}' has {len(prompt.token_ids)} tokens and may get "
-                f"{needed - len(prompt.token_ids)} new ones (rollout.max_new_tokens): more than the model's context of "
-                f"{self.engine.policy.max_context}; lower rollout.max_new_tokens or prompts.max_tokens"
+                f"prompt '{prompt.id}' has {num_prompt} tokens and may get {num_new} new ones "
+                f"(rollout.max_new_tokens): more than the model's context of {max_context}; "
+                "lower rollout.max_new_tokens or prompts.max_tokens"
             )
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End what is left of these groups; their futures give what was sampled so far."""
+        """End the rest of these groups; their futures give what was sampled so far."""
         pending = self._pending.items()
         self.engine.abort({id for id, p in pending if p.order.counted and p.order.serial in serials})
         self._work.set()
 
     async def run(self) -> None:
-        """Step the engine whenever there is work. Runs until cancelled; an engine error goes to everyone who waits."""
+        """Step the engine while there is work. Its errors go to all pending futures."""
         try:
             while True:
                 await self._work.wait()
                 while self.engine.has_work:
                     counted = any(p.order.counted for p in self._pending.values())
                     finished = await self._device.run(self._advance, "rollout" if counted else "evaluate")
-                    self._book()
+                    if fresh_tokens := self.engine.sampled_tokens - self._booked:
+                        self._on_sampled(fresh_tokens)
+                        self._booked += fresh_tokens
                     for id, version in self.engine.begun():
                         if id in self._pending and (order := self._pending[id].order).counted:
                             self._on_begun(order.serial, version)
@@ -135,19 +141,13 @@ class RolloutActor:
         with self._span(stage):
             return self.engine.advance()
 
-    def _book(self) -> None:
-        total = self.engine.sampled_tokens
-        if total > self._booked:
-            self._on_sampled(total - self._booked)
-            self._booked = total
-
     def _deliver(self, generation: Generation) -> None:
         pending = self._pending.pop(generation.id)
         if not pending.future.done():
             pending.future.set_result(self._trajectory(pending, generation))
 
     def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
-        before = pending.before
+        before, tokenizer = pending.before, self.engine.policy.tokenizer
         token_ids = np.concatenate([before.token_ids, generation.token_ids])
         sampled = np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)])
         return replace(
@@ -158,7 +158,7 @@ class RolloutActor:
             logprobs=np.concatenate([before.logprobs, generation.logprobs]),
             spans=before.spans + generation.spans,
             finish=generation.finish,
-            text=self._text(token_ids[sampled]),
+            text=str(tokenizer.decode(token_ids[sampled], skip_special_tokens=True)),
             timing=Timing(
                 submitted_s=before.timing.submitted_s,
                 started_s=before.timing.started_s if before.spans else generation.started_s,
@@ -167,15 +167,9 @@ class RolloutActor:
             replay=joined(before, generation),
         )
 
-    def _text(self, sampled_ids: IntArray) -> str:
-        """What was sampled, as text. It is for rewards and readers; nothing is ever tokenised from it."""
-        text = self.engine.policy.tokenizer.decode(sampled_ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
-
 
 def last_turn(known: Trajectory) -> tuple[Trajectory, Generation]:
-    """An unfinished trajectory, cut where the last run of sampled tokens begins: before it, and that run."""
+    """Cut an unfinished trajectory where its last run of sampled tokens begins."""
     others = np.flatnonzero(~known.sampled)
     cut = int(others[-1]) + 1 if len(others) else 0
     num_before = int(np.count_nonzero(known.sampled[:cut]))
@@ -186,7 +180,8 @@ def last_turn(known: Trajectory) -> tuple[Trajectory, Generation]:
             ids, offsets = replay.support_ids, replay.support_offsets
             border = int(offsets[num_before])
             first = Replay(support_ids=ids[:border], support_offsets=offsets[: num_before + 1])
-            last = replace(last, support_ids=ids[border:], support_offsets=offsets[num_before:] - border)
+            offsets = offsets[num_before:] - border
+            last = replace(last, support_ids=ids[border:], support_offsets=offsets)
         if replay.routes is not None:
             first = replace(first, routes=replay.routes[:cut])
     spans = known.spans
@@ -212,7 +207,7 @@ def last_turn(known: Trajectory) -> tuple[Trajectory, Generation]:
 
 
 def joined(before: Trajectory, generation: Generation) -> Replay | None:
-    """What the learner replays of both: `generation` has the routes of the tokens before it as they were computed."""
+    """The replay of `before` and `generation`, whose routes include those of `before`."""
     earlier, later = before.replay, generation.replay
     if earlier is None or later is None:
         return later
@@ -221,7 +216,8 @@ def joined(before: Trajectory, generation: Generation) -> Replay | None:
         assert ids is not None
         assert offsets is not None
         ids = np.concatenate([earlier.support_ids, ids])
-        offsets = np.concatenate([earlier.support_offsets, earlier.support_offsets[-1] + offsets[1:]])
+        moved = earlier.support_offsets[-1] + offsets[1:]
+        offsets = np.concatenate([earlier.support_offsets, moved])
     if earlier.routes is not None:
         assert routes is not None
         routes = np.concatenate([earlier.routes, routes[len(earlier.routes) :]])

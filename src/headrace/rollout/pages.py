@@ -1,6 +1,6 @@
-"""Who holds which page of the key/value cache: bookkeeping only, without a tensor.
+"""Which sequence holds which page of the paged KV cache: bookkeeping only, without tensors.
 
-Page 0 belongs to nobody: rows that only fill up a batch write there.
+Page 0 belongs to no sequence: rows that pad a batch write there.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ConfigError
+from headrace.rollout.rows import Ints
+
+PageTable = npt.NDArray[np.int32]  # [rows, pages]
 
 PAGE = 64  # tokens
 
 
 class Pages:
-    """Pages 1..n-1, each with the number of sequences that read it: the samples of a group share their prompt's.
-
-    Example:
-        pages = Pages(100); own = pages.take(3); pages.share(own); pages.give_back(own); pages.give_back(own)
-    """
+    """Pages 1..n-1 with reference counts: the samples of a prompt share its pages."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages - 1, 0, -1))
@@ -28,23 +27,22 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many pages with one reader each. Ask `num_free` first."""
+        """`count` pages with one reader each. Check `num_free` first."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         taken = [self._free.pop() for _ in range(count)]
         self._readers[taken] = 1
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more reader for each."""
+        """Add a reader to each page."""
         assert (self._readers[list(pages)] > 0).all()
         self._readers[list(pages)] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One reader less; a page that nobody reads is free."""
+        """Remove a reader from each page; a page without readers is free."""
         held = list(pages)
         assert (self._readers[held] > 0).all()
         self._readers[held] -= 1
@@ -52,11 +50,11 @@ class Pages:
 
 
 class PageTables:
-    """The pages of every prompt that is being computed and of every row. Rows take pages as they grow.
+    """The pages of every prompt in prefill and of every row.
 
     Example:
-        tables = PageTables(num_tokens=10_000); place = tables.open(num_prompt=100, num_requests=8)
-        source, targets = tables.fork(place, count=8, num_prompt=100)  # page `source` is to be copied to `targets`
+        place = tables.open(num_prompt=100, num_requests=8)
+        source, targets = tables.fork(place, count=8, num_prompt=100)  # then copy page `source` to `targets`
         tables.close(place); tables.grow(lengths, steps=16); tables.remove(3)
     """
 
@@ -64,11 +62,11 @@ class PageTables:
         self.num_pages = num_pages(num_tokens)
         self.pages = Pages(self.num_pages + 1)
         self.rows: list[list[int]] = []
-        self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # place -> pages of the prompt, pages for its rows
+        self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # of the prompt, for its rows
         self._opened = 0
 
     def most_rows(self, longest: int) -> int:
-        """Rows of this length that fit beside each other, with a page to spare for the prompt they come from."""
+        """Rows of `longest` tokens that fit at the same time, with a page to spare."""
         return (self.num_pages - 1) // num_pages(longest)
 
     def has_room(self, *, num_rows: int, num_prompt: int, num_requests: int) -> bool:
@@ -76,13 +74,14 @@ class PageTables:
         return self.pages.num_free >= num_pages(num_prompt) + num_requests + num_rows
 
     def open(self, num_prompt: int, num_requests: int) -> int | None:
-        """Pages for the prompt, and for copies of its last, half-filled page; None if there are not enough now."""
+        """Take pages for a prompt and copies of its last, partial page; None if too few are free."""
         num_copies = num_requests - 1 if num_prompt % PAGE else 0
         if self.pages.num_free < num_pages(num_prompt) + num_copies:
             if not self.rows and not self._prompts:
                 raise ConfigError(
-                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the key/value "
-                    f"cache, which has room for {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the "
+                    f"key/value cache, which has room for {self.num_pages * PAGE} tokens: raise "
+                    "rollout.kv_tokens"
                 )
             return None
         self._opened += 1
@@ -90,14 +89,13 @@ class PageTables:
         return self._opened
 
     def prompt(self, place: int) -> list[int]:
-        """The pages of an opened prompt."""
         return self._prompts[place][0]
 
     def fork(self, place: int, count: int, num_prompt: int) -> tuple[int, list[int]]:
-        """New rows that read the prompt's pages together.
+        """Append `count` rows that share the prompt's pages; returns a page to copy and its copies.
 
-        The first of them goes on in the prompt's last page, each other in a copy of it: returned are the page to copy
-        and where to. Close the prompt next, for nothing else may be written to it.
+        The first row continues in the prompt's last page, the others in copies of it. Close the
+        prompt next, for nothing else may be written to it.
         """
         pages, copies = self._prompts[place]
         shared, last = (pages[:-1], pages[-1]) if num_prompt % PAGE else (pages, 0)
@@ -111,38 +109,39 @@ class PageTables:
         return last, own
 
     def close(self, place: int) -> None:
-        """The prompt's own hold on its pages ends."""
+        """Release the prompt's own hold on its pages."""
         pages, copies = self._prompts.pop(place)
         self.pages.give_back([*pages, *copies])
 
-    def grow(self, lengths: npt.NDArray[np.int64], steps: int) -> bool:
-        """Take the pages that the next steps of all rows write to; without room for all of them take none."""
+    def grow(self, lengths: Ints, steps: int) -> bool:
+        """Take the pages that the next `steps` of all rows write to, or none if too few are free."""
         if self.reach(lengths + steps):
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
             raise ConfigError(
-                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole key/value cache of "
-                f"{self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole key/value "
+                f"cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
             )
         return False
 
-    def reach(self, lengths: npt.NDArray[np.int64]) -> bool:
-        """Give every row the pages for so many tokens, or none of them any."""
-        needed = [num_pages(length) - len(held) for length, held in zip(lengths, self.rows, strict=True)]
-        if sum(max(0, count) for count in needed) > self.pages.num_free:
+    def reach(self, lengths: Ints) -> bool:
+        """Give every row the pages for `lengths` tokens, or none if too few are free."""
+        pairs = zip(lengths, self.rows, strict=True)
+        needed = [max(0, num_pages(length) - len(held)) for length, held in pairs]
+        if sum(needed) > self.pages.num_free:
             return False
         for held, count in zip(self.rows, needed, strict=True):
-            held += self.pages.take(max(0, count))
+            held += self.pages.take(count)
         return True
 
     def remove(self, row: int) -> None:
-        """Give a row's pages back; the last row takes its place."""
+        """Give a row's pages back; the last row moves into its place."""
         self.pages.give_back(self.rows[row])
         self.rows[row] = self.rows[-1]
         del self.rows[-1]
 
-    def table(self) -> npt.NDArray[np.int32]:
-        """The pages of each row, filled up with page 0."""
+    def table(self) -> PageTable:
+        """The pages of each row, padded with page 0."""
         table = np.zeros((len(self.rows), max(map(len, self.rows))), np.int32)
         for row, held in enumerate(self.rows):
             table[row, : len(held)] = held
@@ -150,5 +149,4 @@ class PageTables:
 
 
 def num_pages(num_tokens: int) -> int:
-    """Pages that hold so many tokens."""
     return -(-int(num_tokens) // PAGE)

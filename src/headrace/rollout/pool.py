@@ -1,41 +1,46 @@
-"""All samplers as one: a group goes to the one that owes the fewest answers, and what a lost one had goes to another.
+"""All rollout workers as one sampler: a group goes to the worker with the fewest requests.
 
-A worker may be lost, join, or leave when it has done its work, at any time. Tokens that went with a lost one were paid
-for: they are booked as redone. An answer has the same noise wherever it is sampled, so at the same version it is the
-same answer.
+Workers may join, retire or be lost at any time; the orders of a lost one go to others, and its lost
+tokens are booked as redone. The noise of a request is the same on every worker, so at the same
+version the trajectory is the same, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from headrace.errors import WorkerLostError
-from headrace.roles import Sampler, Worker
+from headrace.roles import Reply, Sampler, Worker
 from headrace.types import EngineCounts, IntArray, News, Order, Prompt, Sampling, StageSpan, Trajectory
 
-ANSWER_S = 60.0  # for a question that a worker answers from memory
+Result = TypeVar("Result")
+
+ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker that takes part."""
+    """A worker of the pool, and its orders."""
 
     worker: Worker[Sampler]
-    orders: dict[str, Order] = field(default_factory=dict)  # by the id of each answer that it owes
-    sampled_tokens: int = 0  # that it told of
-    delivered_tokens: int = 0  # of finished answers
+    orders: dict[str, Order] = field(default_factory=dict)  # by id of each unfinished request
+    sampled_tokens: int = 0  # reported
+    delivered_tokens: int = 0  # of finished trajectories
     counts: EngineCounts = field(default_factory=EngineCounts)
-    leaves: asyncio.Event | None = None  # set when it owes nothing any more; it is given nothing new
+    leaves: asyncio.Event | None = None  # retiring: no new orders; set when none is left
     following: asyncio.Task[None] | None = None
 
 
 class RolloutPool:
-    """What the loop samples with.
+    """Samples trajectories for the loop.
 
-    `on_sampled(tokens)` hears of new tokens before the answers that hold them, `on_begun(serial, version)` of a group's
-    first token, `on_redone(tokens)` of tokens that were lost with a worker, `on_lost(worker, why)` of the worker.
+    Callbacks: `on_sampled(tokens)`, before the trajectories that hold them; `on_begun(serial,
+    version)` at a group's first token; `on_redone(tokens)` and `on_lost(worker, why)` when a worker
+    is lost.
     """
 
     def __init__(
@@ -49,35 +54,32 @@ class RolloutPool:
         on_redone: Callable[[int], None],
         on_lost: Callable[[Worker[Sampler], str], None],
     ) -> None:
-        self.exact = exact  # an answer has the same bits in any batch
-        self._now, self._on_span = now, on_span
-        self._on_sampled, self._on_begun, self._on_redone = on_sampled, on_begun, on_redone
-        self._on_lost = on_lost
+        self.exact = exact  # batch-invariant
+        self._now, self._on_span, self._on_sampled = now, on_span, on_sampled
+        self._on_begun, self._on_redone, self._on_lost = on_begun, on_redone, on_lost
         self._members: list[_Member] = []
-        self._waiting: list[Order] = []  # while there is nobody to give them to
+        self._waiting: list[Order] = []  # orders while there is no worker
         self._futures: dict[str, asyncio.Future[Trajectory]] = {}
-        self._past = EngineCounts()  # of workers that are gone
+        self._past = EngineCounts()  # of former workers
         self._failure: asyncio.Future[None] | None = None
 
     @property
     def workers(self) -> list[Worker[Sampler]]:
-        """Those that take part."""
         return [member.worker for member in self._members]
 
     @property
     def staying(self) -> list[Worker[Sampler]]:
-        """Those that are given work."""
+        """Workers that get new orders."""
         return [member.worker for member in self._members if member.leaves is None]
 
     @property
     def counts(self) -> EngineCounts:
-        """What all engines did so far."""
         return sum((member.counts for member in self._members), self._past)
 
-    # ---- who takes part
+    # ---- workers come and go
 
     def join(self, worker: Worker[Sampler]) -> None:
-        """A worker that holds the present version: from here on it is given work."""
+        """Add a worker that holds the current version."""
         member = _Member(worker)
         self._members.append(member)
         member.following = asyncio.create_task(self._follow(member))
@@ -86,7 +88,7 @@ class RolloutPool:
             self._give(order)
 
     def lose(self, worker: Worker[Sampler], why: str) -> None:
-        """A worker is gone, or must go: what it owes goes to others."""
+        """Remove a worker that is lost or must go; its unfinished requests go to others."""
         member = self._member(worker)
         if member is None:
             return
@@ -96,10 +98,12 @@ class RolloutPool:
         self._on_lost(worker, why)
         for order in {id(order): order for order in member.orders.values()}.values():
             owed = [i for i in range(len(order.indices)) if order.request_id(i) in member.orders]
-            self._give(_part(order, owed))
+            indices = tuple(order.indices[i] for i in owed)
+            samplings = tuple(order.samplings[i] for i in owed)
+            self._give(replace(order, indices=indices, samplings=samplings))
 
     def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
-        """Give a worker nothing more. When it owes nothing, or is lost, the event is set: then `dismiss` it."""
+        """Give a worker no more orders. The event is set when it has none left: then `dismiss` it."""
         member = self._member(worker)
         done = asyncio.Event() if member is None or member.leaves is None else member.leaves
         if member is not None:
@@ -109,27 +113,26 @@ class RolloutPool:
         return done
 
     def dismiss(self, worker: Worker[Sampler]) -> None:
-        """A worker that owes nothing ends."""
+        """Remove a worker without orders."""
         if member := self._member(worker):
             self._end(member)
 
     def fail(self, error: Exception) -> None:
-        """Nobody can go on: everyone who waits hears why."""
+        """No worker can continue: every pending future raises `error`."""
         if not self._failed().done():
             self._failed().set_exception(error)
-            self._failed().exception()  # it counts as heard: everyone who waits hears it, too
+            self._failed().exception()  # mark as retrieved: the futures below raise it, too
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
         self._futures.clear()
 
     def close(self) -> None:
-        """Follow nobody any more: what workers still sample is not heard of."""
         for member in self._members:
             if member.following is not None:
                 member.following.cancel()
 
-    # ---- what the loop asks
+    # ---- called by the loop
 
     def start(
         self,
@@ -141,10 +144,10 @@ class RolloutPool:
         attempt: int = 1,
         so_far: Mapping[int, Trajectory] | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
-        """Give a group to the worker that owes the fewest answers; each future gives its trajectory."""
+        """Give a group to the worker with the fewest unfinished requests."""
         order = Order(
             serial=serial,
-            prompt=replace(prompt, fields={}),  # a worker has no use for them, and they may not travel
+            prompt=replace(prompt, fields={}),  # workers do not need them, and they may not pickle
             samplings=tuple(samplings),
             indices=tuple(range(len(samplings))),
             counted=counted,
@@ -158,7 +161,7 @@ class RolloutPool:
         return futures
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End what is left of these groups; their futures give what was sampled so far."""
+        """End the rest of these groups; their futures give what was sampled so far."""
         for member in self._members:
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
@@ -167,48 +170,36 @@ class RolloutPool:
         for order in given_up:
             self._waiting.remove(order)
             for i, index in enumerate(order.indices):
-                never_begun = order.nothing_sampled(i, self._now())
-                known = (order.so_far or {}).get(index)
-                never_begun = never_begun if known is None else replace(known, id=never_begun.id)
-                self._futures.pop(order.request_id(i)).set_result(never_begun)
+                id, known = order.request_id(i), (order.so_far or {}).get(index)
+                unfinished = replace(known, id=id) if known else order.nothing_sampled(i, self._now())
+                self._futures.pop(id).set_result(unfinished)
 
     async def drain(self) -> None:
-        """Wait until every answer that is under way is complete."""
+        """Wait until every trajectory in flight is complete."""
         while self._futures:
             await asyncio.wait(list(self._futures.values()))
 
     async def run(self) -> None:
-        """Wait for what cannot be mended: workers sample by themselves."""
+        """Wait for a failure: workers sample by themselves."""
         await asyncio.shield(self._failed())
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished answers have so far. Call it in the device thread."""
+        """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
-        for answer in [worker.ask(Sampler.under_way) for worker in self.workers]:
-            try:
-                parts = answer.result(ANSWER_S)
-            except WorkerLostError:
-                continue
-            for serial, answers in parts.items():
-                found.setdefault(serial, {}).update(answers)
+        for groups in _results([worker.ask(Sampler.under_way) for worker in self.workers]):
+            for serial, group in groups.items():
+                found.setdefault(serial, {}).update(group)
         return found
 
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
-        """Of every engine with room, the most likely next token and its log-prob. Call it in the device thread."""
-        found = []
-        for answer in [worker.ask(Sampler.greedy, prompt) for worker in self.workers]:
-            try:
-                token = answer.result(ANSWER_S)
-            except WorkerLostError:
-                continue
-            if token is not None:
-                found.append(token)
-        return found
+        """Greedy next token and its log-prob of every engine. Call it in the device thread."""
+        replies = [worker.ask(Sampler.greedy, prompt) for worker in self.workers]
+        return [token for token in _results(replies) if token is not None]
 
     def release_cache(self) -> None:
         """Free every engine's KV cache until it decodes again. Call it in the device thread."""
-        for answer in [worker.ask(Sampler.release_cache) for worker in self.workers]:
-            answer.result(ANSWER_S)
+        for reply in [worker.ask(Sampler.release_cache) for worker in self.workers]:
+            reply.result(ANSWER_S)
 
     # ---- inside
 
@@ -217,7 +208,7 @@ class RolloutPool:
 
     def _end(self, member: _Member) -> None:
         self._members.remove(member)
-        member.worker.kill()  # what it still has to say must not be heard
+        member.worker.kill()  # nothing that it still sends may be booked
         if member.following is not None and member.following is not asyncio.current_task():
             member.following.cancel()
         if member.leaves is not None:
@@ -231,16 +222,15 @@ class RolloutPool:
             return
         member = min(staying, key=lambda m: len(m.orders))
         member.orders |= {order.request_id(i): order for i in range(len(order.indices))}
-        member.worker.ask(Sampler.take, [order])  # if it is lost before it hears this, whoever follows it finds out
+        member.worker.ask(Sampler.take, [order])  # `_follow` sees it if the worker is lost
 
     async def _follow(self, member: _Member) -> None:
-        """Hear a worker out, for as long as it lives."""
         try:
             while True:
                 self._hear(member, await member.worker.ask(Sampler.news))
         except WorkerLostError as lost:
             self.lose(member.worker, str(lost))
-        except Exception as error:  # the engine's own, which another worker would meet as well
+        except Exception as error:  # of the engine: another worker would raise it, too
             self.fail(error)
 
     def _hear(self, member: _Member, news: News) -> None:
@@ -255,8 +245,9 @@ class RolloutPool:
         for trajectory in news.finished:
             order = member.orders.pop(trajectory.id)
             if order.counted:
-                known = (order.so_far or {}).get(trajectory.index)  # sampled elsewhere
-                member.delivered_tokens += trajectory.num_sampled_tokens - (known.num_sampled_tokens if known else 0)
+                member.delivered_tokens += trajectory.num_sampled_tokens
+                if known := (order.so_far or {}).get(trajectory.index):  # sampled by another worker
+                    member.delivered_tokens -= known.num_sampled_tokens
             future = self._futures.pop(trajectory.id)
             if not future.done():
                 future.set_result(trajectory)
@@ -269,9 +260,8 @@ class RolloutPool:
         return self._failure
 
 
-def _part(order: Order, places: list[int]) -> Order:
-    return replace(
-        order,
-        samplings=tuple(order.samplings[i] for i in places),
-        indices=tuple(order.indices[i] for i in places),
-    )
+def _results(replies: Sequence[Reply[Result]]) -> Iterator[Result]:
+    """Of the workers that are not lost."""
+    for reply in replies:
+        with suppress(WorkerLostError):
+            yield reply.result(ANSWER_S)

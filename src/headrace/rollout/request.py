@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out."""
+"""Input and output of an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.types import FinishReason, FloatArray, IntArray, Replay, Sampling,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation to make.
+    """One sequence to sample.
 
     Example:
         Request(id="40:train-17/3", sampling=Sampling(max_new_tokens=64), seed=81985529216486895)
@@ -18,16 +18,17 @@ class Request:
     id: str
     sampling: Sampling
     seed: int
-    counted: bool = True  # whether its tokens enter the books; evaluation's do not
+    counted: bool = True  # in the ledger; False for evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What came of a request: only the sampled tokens, with where in the sequence each version sampled.
+    """The sampled tokens of a request; `spans` are the positions that each version sampled.
 
     Example:
         Generation(id="40:train-17/3", token_ids=[7, 6, 1], logprobs=[-.1, -.9, -.2],
-            spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS, started_s=3.1, finished_s=3.4)
+            spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS,
+            started_s=3.1, finished_s=3.4)
     """
 
     id: str

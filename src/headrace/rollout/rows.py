@@ -1,11 +1,11 @@
-"""The state of the running sequences, one row each, as arrays: a decode step costs no Python per sequence."""
+"""The state of the running sequences, one row each, in arrays: no Python loop per decode step."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,76 +13,79 @@ import numpy.typing as npt
 from headrace.rollout.request import Generation, Request
 from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Sampling, Span
 
+Ints = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+Column = TypeVar("Column")
+
 GROWTH_TOKENS = 64
-CONTEXT = 8  # tokens before a sampled one that tell which will be next
+CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
 
 STATE = np.dtype(  # of a running sequence
     [
         ("length", np.int64),  # prompt and sampled tokens
-        ("sampled", np.int64),
+        ("sampled", np.int64),  # number of sampled tokens
         ("limit", np.int64),  # of sampled tokens
         ("seed", np.uint64),
         ("temperature", np.float32),
         ("truncates", np.bool_),
         ("has_stop", np.bool_),
         ("counted", np.bool_),
-        ("began_s", np.float64),  # its present stretch of decoding
-        ("family", np.uint64),
-        ("learned", np.int64),
+        ("began_s", np.float64),  # of decoding since it was last resumed
+        ("prompt_key", np.uint64),
+        ("learned", np.int64),  # sampled tokens that the drafter has seen
         ("tail", np.int64, (CONTEXT,)),  # the prompt's last tokens
     ],
-    align=True,  # torch takes a column only if its stride is a multiple of its items
+    align=True,  # torch needs a stride that is a multiple of the item size
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Up to K tokens for each of n rows, with what they were chosen among where sampling truncates.
+    """Up to K tokens for each of n rows, with their supports where a row truncates.
+
+    A support is the set of tokens that top-k, top-p and min-p leave.
 
     Example:
         Burst(tokens=[[7, 4], [1, 0]], logprobs=[[-.1, -.9], [-.2, 0.]], counts=[2, 1])
     """
 
-    tokens: npt.NDArray[np.int64]  # [K, n]
+    tokens: Ints  # [K, n]
     logprobs: npt.NDArray[np.float32]  # [K, n] of the distribution sampled from
-    counts: npt.NDArray[np.int64]  # [n] how many of a row's tokens are valid
-    supports: npt.NDArray[np.object_] | None = None  # [K, n] token ids, or None where a row does not truncate
-    routes: RouteArray | None = None  # [K, n, L, experts] of the tokens that each step started from
+    counts: Ints  # [n] how many of a row's tokens are valid
+    supports: npt.NDArray[np.object_] | None = None  # [K, n] token ids, or None
+    routes: RouteArray | None = None  # [K, n, L, experts] of the tokens each step started from
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """What of a running sequence never changes, and the sampling subsets it collects."""
+    """What never changes of a running sequence, and the supports it collects."""
 
     request: Request
     prompt: IntArray
     started_s: float
     routes: RouteArray  # of the prompt's tokens
-    order: int  # of its start: rows move about
+    order: int  # of its start, because rows move
     supports: list[IntArray] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A row without its cache, with everything it sampled; it can go on later as if nothing had happened."""
+    """A parked (preempted) row: all it sampled, without its KV cache. It can be resumed exactly."""
 
     sequence: _Sequence
     sampled: npt.NDArray[np.void]  # token, logprob and version of each
-    routes: RouteArray  # of all tokens but the newest, the prompt's too
-    decoded_s: float  # of the stretch it was decoding in
+    routes: RouteArray  # of all tokens but the newest, with the prompt's
+    decoded_s: float  # time used of `max_wall_s`
 
     @property
     def request(self) -> Request:
-        """Whose row it is."""
         return self.sequence.request
 
     @property
     def longest(self) -> int:
-        """Tokens the sequence may become."""
         return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
 
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
-        """What its request gets back if it ends here."""
         return Generation(
             id=self.request.id,
             token_ids=self.sampled["token"].astype(np.int32),
@@ -98,7 +101,8 @@ class Parked:
         supports, routes, ids, offsets = self.sequence.supports, None, None, None
         if supports:
             ids = np.concatenate(supports)
-            offsets = np.concatenate([[0], np.cumsum([len(subset) for subset in supports])]).astype(np.int64)
+            ends = np.cumsum([len(support) for support in supports])
+            offsets = np.concatenate([[0], ends]).astype(np.int64)
         if self.routes.shape[1]:
             routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
         if ids is None and routes is None:
@@ -106,17 +110,35 @@ class Parked:
         return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
 
 
-class Rows:
-    """Running sequences 0..n-1: the state of each, and a table `[rows, tokens]` of what they sampled. Both grow.
+class _Column(Generic[Column]):
+    """A field of STATE as an array over the rows in use. It is a view: writing to it changes the rows."""
 
-    The table has token, log-prob, version and experts `[L, K]`; a dense model has none: its L and K are 0. The experts
-    of a token are known one step after it was sampled, when it was computed with.
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, rows: Rows, owner: type[Rows]) -> Column:
+        return cast(Column, rows.states[self._name])
+
+
+class Rows:
+    """Running sequences 0..n-1: their state, and a table `[rows, tokens]` of what they sampled.
+
+    The table has token, log-prob, version and experts `[L, K]`; L and K are 0 for a dense model.
+    The experts of a token are known one step after it was sampled, when the model has computed it.
     """
+
+    lengths = _Column[Ints]("length")
+    sampled = _Column[Ints]("sampled")
+    learned = _Column[Ints]("learned")
+    seeds = _Column[Keys]("seed")
+    prompt_keys = _Column[Keys]("prompt_key")
+    temperatures = _Column[npt.NDArray[np.float32]]("temperature")
+    counted = _Column[BoolArray]("counted")
 
     def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
         self.samplings: list[Sampling] = []
         self._sequences: list[_Sequence] = []
-        self._started = 0  # rows, ever
+        self._started = 0  # rows in total
         self._all_states = np.zeros(0, STATE)
         fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
         self._table = np.zeros((0, 0), [*fields, ("routes", routes_dtype, routes_shape)])
@@ -125,85 +147,48 @@ class Rows:
         return len(self._sequences)
 
     @property
-    def _states(self) -> npt.NDArray[np.void]:
+    def states(self) -> npt.NDArray[np.void]:
         return self._all_states[: len(self)]
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sequence so far."""
-        return self._states["length"]
-
-    @property
-    def seeds(self) -> npt.NDArray[np.uint64]:
-        """Of each request."""
-        return self._states["seed"]
-
-    @property
-    def temperatures(self) -> npt.NDArray[np.float32]:
-        """Of each request."""
-        return self._states["temperature"]
-
-    @property
     def plain(self) -> bool:
-        """Whether every row samples from its whole distribution."""
-        return not self._states["truncates"].any()
+        """Whether no row truncates (top-k, top-p, min-p)."""
+        return not self.states["truncates"].any()
 
     @property
-    def counted(self) -> BoolArray:
-        """Whether each request's tokens enter the books."""
-        return self._states["counted"]
+    def left(self) -> Ints:
+        return self.states["limit"] - self.sampled
 
     @property
-    def families(self) -> npt.NDArray[np.uint64]:
-        """A number for the prompt of each sequence: the same for its siblings, and in every epoch."""
-        return self._states["family"]
-
-    @property
-    def sampled(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sequence that were sampled."""
-        return self._states["sampled"]
-
-    @property
-    def learned(self) -> npt.NDArray[np.int64]:
-        """How many of them the drafter has seen; it keeps the count."""
-        return self._states["learned"]
-
-    @property
-    def left(self) -> npt.NDArray[np.int64]:
-        """Tokens that each sequence may still sample."""
-        left: npt.NDArray[np.int64] = self._states["limit"] - self.sampled
-        return left
-
-    @property
-    def last_tokens(self) -> npt.NDArray[np.int64]:
-        """The newest token of each sequence."""
+    def last_tokens(self) -> Ints:
         return self._table["token"][np.arange(len(self)), self.sampled - 1]
 
     @property
     def longest_possible(self) -> int:
-        """Tokens of the longest sequence any row may still become."""
+        """Most tokens that any row can reach."""
         return int((self.lengths + self.left).max()) if len(self) else 0
 
-    def contexts(self, rows: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The tokens `[.., CONTEXT]` that stand before the sampled token `at` of each of the rows."""
+    def contexts(self, rows: Ints, at: Ints) -> Ints:
+        """The tokens `[.., CONTEXT]` before sampled token `at` of each of `rows`."""
         places = at[:, None] + np.arange(-CONTEXT, 0)
-        sampled, tails = self._table["token"][rows[:, None], np.maximum(places, 0)], self._states["tail"]
-        found: npt.NDArray[np.int64] = np.where(places < 0, tails[rows[:, None], np.minimum(places, -1)], sampled)
+        sampled = self._table["token"][rows[:, None], np.maximum(places, 0)]
+        tails = self.states["tail"][rows[:, None], np.minimum(places, -1)]
+        found: Ints = np.where(places < 0, tails, sampled)
         return found
 
-    def tokens_at(self, rows: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sampled token `at` of each of the rows."""
+    def tokens_at(self, rows: Ints, at: Ints) -> Ints:
         return self._table["token"][rows, at]
 
     def add(self, prompt: IntArray, requests: list[Request], now_s: float, routes: RouteArray) -> None:
-        """Append rows for the requests of one prompt, with nothing sampled yet. `routes` are the prompt's."""
+        """Append rows for `requests` of one prompt, with nothing sampled yet."""
         n, more = len(self), len(requests)
         if n + more > len(self._all_states):
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
-        self._sequences += [_Sequence(r, prompt, now_s, routes, self._started + i) for i, r in enumerate(requests)]
-        self._started += more
+        for request in requests:
+            self._sequences.append(_Sequence(request, prompt, now_s, routes, self._started))
+            self._started += 1
         self.samplings += [r.sampling for r in requests]
-        new = self._states[n:]
+        new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
         new["limit"] = [r.sampling.max_new_tokens for r in requests]
         new["seed"] = [r.seed for r in requests]
@@ -212,14 +197,14 @@ class Rows:
         new["has_stop"] = [bool(r.sampling.stop) for r in requests]
         new["counted"] = [r.counted for r in requests]
         new["began_s"] = now_s
-        new["family"], new["tail"] = family_number(prompt), before(prompt)[-1]
+        new["prompt_key"], new["tail"] = prompt_key(prompt), contexts_of(prompt)[-1]
 
     def append(self, first: int, burst: Burst, version: int) -> None:
-        """The tokens of a burst for the rows from `first` on."""
+        """Append the tokens of `burst` to the rows from `first` on."""
         most = int((self.sampled[first : first + len(burst.counts)] + burst.counts).max())
         if most > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * self._table.shape[1], most))
-        fresh = self._states[first : first + len(burst.counts)]
+        fresh = self.states[first : first + len(burst.counts)]
         steps, columns = np.nonzero(np.arange(len(burst.tokens))[:, None] < burst.counts)
         rows, at = columns + first, fresh["sampled"][columns] + steps
         self._table["token"][rows, at] = burst.tokens[steps, columns]
@@ -229,18 +214,20 @@ class Rows:
             self._table["routes"][rows, at - 1] = burst.routes[steps, columns]
         if burst.supports is not None:
             for column in np.flatnonzero(fresh["truncates"]):
-                self._sequences[first + column].supports.extend(burst.supports[: burst.counts[column], column])
+                supports = burst.supports[: burst.counts[column], column]
+                self._sequences[first + column].supports.extend(supports)
         fresh["sampled"] += burst.counts
         fresh["length"] += burst.counts
 
     def end(self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
-        """Which rows end within the burst they just got, and why; what they have beyond their end is cut off."""
-        fresh, found = self._states[first : first + len(burst.counts)], {}
+        """The rows that end within `burst`, and why; tokens beyond their end are removed."""
+        fresh, found = self.states[first : first + len(burst.counts)], {}
         had = fresh["sampled"] - burst.counts
         counts = np.minimum(burst.counts, fresh["limit"] - had)
         for column in np.flatnonzero(fresh["sampled"] >= fresh["limit"]).tolist():
             found[column] = FinishReason.LENGTH
-        is_eos = (burst.tokens[..., None] == list(eos_ids)).any(-1) & (np.arange(len(burst.tokens))[:, None] < counts)
+        valid = np.arange(len(burst.tokens))[:, None] < counts
+        is_eos = (burst.tokens[..., None] == list(eos_ids)).any(-1) & valid
         for column in np.flatnonzero(is_eos.any(0)).tolist():
             counts[column] = is_eos[:, column].argmax() + 1
             found[column] = FinishReason.EOS
@@ -250,62 +237,60 @@ class Rows:
                     counts[column], found[column] = count, FinishReason.STOP
                     break
         for column in found:
-            self._cut(first + column, int(had[column] + counts[column]))
+            count = int(had[column] + counts[column])
+            fresh["length"][column] -= fresh["sampled"][column] - count
+            fresh["sampled"][column] = count
+            del self._sequences[first + column].supports[count:]
         return {first + column: finish for column, finish in found.items()}
 
     def _stops(self, row: int, count: int, tokenizer: Any) -> bool:
-        """Whether a stop string ends inside the last of `count` tokens: decode just enough of the tail to see it."""
+        """Whether a stop string ends in the last of `count` tokens; decodes only the tail it needs."""
         stops = self.samplings[row].stop
         window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
         tail = tokenizer.decode(self._table["token"][row, max(0, count - window) : count])
         return any(s in tail for s in stops)
 
-    def _cut(self, row: int, count: int) -> None:
-        """Forget what the row sampled after so many tokens."""
-        state = self._all_states[row]
-        state["length"] -= state["sampled"] - count
-        state["sampled"] = count
-        del self._sequences[row].supports[count:]
-
     def youngest(self) -> int:
-        """The row that started last."""
         return max(range(len(self)), key=lambda row: self._sequences[row].order)
 
     def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
-        """The rows that have been decoding for so long, the longest first. A score must not depend on the clock, so
-        what is not counted (evaluation) is never among them.
+        """Rows that have decoded for `max_wall_s`, the longest first.
+
+        Only `counted` ones: the score of an evaluation must not depend on the clock.
         """
-        decoded_s = np.where(self.counted, now_s - self._states["began_s"], -np.inf)
+        decoded_s = np.where(self.counted, now_s - self.states["began_s"], -np.inf)
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
 
     def park(self, row: int, now_s: float) -> Parked:
-        """The row's state, to be resumed later; the row itself stays until it is removed."""
+        """The state to resume the row from; the row itself stays until `remove`."""
         sampled = self._table[row, : self.sampled[row]].copy()
-        decoded_s = now_s - float(self._states["began_s"][row])
+        decoded_s = now_s - float(self.states["began_s"][row])
         return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
 
     def parked(self, prompt: IntArray, request: Request, so_far: Generation) -> Parked:
-        """A row that another process had, from what it had sampled."""
+        """The parked row of a request that sampled `so_far` in another process."""
         count, replay = len(so_far.token_ids), so_far.replay or Replay()
         sampled = np.zeros(count, self._table.dtype)
         sampled["token"], sampled["logprob"] = so_far.token_ids, so_far.logprobs
         for span in so_far.spans:
             sampled["version"][span.start - len(prompt) : span.end - len(prompt)] = span.version
-        routes = np.zeros((len(prompt) + count, *self._table["routes"].shape[2:]), self._table["routes"].dtype)
-        if replay.routes is not None:
-            routes = replay.routes
+        routes = replay.routes
+        if routes is None:
+            empty = self._table["routes"]
+            routes = np.zeros((len(prompt) + count, *empty.shape[2:]), empty.dtype)
         supports: list[IntArray] = []
         if replay.support_ids is not None and replay.support_offsets is not None:
             supports = np.split(replay.support_ids, replay.support_offsets[1:-1])
-        sequence = _Sequence(request, prompt, so_far.started_s, routes[: len(prompt)], self._started, supports)
+        started_s, prompt_routes = so_far.started_s, routes[: len(prompt)]
+        sequence = _Sequence(request, prompt, started_s, prompt_routes, self._started, supports)
         self._started += 1
         return Parked(sequence, sampled, routes[:-1], 0.0)
 
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
-        """Append a row that was parked. `routes` are those of all its tokens, now that the newest is computed too.
+        """Append a parked row. `routes` are of all its tokens, the newest included.
 
-        Its stretch of decoding goes on where it was: the time since then is not in it.
+        The time that it was parked does not count towards `max_wall_s`.
         """
         row, count, sequence = len(self), len(parked.sampled), parked.sequence
         self.add(sequence.prompt, [parked.request], now_s - parked.decoded_s, sequence.routes)
@@ -318,54 +303,51 @@ class Rows:
         self.lengths[row] += count
 
     def sequence(self, row: int) -> IntArray:
-        """Prompt and sampled tokens."""
         sampled = self._table["token"][row, : self.sampled[row]].astype(np.int32)
         return np.concatenate([self._sequences[row].prompt, sampled])
 
     def routes(self, row: int) -> RouteArray:
         """Experts of prompt and sampled tokens, all but the newest."""
-        return np.concatenate([self._sequences[row].routes, self._table["routes"][row, : self.sampled[row] - 1]])
+        sampled = self._table["routes"][row, : self.sampled[row] - 1]
+        return np.concatenate([self._sequences[row].routes, sampled])
 
     def request_id(self, row: int) -> str:
-        """Whose row it is."""
         return self._sequences[row].request.id
 
-    def generation(self, row: int, finish: FinishReason, now_s: float) -> Generation:
-        """What the row's request gets back."""
-        return self.park(row, now_s).generation(finish, now_s)
-
     def remove(self, row: int) -> None:
-        """Drop a row; the last row moves into its place."""
+        """Remove a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
             count = self.sampled[last]
             self._table[row, :count] = self._table[last, :count]
-            self._states[row] = self._states[last]
+            self.states[row] = self.states[last]
         self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
         del self._sequences[last], self.samplings[last]
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
-        """Zeros take no memory until they are written to, so a long sequence does not make the others longer."""
-        states, table = np.zeros(num_rows, STATE), np.zeros((num_rows, num_tokens), self._table.dtype)
+        """Pages of zeros take no memory until written, so one long sequence costs little."""
+        states = np.zeros(num_rows, STATE)
+        table = np.zeros((num_rows, num_tokens), self._table.dtype)
         states[: len(self._all_states)] = self._all_states
         for row, count in enumerate(self.sampled):
             table[row, :count] = self._table[row, :count]
         self._all_states, self._table = states, table
 
 
-def before(tokens: IntArray) -> npt.NDArray[np.int64]:
-    """For each place in a sequence, and the one after its end, the CONTEXT tokens before it `[T + 1, CONTEXT]`."""
+def contexts_of(tokens: IntArray) -> Ints:
+    """The CONTEXT tokens before each position and before the end `[T + 1, CONTEXT]`."""
     padded = np.concatenate([np.full(CONTEXT, -1), tokens]).astype(np.int64)
     return np.lib.stride_tricks.sliding_window_view(padded, CONTEXT)
 
 
-def family_number(prompt: IntArray) -> np.uint64:
-    """The same for every sample of the prompt, in every epoch and every process."""
+def prompt_key(prompt: IntArray) -> np.uint64:
+    """A hash of the prompt: the same for all its samples, epochs and processes."""
     digest = hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:
-    """Run-length of the versions, as spans that begin at sequence position `start`."""
+    """Runs of equal `versions` as spans; the first begins at position `start`."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return tuple(Span(version=int(versions[a]), start=start + a, end=start + b) for a, b in pairwise(cuts) if b > a)
+    runs = [(a, b) for a, b in pairwise(cuts) if b > a]
+    return tuple(Span(version=int(versions[a]), start=start + a, end=start + b) for a, b in runs)

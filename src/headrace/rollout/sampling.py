@@ -1,8 +1,8 @@
-"""From logits to a token, its log-prob and the tokens it was chosen among.
+"""From logits to a token, its log-prob and its support (the tokens that top-k, top-p, min-p leave).
 
-What a request samples depends on its own seed, its own position and its own logits: one uniform number per token
-comes from a counter-based hash, so neither the order nor the company of requests in a batch matters.
-n requests, V vocabulary.
+What a request samples depends only on its seed, its position and its logits, because each token's
+uniform number comes from a counter-based hash. Order and size of the batch do not matter. n
+requests, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from headrace import kernels
 from headrace.types import Sampling
 
 if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.softmax import draw_tokens
-    from headrace.kernels.truncation import truncated
+    from headrace.kernels.softmax import draw_tokens, truncated
 
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in (0, 1) for each (seed, position): the splitmix64 finaliser over both."""
+    """A number in (0, 1) for each (seed, position): the splitmix64 finaliser over both."""
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * MIX[2]
     for _ in range(2):
         x = (x ^ (x >> np.uint64(30))) * MIX[0]
@@ -36,14 +35,14 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 
 def request_seed(*parts: int) -> int:
-    """A 64-bit seed from run seed, group serial and sample index: neighbours are unrelated."""
+    """A 64-bit seed from run seed, group serial and sample index; neighbours are unrelated."""
     seed = np.random.SeedSequence(parts).generate_state(2, np.uint32)
     return int(seed[0]) << 32 | int(seed[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The outcome for n requests; `allowed` is there when any of them truncates."""
+    """A token for each of n requests; `allowed` is None if no request truncates."""
 
     tokens: Tensor  # [n]
     logprobs: Tensor  # [n] of the distribution sampled from
@@ -51,9 +50,9 @@ class Draw:
 
 
 def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
-    """Sample one token per row by inverting the cumulative distribution at the row's uniform number."""
+    """Sample a token per row by inverse CDF at `uniforms_n`; a temperature of 0 is greedy."""
     device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
-    kinds = {id(s): s for s in samplings}.values()  # a few, and looking at an object's id is quick
+    kinds = {id(s): s for s in samplings}.values()  # few different ones, and an id is fast
     truncates = any(s.truncates for s in kinds)
     if logits_nV.is_cuda and kernels.AVAILABLE:
         return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
@@ -64,10 +63,10 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
-    # float64, because a float32 sum over 150,000 tokens would move rare tokens' probabilities
+    # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None]).squeeze(1)
-    tokens = tokens.clamp(max=logits.shape[1] - 1)  # among NaNs nothing is found; the log-prob will tell
+    tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the log-prob is NaN
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if any(s.temperature == 0.0 for s in kinds):
         greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
@@ -80,14 +79,15 @@ def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, tr
     temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
     logits, allowed = logits.contiguous(), None
     if truncates:
-        limits = [[s.top_k for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings]]
-        logits = truncated(logits, temperatures, *(torch.tensor(column, device=logits.device) for column in limits))
+        columns = zip(*((s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
+        limits = [torch.tensor(column, device=logits.device) for column in columns]
+        logits = truncated(logits, temperatures, *limits)
         allowed = torch.isfinite(logits)
     return Draw(*draw_tokens(logits, uniforms, temperatures), allowed)
 
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
-    """Which tokens survive top-k, then top-p, then min-p: the order in which `transformers` and vLLM apply them."""
+    """Tokens left by top-k, then top-p, then min-p: the order of `transformers` and vLLM."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=logits.device)[:, None]
@@ -97,8 +97,8 @@ def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
     keep = torch.arange(vocab, device=logits.device)[None] < top_k
     probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
-    # a token stays when the likelier ones before it hold less than top_p, so the likeliest always stays
-    # (and a top_p of 1 cuts nothing, though rounding may bring the sum to 1 before the last token)
+    # a token stays if those before it hold less than top_p, so the most likely one always stays;
+    # a top_p of 1 excludes nothing, although rounding may bring the sum to 1 before the last token
     top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
     keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
     keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
