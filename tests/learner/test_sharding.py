@@ -205,7 +205,7 @@ def logprobs(sharding: Sharding | None, directory: Path, groups: list[Group]) ->
     order = [*items[first:], *items[:first]]
     batch = pack(order, policy.device)
     with torch.no_grad():
-        found = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)
+        found, _ = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)
     parts = found.split([item.trajectory.num_sampled_tokens for item in order])
     return [parts[order.index(item)].numpy() for item in items]
 

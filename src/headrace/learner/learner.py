@@ -136,7 +136,7 @@ class Learner:
                 continue
             batch = pack(items, self.policy.device)
             support = batch.support if self.section.kl_in == "reward" else None
-            logprobs = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
+            logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
             for item, values in zip(items, logprobs.float().cpu().split(counts), strict=True):
                 found[item.trajectory.id] = values.numpy()
@@ -194,7 +194,7 @@ class Learner:
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens: over the sampling support, and over the vocabulary."""
-        return self.policy.both_logprobs(
+        return self.policy.logprobs(
             batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
         )
 
@@ -244,6 +244,6 @@ def _take_part(policy: Policy, *, backward: bool = False) -> None:
     """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
     tokens, second = torch.zeros(2, dtype=torch.int64, device=policy.device), torch.tensor([1], device=policy.device)
     with torch.set_grad_enabled(backward):
-        logprobs = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
+        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
         if backward:
             logprobs.backward(torch.zeros_like(logprobs))

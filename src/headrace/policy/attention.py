@@ -1,7 +1,8 @@
-"""One attention function for training and decoding, registered with `transformers` under the name `headrace`.
+"""One attention function for training and decoding, registered with `transformers` as `headrace`.
 
-Every forward pass of the policy, in the engine and in the learner, has its tokens in one row `[1, T]` and a *plan* that
-knows which of them belong together. The model definition is that of `transformers`; only the plan differs.
+Every forward pass of the policy, in the engine and in the learner, has its tokens in one row
+`[1, T]` (packed sequences) and a *plan* that knows which of them belong together. The model
+definition is that of `transformers`; only the plan differs.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def _attention(
     return plan.attend(layer, q_THD, k_TJD, v_TJD, scaling, sliding_window or 0)[None], None
 
 
-# No mask function is registered beside it: `transformers` then builds no masks, and the plan is the only authority.
+# Without a mask function beside it, `transformers` builds no masks: the plan alone decides.
 AttentionInterface.register(NAME, _attention)
 
 
 class _Regroup(torch.autograd.Function):
-    """The rows `index` of `x`. `back` is its inverse: the backward pass is a gather too, not a slow scatter-add.
+    """The rows `index` of `x`. `back` is its inverse: the backward pass is a gather, not a slow scatter-add.
 
     Rows of `x` that `index` does not name are in `unused`, and get a gradient of zero.
     """
@@ -79,7 +80,6 @@ class _Rectangles:
     pad: Tensor  # [P] the token of the row at each place; padding repeats one
     unpad: Tensor  # [T] the place of each token of the row
     padding: Tensor  # which of the P places are padding
-    nothing: Tensor  # empty
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> _Rectangles:
@@ -99,9 +99,8 @@ class _Rectangles:
         first = np.concatenate([[True], pad[1:] != pad[:-1]])
         unpad = np.empty(sum(lengths), np.int64)
         unpad[pad[first]] = np.flatnonzero(first)
-        arrays = (pad, unpad, np.flatnonzero(~first), np.empty(0, np.int64))
-        pad_P, unpad_T, padding, nothing = (torch.from_numpy(x).to(device) for x in arrays)
-        return cls(shapes, pad_P, unpad_T, padding, nothing)
+        arrays = (pad, unpad, np.flatnonzero(~first))
+        return cls(shapes, *(torch.from_numpy(x).to(device) for x in arrays))
 
 
 class PackedPlan:
@@ -136,21 +135,21 @@ class PackedPlan:
         if min(self.lengths) == self.longest:
             return attend(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
         r = self._rectangles
-        q, k, v = (_Regroup.apply(x, r.pad, r.unpad, r.nothing) for x in (q_THD, k_TJD, v_TJD))  # type: ignore[no-untyped-call]
+        regroup: Any = _Regroup.apply
+        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in (q_THD, k_TJD, v_TJD))
         sizes = [count * longest for count, longest in r.shapes]
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
-        outs = [attend(qs, ks, vs, shape, scale, window) for qs, ks, vs, shape in parts]
-        return _Regroup.apply(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-untyped-call, no-any-return]
+        outs = [attend(*part, scale, window) for part in parts]
+        return regroup(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-any-return]
 
     @cached_property
     def _rectangles(self) -> _Rectangles:
         return _Rectangles.of(self.lengths, self._device)
 
     def blocks(self, tokens: int) -> Blocks:
-        """The sequences in blocks of `tokens` tokens."""
         if tokens not in self._cut:
-            starts = [0, *np.cumsum(self.lengths)[:-1].tolist()]
-            self._cut[tokens] = Blocks.of([0] * len(self.lengths), self.lengths, starts, tokens, self._device)
+            lengths, starts = self.lengths, [0, *np.cumsum(self.lengths)[:-1].tolist()]
+            self._cut[tokens] = Blocks.of([0] * len(lengths), lengths, starts, tokens, self._device)
         return self._cut[tokens]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,6 @@ from headrace.config import LearnerSection, ModelSection
 from headrace.errors import HeadraceError, ModelError
 from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan
-from headrace.policy.exact_body import ExactBody
 from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
@@ -80,9 +80,9 @@ class Policy:
         self._family: FamilyBody | None = None
         self.shards: Shards | None = None
         if in_family(self.body):
-            kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
+            kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
-            self._family = kind(self.body, exact=exact, recomputing=recomputing)
+            self._family = kind(self.body, recomputing=recomputing)
             self._family.fits_kernels &= not self.adapted  # they would compute with the model's own weights alone
         check_weights(self)
         if exact:
@@ -90,8 +90,9 @@ class Policy:
         with _without_dropout(model):
             self.num_kv_heads, self.head_size, self.value_size, self.unchecked = check_same(self)
             if exact:
-                if self.device.type == "cuda":
-                    check_rows(self._products(), self.head_weight)
+                if self.device.type == "cuda" and self._family is not None:
+                    head = partial(F.linear, weight=self.head_weight), self.head_weight.shape[1]
+                    check_rows({"the output head": head, **self._family.products()}, self.head_weight)
                 check_same_bits(self)
 
     @property
@@ -137,23 +138,11 @@ class Policy:
         temperature: float,
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
-    ) -> Tensor:
-        """Log-probs of the tokens at positions `at` (never a sequence's first), given the tokens before them.
-
-        Over `support`, if given. `routes_TLK` names the experts of each token; without it the model chooses.
-        """
-        return self.both_logprobs(token_ids_T, plan, at, temperature, support, routes_TLK)[0]
-
-    def both_logprobs(
-        self,
-        token_ids_T: Tensor,
-        plan: PackedPlan,
-        at: Tensor,
-        temperature: float,
-        support: Support | None = None,
-        routes_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, and the same over the whole vocabulary."""
+        """Log-probs of the tokens at positions `at` (never a sequence's first): over `support`, and over all.
+
+        Without a support the two are one. `routes_TLK` names the experts of each token; without it the model chooses.
+        """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
         def compute() -> tuple[Tensor, Tensor]:
@@ -164,7 +153,7 @@ class Policy:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
     def shard(self, mesh: DeviceMesh) -> Shards:
-        """Shard the weights over the mesh (FSDP). From now on every rank takes part in every pass, with own tokens."""
+        """Shard the weights over `mesh` (FSDP). From now on every rank takes part in every pass."""
         if self.exact and self.device.type == "cuda":
             raise ModelError(
                 f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute with "
@@ -172,12 +161,13 @@ class Policy:
             )
         if self._family is not None:
             self._family.go_through_modules()
-        self.shards = Shards(self.model, _layers(self.body, self.num_layers), self.dtype, mesh)
+        lists = (m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers)
+        self.shards = Shards(self.model, next(lists, ()), self.dtype, mesh)
         return self.shards
 
     @property
     def _linear(self) -> Linear:
-        return exact_cpu.linear if self.exact and self.device.type == "cpu" else nn.functional.linear
+        return exact_cpu.linear if self.exact and self.device.type == "cpu" else F.linear
 
     def checkpoint_activations(self) -> None:
         if self._family is not None:
@@ -192,20 +182,21 @@ class Policy:
 
     @quiet_transformers()
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a model directory for `transformers`, with `weights` in place of sharded ones. Adapters are merged."""
+        """Write a model directory, with `weights` in place of sharded ones. Adapters are merged."""
         with self.stock_attention():
             if self.adapted:
                 weights = load_optional(*PEFT).merged_weights(
                     self.model, weights or dict(self.model.named_parameters())
                 )
             if weights is not None:
-                weights = weights | _kept_buffers(self.model)
+                # and what is saved besides: buffers such as the bias of DeepSeek's routers
+                names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+                weights = weights | {k: v for k, v in self.model.state_dict().items() if k not in names}
             self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
-        """Inside, the model computes with `transformers`' own attention; afterwards with ours."""
         self.model.set_attn_implementation("eager")
         try:
             yield
@@ -214,7 +205,7 @@ class Policy:
 
     @property
     def in_family(self) -> bool:
-        """Whether the layers run on our own path between the matrices, not through `transformers`' modules."""
+        """Whether the layers run in our own forward pass, not through the modules of `transformers`."""
         return self._family is not None
 
     def _prepare_exact(self) -> None:
@@ -241,12 +232,6 @@ class Policy:
         elif self.routers.num_layers:
             self.model.set_experts_implementation("eager")  # the one that goes through F.linear
 
-    def _products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """Every GEMM of the policy: name -> function, width of its input."""
-        assert self._family is not None
-        head = partial(nn.functional.linear, weight=self.head_weight)
-        return {"the output head": (head, self.head_weight.shape[1]), **self._family.products()}
-
 
 @contextmanager
 def _without_dropout(model: Any) -> Iterator[None]:
@@ -256,18 +241,6 @@ def _without_dropout(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model saves besides its weights, such as the bias of DeepSeek's routers."""
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
-
-
-def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The model's layers: the outermost list of `num_layers` modules."""
-    lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    return list(lists[0]) if lists else []
 
 
 def resolve_device(name: str) -> torch.device:
@@ -311,7 +284,7 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
 
 
 def _check_architecture(path: Path) -> None:
-    """Refuse what `transformers` does not know as a causal LM: its own message would list all that it knows."""
+    """Refuse what is no causal LM to `transformers`: its own message would list all that it knows."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
