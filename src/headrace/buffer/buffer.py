@@ -18,9 +18,8 @@ OnDrop = Callable[[list[tuple[Trajectory, str]], Group, bool], None]
 class Buffer:
     """Groups on their way from generation to training.
 
-    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next` gives it
-    to the learner. `on_drop(trajectories with reasons, their group, was_buffered)` is called for
-    every drop.
+    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next`. For every
+    drop `on_drop(trajectories with reasons, their group, was_buffered)` is called.
     """
 
     def __init__(
@@ -93,10 +92,7 @@ class Buffer:
             self.in_flight[serial] = version
 
     async def put(self, group: Group) -> bool:
-        """A group is generated and scored. Returns whether it was buffered.
-
-        A group of an attempt that a restart has replaced is ignored.
-        """
+        """A group is scored; ignored if a restart has replaced its attempt. Returns whether it was buffered."""
         async with self._changed:
             if self._attempts.get(group.serial) != group.attempt:
                 return False
@@ -193,10 +189,8 @@ class Buffer:
         limit = self._patience * self.policy.groups_per_step
         if self._barren.total() >= limit:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
-            hint = (
-                "no_signal means that all answers to a prompt got the same reward: the task is too hard "
-                "or too easy, or the reward does not distinguish answers. "
-            )
+            hint = "no_signal means that all answers to a prompt got the same reward: the task is too hard "
+            hint += "or too easy, or the reward does not distinguish answers. "
             raise StalledError(
                 f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "
                 f"{hint if DropReason.NO_SIGNAL in self._barren else ''}buffer.patience sets how long to wait."

@@ -83,10 +83,7 @@ class Learner:
         self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint stores, by name: master weights and the optimizer's moments.
-
-        With a sharding they are DTensors of this rank's parts.
-        """
+        """What a checkpoint stores: master weights and moments; with a sharding, DTensors of this rank's parts."""
         found, shards = self._optimizer.tensors(), self.policy.shards
         if shards is None:
             return found
@@ -116,7 +113,6 @@ class Learner:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the intake needs the result of `reference_logprobs`."""
         return self._reference is not None
 
     @torch.no_grad()
@@ -144,10 +140,7 @@ class Learner:
 
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
-        """Compare the log-probs computed here with those of the sampling, without training.
-
-        With a sharding, `trajectories` are this rank's part, and the answer is that of all ranks.
-        """
+        """With a sharding, `trajectories` are this rank's part, and the answer is that of all ranks."""
         sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in self._passes(everything):
@@ -162,7 +155,6 @@ class Learner:
         return mismatch_of(int(sums[0]), sums[1:].tolist())
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        """Forward and backward over one micro-batch, or this rank's part of it."""
         alone = self.sharding is None or self.sharding.num_ranks == 1  # then `items` are one pass, in this order
         for part in [items] if alone else self._passes(items):
             if not part:

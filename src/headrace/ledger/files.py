@@ -1,4 +1,4 @@
-"""The files of a run directory besides the ledger: their names, the settings, the lock, and the wanted workers."""
+"""The files of a run directory besides the ledger: settings, summary, lock, wanted workers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def says_finished(run_dir: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run was ever started here: a ledger, or settings and a lock if it did not come as far as a ledger."""
+    """Whether a run was ever started here: there is a ledger, or settings and a lock."""
     return (path / FILE_NAME).is_file() or ((path / SETTINGS).is_file() and (path / LOCK_NAME).is_file())
 
 
 def is_claimed(run_dir: Path) -> bool:
-    """Whether a process trains there. Asked with a shared lock, so that two readers do not see each other."""
+    """Whether a process trains there. A shared lock: two readers do not see each other."""
     try:
         with (run_dir / LOCK_NAME).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -61,8 +61,9 @@ def scale(run_dir: Path, workers: int) -> str:
     config = run_config(run_dir)
     if config.place.cluster != "ray" or config.place.layout != "disaggregated":
         raise RunError(
-            f"{run_dir} runs with place.cluster = '{config.place.cluster}' and place.layout = '{config.place.layout}': "
-            "the number of rollout workers changes only on a cluster, with devices of their own (disaggregated)"
+            f"{run_dir} runs with place.cluster = '{config.place.cluster}' and place.layout = "
+            f"'{config.place.layout}': the number of rollout workers changes only on a cluster, with "
+            "devices of their own (disaggregated)"
         )
     if says_finished(run_dir):
         raise RunError(f"{run_dir} has finished")

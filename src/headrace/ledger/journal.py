@@ -27,12 +27,7 @@ _WHOLE = (*_PARTIAL, "scored_s", "reward", "reward_parts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """What a restart found and did.
-
-    Example:
-        Restart(number=1, at_s=61.2, checkpoint=20, version=27, rule="requeue", redone_steps=7,
-            retrained_tokens=28672, lost_tokens=512, lost_trajectories=16)
-    """
+    """What a restart found and did."""
 
     number: int
     at_s: float
@@ -71,7 +66,6 @@ def columns_of_drop(drop: Drop) -> dict[str, Any]:
 
 
 def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Insert one row of named values."""
     names = ", ".join(values)
     marks = ", ".join(f":{name}" for name in values)
     connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
@@ -126,7 +120,6 @@ def write_verdicts(connection: sqlite3.Connection, verdicts: Mapping[bytes, Scor
 
 
 def read_verdicts(connection: sqlite3.Connection) -> dict[bytes, Score]:
-    """All of them, oldest first."""
     found = connection.execute("SELECT key, reward, parts FROM verdicts ORDER BY id")
     return {key: Score(reward=reward, parts=json.loads(parts)) for key, reward, parts in found}
 

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -72,7 +72,6 @@ class Books:
 
     @classmethod
     def of(cls, balance: Mapping[str, tuple[int, int]]) -> Books:
-        """From the result of `Ledger.balance`."""
         held = {name: Amount(tokens=tokens, trajectories=number) for name, (tokens, number) in balance.items()}
         source = held[SOURCE]
         return cls(
@@ -100,9 +99,7 @@ class Ledger:
     """The run's database: one writer, and any number of readers while it writes."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, clock: StageClock | None) -> None:
-        self.connection = connection
-        self._path = path
-        self._clock = clock
+        self.connection, self._path, self._clock = connection, path, clock
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._together = False
         self._verdicts: dict[bytes, Score] = {}  # not written yet
@@ -166,12 +163,10 @@ class Ledger:
                 self.open_attempt(attempt)
 
     def closed(self, serial: int, number: int) -> None:
-        """The attempt is over: it has no more trajectories."""
         with self.writing():
             self._close(serial, number)
 
     def sampled(self, num_tokens: int) -> None:
-        """`num_tokens` were sampled for trajectories in flight."""
         with self.writing():
             self.transfer(SOURCE, "in_flight", num_tokens, 0)
 
@@ -196,16 +191,12 @@ class Ledger:
 
     def trained(self, group: Group, *, step: int, lag_of: Callable[[Trajectory], int]) -> None:
         """A buffered group was trained on in `step`."""
+        query = "UPDATE trajectories SET state = 'trained', lag = ?, trained_step = ? WHERE id = ?"
         with self.writing():
-            for trajectory in group.trajectories:
-                lag = int(lag_of(trajectory))
-                self.transfer(
-                    "buffered", "trained", trajectory.num_sampled_tokens, 1, trajectory.id, lag=lag, step=step
-                )
-                self.connection.execute(
-                    "UPDATE trajectories SET state = 'trained', lag = ?, trained_step = ? WHERE id = ?",
-                    (lag, step, trajectory.id),
-                )
+            for t in group.trajectories:
+                lag = int(lag_of(t))
+                self.transfer("buffered", "trained", t.num_sampled_tokens, 1, t.id, lag=lag, step=step)
+                self.connection.execute(query, (lag, step, t.id))
 
     def dropped(
         self,
@@ -225,45 +216,31 @@ class Ledger:
             if of is not None and source == "in_flight":
                 self._check_open(*of)
             for drop in drops:
-                if source == "in_flight" and self._dropped_before(records.get(drop.trajectory_id), of):
-                    drop = replace(drop, reason=DropReason.REDONE)
-                account, lag = f"{DROPPED}{drop.reason}", int(drop.lag)
-                if source == "in_flight":
-                    known = records.get(drop.trajectory_id)
-                    fate = {"state": "dropped", "drop_reason": str(drop.reason), "lag": lag}
-                    fate |= {} if of is None else {"serial": of[0], "attempt": of[1]}
-                    insert(self.connection, "trajectories", (columns(known) if known else columns_of_drop(drop)) | fate)
-                self.transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=lag)
                 if source == "buffered":
-                    self.connection.execute(
-                        "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?",
-                        (str(drop.reason), lag, drop.trajectory_id),
-                    )
+                    self.drop_buffered(drop.trajectory_id, drop.num_tokens, drop.reason, int(drop.lag))
+                    continue
+                known = records.get(drop.trajectory_id)
+                if self._dropped_before(known, of):
+                    drop = replace(drop, reason=DropReason.REDONE)
+                fate = {"state": "dropped", "drop_reason": str(drop.reason), "lag": int(drop.lag)}
+                fate |= {} if of is None else {"serial": of[0], "attempt": of[1]}
+                insert(self.connection, "trajectories", (columns(known) if known else columns_of_drop(drop)) | fate)
+                account = f"{DROPPED}{drop.reason}"
+                self.transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=int(drop.lag))
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
-        """Book the result of `StageClock.drain`."""
-        records = [(span.stage, span.worker, span.version, span.start_s, span.end_s, span.detail) for span in spans]
+        query = "INSERT INTO spans (stage, start_s, end_s, worker, version, detail) VALUES (?, ?, ?, ?, ?, ?)"
         with self.writing():
-            self.connection.executemany(
-                "INSERT INTO spans (stage, worker, version, start_s, end_s, detail) VALUES (?, ?, ?, ?, ?, ?)", records
-            )
+            self.connection.executemany(query, map(astuple, spans))
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
-        values = (
-            int(row.step),
-            int(row.version),
-            float(row.wall_s),
-            int(row.generated_tokens),
-            int(row.trained_tokens),
-            int(row.backlog_tokens),
-            float(row.reward_mean),
-            int(row.lag_max),
-            None if row.score is None else float(row.score),
-            row_to_json(row),
-        )
+        counts = ("step", "version", "generated_tokens", "trained_tokens", "backlog_tokens", "lag_max")
+        values: dict[str, Any] = {name: int(getattr(row, name)) for name in counts}
+        values |= {"wall_s": float(row.wall_s), "reward_mean": float(row.reward_mean)}
+        values |= {"score": None if row.score is None else float(row.score), "data": row_to_json(row)}
         with self.writing():
-            self.connection.execute("INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            insert(self.connection, "rows", values)
         self.step = int(row.step) + 1
 
     def redone(self, num_tokens: int) -> None:
@@ -279,11 +256,9 @@ class Ledger:
             write_partials(self.connection, partials)
 
     def judged(self, key: bytes, score: Score) -> None:
-        """A verdict, by the cache key of its completion. Written with the next booking."""
         self._verdicts[key] = score
 
     def verdicts(self) -> dict[bytes, Score]:
-        """All verdicts that `judged` was given."""
         return read_verdicts(self.connection)
 
     def prune(self, *, before: int, max_verdicts: int) -> None:
@@ -312,7 +287,6 @@ class Ledger:
         return self._clock
 
     def remembered(self) -> dict[str, str]:
-        """All facts that `remember` was given."""
         return {k.removeprefix("run:"): v for k, v in self.read("SELECT key, value FROM meta") if k.startswith("run:")}
 
     def restarts(self) -> list[Restart]:
@@ -326,11 +300,9 @@ class Ledger:
         return {name: (tokens, trajectories) for name, tokens, trajectories in accounts}
 
     def totals(self) -> Books:
-        """All accounts, with `generated` as a positive amount."""
         return Books.of(self.balance())
 
     def rows(self, *, after_step: int = -1) -> list[Row]:
-        """The rows after `after_step`, in order."""
         found = self.read("SELECT data FROM rows WHERE step > ? ORDER BY step", (after_step,))
         return [row_from_json(text) for (text,) in found]
 
@@ -366,12 +338,17 @@ class Ledger:
         )
         return self.connection.execute(query, (*of, int(trajectory.index))).fetchone() is not None
 
+    def drop_buffered(self, id: str, num_tokens: int, reason: str, lag: int) -> None:
+        self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=lag)
+        query = "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?"
+        self.connection.execute(query, (str(reason), lag, id))
+
     def open_attempt(self, a: Attempt) -> None:
         values = (a.serial, a.number, a.prompt_id, a.wave, a.version)
         self.connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", values)
 
     def _check_open(self, serial: int, number: int) -> None:
-        """Refuse bookings of an attempt that is over, because a restart replaced it."""
+        """Refuse what belongs to an attempt that a restart has replaced."""
         found = self.connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
