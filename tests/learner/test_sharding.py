@@ -15,8 +15,8 @@ from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.learner.batch import pack
-from headrace.learner.sharding import Sharding, split
+from headrace.learner.batch import pack, split
+from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Item, Replay
 

@@ -125,7 +125,7 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     A sequence longer than the budget gets one of its own.
     """
     alone = [[s] for s in sequences if len(s) > budget]
-    shared = [s for s in sequences if len(s) <= budget]
+    shared = sorted((s for s in sequences if len(s) <= budget), key=len, reverse=True)
     num_batches = max(1, -(-sum(map(len, shared)) // budget))
     while True:
         batches = split(shared, num_batches, len)
@@ -135,7 +135,9 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
 
 
 def split(items: Sequence[T], num_parts: int, size: Callable[[T], int]) -> list[list[T]]:
-    """Parts of nearly equal total `size`, largest items first. Some may be empty."""
+    """Parts of nearly equal total `size`, largest items first; some may be empty. A single part keeps the order."""
+    if num_parts == 1:
+        return [list(items)]
     parts: list[list[T]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     for item in sorted(items, key=size, reverse=True):

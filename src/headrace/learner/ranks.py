@@ -62,8 +62,7 @@ class Ranks:
         return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        one = len(self.ranks) == 1  # then they stay in order
-        asked = zip(self.ranks, [items] if one else split(items, len(self.ranks), len), strict=True)
+        asked = zip(self.ranks, split(items, len(self.ranks), len), strict=True)
         self.gather([rank.ask(Trainer.accumulate, part) for rank, part in asked])
 
     def finish(self) -> StepStats:

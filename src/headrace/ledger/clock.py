@@ -55,7 +55,6 @@ class StageClock:
             self._finished.append(span)
 
     def moved(self, stage: str) -> None:
-        """A stage made progress within a long span."""
         with self._lock:
             self._moves[stage] += 1
 

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from headrace.ledger.row_json import plain
-from headrace.types import Drop, FinishReason, Replay, Score, Span, Timing, Trajectory
+from headrace.types import Drop, FinishReason, Replay, Span, Timing, Trajectory
 
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _TIMES = ("submitted_s", "started_s", "finished_s")
@@ -112,26 +112,6 @@ def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Traj
     )
     found = [_trajectory(_PARTIAL, values) for values in connection.execute(query, (serial,))]
     return {trajectory.index: trajectory for trajectory in found}
-
-
-def write_verdicts(connection: sqlite3.Connection, verdicts: Mapping[bytes, Score]) -> None:
-    values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts.items()]
-    connection.executemany("INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)", values)
-
-
-def read_verdicts(connection: sqlite3.Connection) -> dict[bytes, Score]:
-    found = connection.execute("SELECT key, reward, parts FROM verdicts ORDER BY id")
-    return {key: Score(reward=reward, parts=json.loads(parts)) for key, reward, parts in found}
-
-
-def prune(connection: sqlite3.Connection, before: int, max_verdicts: int) -> None:
-    """Delete tokens of what was trained or dropped before step `before`, and old verdicts."""
-    old = (  # a skipped step is taken again with the others, and may have older trajectories
-        "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
-        "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"
-    )
-    connection.execute(f"DELETE FROM journal WHERE trajectory_id IN ({old})", (before,))
-    connection.execute("DELETE FROM verdicts WHERE id <= (SELECT MAX(id) FROM verdicts) - ?", (max_verdicts,))
 
 
 def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:

@@ -16,27 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.errors import RunError
+from headrace.ledger import database
 from headrace.ledger.clock import StageClock
-from headrace.ledger.database import (
-    FILE_NAME,
-    close_database,
-    create_database,
-    explain,
-    open_database,
-    reopen_database,
-    transaction,
-)
-from headrace.ledger.journal import (
-    Restart,
-    columns,
-    columns_of_drop,
-    encode,
-    insert,
-    prune,
-    read_verdicts,
-    write_partials,
-    write_verdicts,
-)
+from headrace.ledger.journal import Restart, columns, columns_of_drop, encode, insert, write_partials
 from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.row import Row
@@ -45,11 +27,7 @@ from headrace.types import Attempt, Drop, DropReason, Group, Score, StageSpan, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """What is in one account.
-
-    Example:
-        Amount(tokens=4096, trajectories=128)
-    """
+    """What is in one account."""
 
     tokens: int = 0
     trajectories: int = 0
@@ -101,41 +79,39 @@ class Ledger:
     def __init__(self, connection: sqlite3.Connection, path: Path, clock: StageClock | None) -> None:
         self.connection, self._path, self._clock = connection, path, clock
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
-        self._together = False
         self._verdicts: dict[bytes, Score] = {}  # not written yet
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
         """The ledger of a new run. `clock` stamps the transfers."""
-        return cls(create_database(run_dir), run_dir / FILE_NAME, clock or StageClock())
+        connection = database.create_database(run_dir)
+        return cls(connection, run_dir / database.FILE_NAME, clock or StageClock())
 
     @classmethod
     def reopen(cls, run_dir: Path) -> Ledger:
         """Continue the ledger of a run that ended too soon, and its clock."""
-        connection = reopen_database(run_dir)
-        (end_s,) = connection.execute(
-            "SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) FROM spans "
-            "UNION SELECT MAX(at_s) FROM restarts)"
+        connection = database.reopen_database(run_dir)
+        (end_s, last_step) = connection.execute(
+            "SELECT (SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) FROM spans "
+            "UNION SELECT MAX(at_s) FROM restarts)), (SELECT MAX(step) FROM rows)"
         ).fetchone()
-        ledger = cls(connection, run_dir / FILE_NAME, StageClock(start_s=end_s or 0.0))
-        (last_step,) = connection.execute("SELECT MAX(step) FROM rows").fetchone()
+        ledger = cls(connection, run_dir / database.FILE_NAME, StageClock(start_s=end_s or 0.0))
         ledger.step = (last_step or 0) + 1
         return ledger
 
     @classmethod
     def open(cls, run_dir: Path) -> Ledger:
-        """Open a run's ledger for reading, also while the run writes it."""
-        return cls(open_database(run_dir), run_dir / FILE_NAME, None)
+        """For reading, also while the run writes it."""
+        return cls(database.open_database(run_dir), run_dir / database.FILE_NAME, None)
 
     def close(self) -> None:
-        """Write everything into the one file and close it."""
         if self._clock is None:
             self.connection.close()
             return
         if self._verdicts:
             with suppress(RunError), self.writing():  # if the disk is full, a restart judges again
                 pass
-        close_database(self.connection)
+        database.close_database(self.connection)
 
     def __enter__(self) -> Self:
         return self
@@ -143,20 +119,9 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """One transaction for everything booked inside. Nothing may be awaited inside."""
-        with self.writing():
-            self._together = True
-            try:
-                yield
-            finally:
-                self._together = False
-
     # What happens to tokens and trajectories, in order.
 
     def started(self, num_trajectories: int, attempt: Attempt | None = None) -> None:
-        """The generation of `num_trajectories` of an attempt began."""
         with self.writing():
             self.transfer(SOURCE, "in_flight", 0, num_trajectories)
             if attempt is not None:
@@ -190,7 +155,6 @@ class Ledger:
             self.connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
 
     def trained(self, group: Group, *, step: int, lag_of: Callable[[Trajectory], int]) -> None:
-        """A buffered group was trained on in `step`."""
         query = "UPDATE trajectories SET state = 'trained', lag = ?, trained_step = ? WHERE id = ?"
         with self.writing():
             for t in group.trajectories:
@@ -251,7 +215,6 @@ class Ledger:
     # What a restart will need.
 
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-        """By serial and index, the trajectories in flight that a restart can continue."""
         with self.writing():
             write_partials(self.connection, partials)
 
@@ -259,12 +222,19 @@ class Ledger:
         self._verdicts[key] = score
 
     def verdicts(self) -> dict[bytes, Score]:
-        return read_verdicts(self.connection)
+        found = self.connection.execute("SELECT key, reward, parts FROM verdicts ORDER BY id")
+        return {key: Score(reward=reward, parts=json.loads(parts)) for key, reward, parts in found}
 
     def prune(self, *, before: int, max_verdicts: int) -> None:
-        """Delete the tokens of steps before `before`; accounts, rows and columns stay."""
-        with self.writing():
-            prune(self.connection, before, max_verdicts)
+        """Delete old verdicts, and tokens of what was trained or dropped before step `before`."""
+        old = (  # a skipped step is taken again with the others, and may have older trajectories
+            "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
+            "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"
+        )
+        last = "SELECT MAX(id) FROM verdicts"
+        with self.writing() as connection:
+            connection.execute(f"DELETE FROM journal WHERE trajectory_id IN ({old})", (before,))
+            connection.execute(f"DELETE FROM verdicts WHERE id <= ({last}) - ?", (max_verdicts,))
 
     def remember(self, key: str, value: str) -> None:
         """Store a fact of the run that a restart cannot measure again."""
@@ -287,7 +257,8 @@ class Ledger:
         return self._clock
 
     def remembered(self) -> dict[str, str]:
-        return {k.removeprefix("run:"): v for k, v in self.read("SELECT key, value FROM meta") if k.startswith("run:")}
+        facts = self.read("SELECT key, value FROM meta")
+        return {k.removeprefix("run:"): v for k, v in facts if k.startswith("run:")}
 
     def restarts(self) -> list[Restart]:
         names = [field.name for field in fields(Restart)]
@@ -310,13 +281,15 @@ class Ledger:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, or a part of the one that `together` opened."""
-        if self._together:
+        """One transaction for all that is booked inside, where nothing may be awaited."""
+        if self.connection.in_transaction:  # a part of it
             yield self.connection
             return
-        with transaction(self.connection, self._path):
-            if self._verdicts:
-                write_verdicts(self.connection, self._verdicts)
+        with database.transaction(self.connection, self._path):
+            query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
+            verdicts = self._verdicts.items()
+            values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts]
+            self.connection.executemany(query, values)
             yield self.connection
         self._verdicts.clear()
 
@@ -326,10 +299,9 @@ class Ledger:
         except sqlite3.ProgrammingError:
             raise  # our mistake, not the user's
         except sqlite3.DatabaseError as error:
-            raise explain(error, self._path) from error
+            raise database.explain(error, self._path) from error
 
     def _dropped_before(self, trajectory: Trajectory | None, of: tuple[int, int] | None) -> bool:
-        """Whether an earlier attempt at this trajectory was finished and dropped."""
         if trajectory is None or of is None or of[1] == 1:
             return False
         query = (

@@ -31,7 +31,6 @@ class Recovery:
         return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
-        """Serial and attempt of every group in the buffer."""
         query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered' ORDER BY serial"
         return [(serial, attempt) for serial, attempt in self._ledger.read(query)]
 
@@ -41,7 +40,6 @@ class Recovery:
         return read_trajectories(self._ledger.connection, where, (serial, attempt))
 
     def partials(self, serial: int) -> dict[int, Trajectory]:
-        """By index, what `Ledger.keep_partials` kept, without what was booked since."""
         return read_partials(self._ledger.connection, serial)
 
     def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
