@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headrace import kernels
-from headrace.policy import exact_cpu
+from headrace.policy.exact_cpu import RectangleAttention
+from headrace.policy.functions import attend_rectangle
 from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
@@ -104,11 +104,7 @@ class _Rectangles:
 
 
 class PackedPlan:
-    """Whole sequences in one row, each attending only to its own past: training and scoring.
-
-    Example:
-        PackedPlan([5, 3], device) for the tokens a0 a1 a2 a3 a4 b0 b1 b2
-    """
+    """Packed sequences, each attending only to its own past: training and scoring."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths = lengths
@@ -121,19 +117,20 @@ class PackedPlan:
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
-        return self._attend_rectangles(_attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
+        return self._attend_rectangles(attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
 
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
     ) -> Tensor:
         """Batch-invariant, with the bits that decoding computes."""
-        return self._attend_rectangles(_attend_rectangle_exact, q_THD, k_TJD, v_TJD, scale, window)
+        return self._attend_rectangles(RectangleAttention.apply, q_THD, k_TJD, v_TJD, scale, window)
 
     def _attend_rectangles(
-        self, attend: exact_cpu.Attention, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+        self, attend: Any, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
     ) -> Tensor:
         if min(self.lengths) == self.longest:
-            return attend(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
+            shape = len(self.lengths), self.longest
+            return attend(q_THD, k_TJD, v_TJD, shape, scale, window)  # type: ignore[no-any-return]
         r = self._rectangles
         regroup: Any = _Regroup.apply
         q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in (q_THD, k_TJD, v_TJD))
@@ -172,19 +169,3 @@ class _Packed(torch.autograd.Function):
         blocks = plan.blocks(QUERIES)
         grads = attention_gradient(grad.contiguous(), q, k, v, out, log_sums, blocks, scale=scale, window=window)
         return *grads, None, None, None
-
-
-def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
-    """Causal attention of `shape = (sequences, longest)` right-padded sequences; causality masks the padding."""
-    mask = None
-    if window:
-        at = torch.arange(shape[1], device=q.device)
-        ago = at[:, None] - at[None, :]
-        mask = (ago >= 0) & (ago < window)
-    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_rectangle_exact(*args: Any) -> Tensor:
-    return exact_cpu.RectangleAttention.apply(*args, _attend_rectangle)  # type: ignore[no-untyped-call, no-any-return]

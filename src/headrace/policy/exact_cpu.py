@@ -10,8 +10,8 @@ B batch, R rows, D head size, L keys (a multiple of TILE).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
 from headrace.policy.family import FamilyBody
-from headrace.policy.functions import Gated, RmsNorm, Rotate
+from headrace.policy.functions import Gated, RmsNorm, Rotate, attend_rectangle
 from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
@@ -35,8 +35,6 @@ GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
 POSITIONS = 1024  # whose angles are computed at once
 
-Attention = Callable[[Tensor, Tensor, Tensor, tuple[int, int], float, int], Tensor]
-
 
 _NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in place of autograd's
 
@@ -48,14 +46,6 @@ def _call(function: Any, *args: Any) -> Tensor:
     return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return _call(RmsNorm, x, weight, epsilon)
-
-
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    return _call(_ExactRotate, x_THD, cos_T1D, sin_T1D)
-
-
 class _ExactRotate(Rotate):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,15 +55,14 @@ class _ExactRotate(Rotate):
         return (x * cos).add_(torch.cat([-second, first], dim=-1).mul_(sin))
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    return _call(_ExactGated, gate, up)
-
-
 class _ExactGated(Gated):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return _silu(gate).mul_(up)
+
+
+rms_norm, rotate, gated = partial(_call, RmsNorm), partial(_call, _ExactRotate), partial(_call, _ExactGated)
 
 
 class ExactFunctions(TorchFunctionMode):
@@ -182,15 +171,13 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
         return True
 
 
-def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor) -> Tensor:
-    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf where a query does not look."""
-    rows = _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads())
-    return _attend(q_BRD, keys_BDL, values_BLD, mask, rows)
+def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int = 0) -> Tensor:
+    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf where a query does not look.
 
-
-def _attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int) -> Tensor:
+    The rows of queries are padded to a `multiple` of these, by default the proven one.
+    """
     rows = q_BRD.shape[1]
-    fill = -rows % multiple
+    fill = -rows % (multiple or _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads()))
     q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
     scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
     # sums over keys run in lanes, one key after the other: the exact zeros of what is masked change none of them
@@ -211,12 +198,12 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     heads, n = 9, SUMMED + 3 * TILE
     q, k, v = (torch.randn(heads, n, head_size, generator=generator, dtype=dtype) for _ in range(3))
     keys = k.transpose(1, 2).contiguous()
-    together = _attend(q, keys, v, unseen(torch.arange(n), n, 0, dtype), 16)
+    together = attend(q, keys, v, unseen(torch.arange(n), n, 0, dtype), 16)
 
     def agrees(multiple: int, few: int, first: int, rows: int, seen: int) -> bool:
         at = torch.arange(first, first + rows)
         mask = unseen(at, seen, 0, dtype)
-        apart = _attend(q[:few, at], keys[:few, :, :seen], v[:few, :seen], mask, multiple)
+        apart = attend(q[:few, at], keys[:few, :, :seen], v[:few, :seen], mask, multiple)
         return torch.equal(apart, together[:few, at])
 
     starts = (TILE - 2, 3), (TILE, 1), (SUMMED - 1, 5), (SUMMED, 9), (n - 33, 33), (n - 1, 1)
@@ -255,12 +242,12 @@ def tiled(num_tokens: int) -> int:
 
 
 class RectangleAttention(torch.autograd.Function):
-    """Causal attention of `shape = (sequences, longest)` right-padded sequences, with the gradient of `ordinary`."""
+    """As `attend_rectangle`, batch-invariant. The gradient is that of `attend_rectangle`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.rest = shape, scale, window, _ = rest
+        ctx.rest = shape, scale, window = rest
         (num_heads, head_size), num_kv_heads = q.shape[1:], k.shape[1]
         group, fill = num_heads // num_kv_heads, tiled(shape[1]) - shape[1]
         q_BRD = (q * scale).view(*shape, num_kv_heads, group, head_size).transpose(1, 2).flatten(2, 3).flatten(0, 1)
@@ -272,10 +259,9 @@ class RectangleAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        shape, scale, window, ordinary = ctx.rest
         with torch.enable_grad():
-            out = ordinary(q, k, v, shape, scale, window)
-        return (*torch.autograd.grad(out, (q, k, v), grad), None, None, None, None)
+            out = attend_rectangle(q, k, v, *ctx.rest)
+        return (*torch.autograd.grad(out, (q, k, v), grad), None, None, None)
 
 
 class ExactBody(FamilyBody):

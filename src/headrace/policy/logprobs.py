@@ -26,11 +26,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The tokens that could be sampled at each of N positions: `ids[offsets[i]:offsets[i + 1]]`.
-
-    Example:
-        Support(ids=tensor([4, 9, 2]), offsets=tensor([0, 2, 3])) for two positions
-    """
+    """The tokens that could be sampled at each of N positions: `ids[offsets[i]:offsets[i + 1]]`."""
 
     ids: Tensor
     offsets: Tensor  # [N + 1]

@@ -20,13 +20,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.errors import HeadraceError, ModelError
+from headrace.errors import ModelError
 from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan
 from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
-from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported
+from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
 from headrace.policy.quiet_transformers import quiet_transformers
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
@@ -41,11 +41,7 @@ PEFT = "headrace.policy.adapters_peft", "peft", "lora"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters to train in place of the model's own weights.
-
-    Example:
-        Lora(rank=16, alpha=32.0, seed=0)
-    """
+    """Adapters to train in place of the model's own weights."""
 
     rank: int
     alpha: float
@@ -83,17 +79,21 @@ class Policy:
             kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, recomputing=recomputing)
-            self._family.fits_kernels &= not self.adapted  # they would compute with the model's own weights alone
+            self._family.fits_kernels &= not self.adapted  # kernels compute with the model's own weights alone
         check_weights(self)
         if exact:
             self._prepare_exact()
-        with _without_dropout(model):
+        was_training = model.training
+        model.eval()  # without dropout
+        try:
             self.num_kv_heads, self.head_size, self.value_size, self.unchecked = check_same(self)
             if exact:
                 if self.device.type == "cuda" and self._family is not None:
                     head = partial(F.linear, weight=self.head_weight), self.head_weight.shape[1]
                     check_rows({"the output head": head, **self._family.products()}, self.head_weight)
                 check_same_bits(self)
+        finally:
+            model.train(was_training)
 
     @property
     def max_context(self) -> int:
@@ -116,9 +116,7 @@ class Policy:
             if self._family is not None:
                 return self._family(token_ids_T, positions_1T, plan)
             out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
-        hidden = out.last_hidden_state[0]
-        assert isinstance(hidden, Tensor)
-        return hidden
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits `[.., V]`, in the precision of the weights."""
@@ -126,9 +124,7 @@ class Policy:
 
     @property
     def head_weight(self) -> Tensor:
-        weight = self.head.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.head.weight  # type: ignore[return-value]
 
     def logprobs(
         self,
@@ -173,7 +169,7 @@ class Policy:
         if self._family is not None:
             self._family.checkpoint_activations = True
             return
-        # `transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none
+        # `transformers` does it in training mode only, which must not switch dropout on
         self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self.routers.follow_again})
         self.model.train()
         for module in self.model.modules():
@@ -185,9 +181,8 @@ class Policy:
         """Write a model directory, with `weights` in place of sharded ones. Adapters are merged."""
         with self.stock_attention():
             if self.adapted:
-                weights = load_optional(*PEFT).merged_weights(
-                    self.model, weights or dict(self.model.named_parameters())
-                )
+                weights = weights or dict(self.model.named_parameters())
+                weights = load_optional(*PEFT).merged_weights(self.model, weights)
             if weights is not None:
                 # and what is saved besides: buffers such as the bias of DeepSeek's routers
                 names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -197,6 +192,7 @@ class Policy:
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
+        """Inside, `transformers`' own attention computes."""
         self.model.set_attn_implementation("eager")
         try:
             yield
@@ -216,45 +212,35 @@ class Policy:
                 f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
                 "depends on the rest of its batch; set model.exact = false"
             )
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        if half is not (self.device.type == "cuda"):
+        on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
+        if half is not on_gpu:
             raise ModelError(
-                "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a GPU; here "
-                f"it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
+                "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a "
+                f"GPU; here it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
             )
-        if self.device.type == "cuda":
-            if not self._family.fits_kernels:
-                raise ModelError(
-                    f"model.exact = true on a GPU needs Triton and a head size that is a power of two; the model's is "
-                    f"{self._family.head_size}; set model.exact = false"
-                )
+        if on_gpu and not self._family.fits_kernels:
+            raise ModelError(
+                "model.exact = true on a GPU needs Triton and a head size that is a power of two; the "
+                f"model's is {self._family.head_size}; set model.exact = false"
+            )
+        if on_gpu:
             use_batch_invariant_gemms()
         elif self.routers.num_layers:
             self.model.set_experts_implementation("eager")  # the one that goes through F.linear
 
 
-@contextmanager
-def _without_dropout(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    setting, num_gpus = f"model.device = '{name}'", torch.cuda.device_count()
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"model.device = '{name}' is not a device; use auto, cpu, cuda or cuda:0") from error
+        raise ModelError(f"{setting} is not a device; use auto, cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"model.device = '{name}' is not supported; use auto, cpu, cuda or cuda:0")
-    num_gpus = torch.cuda.device_count()
+        raise ModelError(f"{setting} is not supported; use auto, cpu, cuda or cuda:0")
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise ModelError(f"model.device = '{name}', but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
+        raise ModelError(f"{setting}, but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
 
 
@@ -270,12 +256,11 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     if section.exact and device.type == "cuda":
         use_batch_invariant_gemms()
     _check_architecture(path)
-    try:
-        model = _load_model(path, dtype)
-    except (HeadraceError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what the libraries raise over a damaged file is of almost any type
-        raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
+    with refusing(f"model.path = '{section.path}' cannot be loaded"):
+        load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
+        model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
+    if missing := sorted(info["missing_keys"]):  # `transformers` would fill them with random numbers
+        raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if lora is not None:
@@ -298,27 +283,12 @@ def _check_architecture(path: Path) -> None:
     )
 
 
-def _load_model(path: Path, dtype: torch.dtype) -> Any:
-    load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
-    model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        # `transformers` would fill them with random numbers
-        raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
-    return model
-
-
 @quiet_transformers()
 def load_tokenizer(section: ModelSection) -> Any:
-    path = Path(section.tokenizer or section.path)
-    try:
+    path, key = Path(section.tokenizer or section.path), "tokenizer" if section.tokenizer else "path"
+    with refusing(f"the tokenizer of model.{key} = '{path}' cannot be loaded"):
         load = load_optional(*GGUF).gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
         tokenizer = load(path, **NOTHING_FOREIGN)
-    except HeadraceError:
-        raise
-    except Exception as error:
-        key = "model.tokenizer" if section.tokenizer else "model.path"
-        raise ModelError(f"the tokenizer of {key} = '{path}' cannot be loaded: {error}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # `transformers` makes an empty one up where there is none
         raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")

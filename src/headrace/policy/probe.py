@@ -86,18 +86,18 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
 
     Returns key/value heads, key size and value size, and what could not be checked.
     """
-    ids, positions = random_ids(policy, 2, SHORT), _short_positions(policy)
+    name, ids, positions = type(policy.model).__name__, random_ids(policy, 2, SHORT), _short_positions(policy)
     placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # some models take none
-    with policy.stock_attention(), _refusing(policy, "cannot be run by transformers itself"):
+    with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
         expected = policy.model(input_ids=ids, use_cache=False, **placed).logits.float().log_softmax(-1)
     plan, routes = _ProbePlan([SHORT] * 2, policy.device), Routes()
-    with _refusing(policy, "does not take its attention from outside, which Headrace needs"):
+    with refusing(f"{name} does not take its attention from outside, which Headrace needs"):
         hidden = policy.hidden(ids.flatten(), positions.view(1, -1), plan, routes)
     _compare(policy, policy.logits(hidden).view_as(expected), expected, "on a probe")
     policy.routers.check(routes)
     shape = _cache_shape(policy, plan)
     if not policy.in_family:
-        with _refusing(policy, "cannot be decoded token by token"):
+        with refusing(f"{name} cannot be decoded token by token"):
             step = _StepPlan({layer: (k[: SHORT - 1], v[: SHORT - 1]) for layer, (k, v) in plan.kept.items()})
             hidden = policy.hidden(ids[0, -1:], positions[:1, -1:], step)
         _compare(policy, policy.logits(hidden), expected[0, -1:], "on a token decoded after a cache")
@@ -119,13 +119,13 @@ def check_same_bits(policy: Policy) -> None:
 
 def _check_windows(policy: Policy) -> str:
     """Compare beyond the largest sliding window that is affordable; returns what is too long for that."""
-    windows = {getattr(policy.config, name, None) for name in WINDOWS}
+    name, windows = type(policy.model).__name__, {getattr(policy.config, key, None) for key in WINDOWS}
     most = policy.max_context - BEYOND
     lengths = sorted(w + BEYOND for w in windows if isinstance(w, int) and 0 < w <= most)
     affordable = [length for length in lengths if _is_affordable(policy, length)]
     if affordable:
         ids = random_ids(policy, 1, affordable[-1])
-        with policy.stock_attention(), _refusing(policy, "cannot be run by transformers itself"):
+        with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
             stock = policy.body(input_ids=ids, use_cache=False).last_hidden_state[0, -COMPARED:]
         expected = policy.logits(stock).float().log_softmax(-1)
         ours = packed_logits(policy, ids, COMPARED)
@@ -133,8 +133,8 @@ def _check_windows(policy: Policy) -> str:
     if affordable == lengths:
         return ""
     return (
-        f"{type(policy.model).__name__} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace "
-        "computes it as transformers does was not checked: a sequence of that length costs too much here"
+        f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace computes it as "
+        "transformers does was not checked: a sequence of that length costs too much here"
     )
 
 
@@ -189,22 +189,24 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
         raise ModelError(
             f"{name} asks for attention {often} times in one layer; Headrace's cache keeps what is asked for once"
         )
-    if len(plan.shapes) > 1:
+    shapes = {(*k.shape[1:], v.shape[2]) for k, v in plan.kept.values()}
+    if len(shapes) > 1:
         raise ModelError(
             f"the layers of {name} have keys and values of different shapes (heads, key size, value size): "
-            f"{', '.join(map(str, sorted(plan.shapes)))}; the cache has one shape for all"
+            f"{', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
-    return plan.shapes.pop()
+    return shapes.pop()
 
 
 @contextmanager
-def _refusing(policy: Policy, what: str) -> Iterator[None]:
+def refusing(what: str) -> Iterator[None]:
+    """What a library raises over a model, which is of almost any type, as a ModelError."""
     try:
         yield
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ModelError(f"{type(policy.model).__name__} {what}: {error}") from error
+        raise ModelError(f"{what}: {error}") from error
 
 
 class _ProbePlan(PackedPlan):
@@ -212,7 +214,6 @@ class _ProbePlan(PackedPlan):
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
-        self.shapes: set[tuple[int, int, int]] = set()  # heads, key size, value size
         self.calls: Counter[int] = Counter()  # by layer
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
 
@@ -225,13 +226,12 @@ class _ProbePlan(PackedPlan):
         return super().attend_exact(layer, q_THD, k_TJD, v_TJD, *how)
 
     def _note(self, layer: int, k_TJD: Tensor, v_TJD: Tensor) -> None:
-        num_heads, key_size, value_size = *k_TJD.shape[1:], v_TJD.shape[2]
+        key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
             raise ModelError(
-                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be of one size; "
-                "set model.device = 'cpu'"
+                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be "
+                "of one size; set model.device = 'cpu'"
             )
-        self.shapes.add((num_heads, key_size, value_size))
         self.calls[layer] += 1
         self.kept[layer] = k_TJD, v_TJD
 

@@ -27,12 +27,10 @@ NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # how `transformers` ends
 
 
 class Routes:
-    """The experts of one forward pass.
+    """The experts of one forward pass, recorded.
 
-    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others the model chooses.
-
-    Example:
-        Routes() only records; Routes(tensor of [T, L, K]) forces; Routes(forced, tensor of [T]) forces some tokens
+    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others, or if there
+    are none, the model chooses.
     """
 
     def __init__(self, forced_TLK: Tensor | None = None, known_T: Tensor | None = None) -> None:

@@ -9,6 +9,7 @@ they are summed over the ranks once per step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,9 +53,9 @@ class Shards:
         self._root.set_requires_gradient_sync(False)
         self._weights = dict(self._named())
         # gradients go to the parts held here, which are ordinary weights to an optimizer
-        self.held = {name: nn.Parameter(_parts(p).to_local(), p.requires_grad) for name, p in self._weights.items()}
+        self.held = {name: nn.Parameter(p.detach().to_local(), p.requires_grad) for name, p in self._weights.items()}
 
-    def _named(self) -> Iterator[tuple[str, DTensor]]:
+    def _named(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._model.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is not sharded just now"
             yield name, parameter
@@ -73,26 +74,19 @@ class Shards:
         self._root.set_requires_gradient_sync(False)
         for name, parameter in self._named():
             if parameter.grad is not None:
-                assert isinstance(parameter.grad, DTensor)
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights, rounded to `dtype` before they travel. Every rank must iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
-                yield name, _parts(parameter.to(dtype)).full_tensor()
+                yield name, parameter.to(dtype).detach().full_tensor()
 
     def as_part(self, name: str, part: Tensor) -> DTensor:
         """`part`, which belongs to the part of the weight `name` held here, as a DTensor of the whole."""
         weight = self._weights[name]
         like = {"shape": weight.shape, "stride": weight.stride()}
         return DTensor.from_local(part.detach(), self._mesh, weight.placements, run_check=False, **like)
-
-
-def _parts(weight: Tensor) -> DTensor:
-    detached = weight.detach()
-    assert isinstance(detached, DTensor)
-    return detached
 
 
 def _spread(module: nn.Module, mesh: DeviceMesh) -> None:
