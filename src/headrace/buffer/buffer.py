@@ -170,8 +170,8 @@ class Buffer:
 
     def _do_without(self) -> None:
         """If the step can be taken without dropped groups, they are not replaced."""
-        ready = self._taken + len(self.buffered)
-        missing = self.policy.missing(ready=ready, in_flight=len(self.in_flight))
+        ready, in_flight = self._taken + len(self.buffered), len(self.in_flight)
+        missing = self.policy.missing(ready=ready, in_flight=in_flight)
         self._committed += missing - self._missing
         self._missing = missing
 
@@ -186,8 +186,7 @@ class Buffer:
             self._changed.notify_all()
 
     def _check_progress(self) -> None:
-        limit = self._patience * self.policy.groups_per_step
-        if self._barren.total() >= limit:
+        if self._barren.total() >= self._patience * self.policy.groups_per_step:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
             hint = "no_signal means that all answers to a prompt got the same reward: the task is too hard "
             hint += "or too easy, or the reward does not distinguish answers. "

@@ -1,9 +1,9 @@
 """The decoder of the Llama family: the weights of `transformers`, and a forward pass of our own.
 
-A decode step of a small model spends most of its time between the GEMMs, in module calls, views and elementwise chains.
-This forward pass has few of them, in the engine and in the learner; on a GPU there is one kernel between two GEMMs.
-Mixture layers, and other architectures, run through the modules of `transformers`. Either way the policy is compared
-with `transformers` when it is loaded (probe.py).
+A decode step of a small model spends most of its time between the GEMMs, in module calls, views and
+elementwise chains. This forward pass has few of them; on a GPU there is one kernel between two
+GEMMs. Mixture layers, and other architectures, run through the modules of `transformers`. Either
+way the policy is compared with `transformers` when it is loaded (probe.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Mode
 
 def in_family(body: Any) -> bool:
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
-
-
-def is_mixture(mlp: Any) -> bool:
-    return hasattr(mlp, "experts")
 
 
 class FamilyBody:
@@ -89,7 +85,7 @@ class FamilyBody:
         where = attention.layer_idx, q, k, v, attention.scaling, self._window(attention)
         x = x + linear(attention.o_proj, self._attend(plan, *where).flatten(1))
         h = norm(layer.post_attention_layernorm, x)
-        if is_mixture(mlp):
+        if hasattr(mlp, "experts"):
             return x + self._mixture(mlp, h)
         return x + linear(mlp.down_proj, self._gated(linear(mlp.gate_proj, h), linear(mlp.up_proj, h)))
 
@@ -177,7 +173,7 @@ class _Joined:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = None if is_mixture(mlp) else JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = None if hasattr(mlp, "experts") else JoinedLinear([mlp.gate_proj, mlp.up_proj])
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.heads = Heads(
             num=attention.q_proj.out_features // attention.head_dim,

@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens, without ever holding a [tokens, vocabulary] float32 tensor.
 
-N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time; the backward pass
-computes each chunk's logits again, so memory stays at one chunk whatever N is.
+N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time, and
+again in the backward pass, so memory stays at one chunk whatever N is.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 class _FusedLogprobs(torch.autograd.Function):
     """The same on a GPU, in the precision of the weights and with the kernels of sampling.
 
-    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
+    Logits that fit in one chunk are kept for the backward pass: it makes their gradient in place.
     """
 
     @staticmethod

@@ -60,14 +60,14 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
         refuse_unsupported(model)
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
         self.routers = Routers(self.body)
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
         self.num_heads: int = self.config.num_attention_heads
+        self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -75,7 +75,8 @@ class Policy:
         self.adapted = any(".lora_" in name for name, _ in model.named_parameters())
         self._family: FamilyBody | None = None
         self.shards: Shards | None = None
-        if in_family(self.body):
+        self.in_family = in_family(self.body)  # then the layers run in our own forward pass
+        if self.in_family:
             kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, recomputing=recomputing)
@@ -94,10 +95,6 @@ class Policy:
                 check_same_bits(self)
         finally:
             model.train(was_training)
-
-    @property
-    def max_context(self) -> int:
-        return int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -198,11 +195,6 @@ class Policy:
             yield
         finally:
             self.model.set_attn_implementation(NAME)
-
-    @property
-    def in_family(self) -> bool:
-        """Whether the layers run in our own forward pass, not through the modules of `transformers`."""
-        return self._family is not None
 
     def _prepare_exact(self) -> None:
         """Choose batch-invariant GEMMs, and refuse models that have no batch-invariant form."""

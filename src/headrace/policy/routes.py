@@ -108,6 +108,9 @@ class Routers:
         self._layers = [m for m in body.modules() if _num_experts(m)]
         self.num_layers = len(self._layers)
         self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
+        few = self.num_experts <= 256
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8 if few else np.uint16)  # it can number all experts
+        self.device_dtype = torch.uint8 if few else torch.int16  # few operations of torch take uint16
         self.experts_per_token = 0  # known after the first pass
         self._current: Routes | None = None
         found = {m for layer in self._layers for m in layer.modules()}
@@ -121,16 +124,6 @@ class Routers:
     @property
     def shape(self) -> tuple[int, int]:
         return self.num_layers, self.experts_per_token
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest type that can number all experts."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
-
-    @property
-    def device_dtype(self) -> torch.dtype:
-        """Few operations of torch take uint16."""
-        return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def to_device(self, routes: RouteArray, device: torch.device) -> Tensor:
         return torch.from_numpy(routes if self.num_experts <= 256 else routes.astype(np.int16)).to(device)
