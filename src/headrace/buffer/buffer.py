@@ -92,7 +92,7 @@ class Buffer:
             self.in_flight[serial] = version
 
     async def put(self, group: Group) -> bool:
-        """A group is scored; ignored if a restart has replaced its attempt. Returns whether it was buffered."""
+        """Whether the scored group was buffered. Ignored if a restart has replaced its attempt."""
         async with self._changed:
             if self._attempts.get(group.serial) != group.attempt:
                 return False

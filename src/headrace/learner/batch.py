@@ -135,7 +135,7 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
 
 
 def split(items: Sequence[T], num_parts: int, size: Callable[[T], int]) -> list[list[T]]:
-    """Parts of nearly equal total `size`, largest items first; some may be empty. A single part keeps the order."""
+    """Parts of nearly equal total `size`, some perhaps empty. A single part keeps the order."""
     if num_parts == 1:
         return [list(items)]
     parts: list[list[T]] = [[] for _ in range(num_parts)]

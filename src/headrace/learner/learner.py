@@ -83,7 +83,7 @@ class Learner:
         self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint stores: master weights and moments; with a sharding, DTensors of this rank's parts."""
+        """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
         found, shards = self._optimizer.tensors(), self.policy.shards
         if shards is None:
             return found
@@ -140,7 +140,7 @@ class Learner:
 
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
-        """With a sharding, `trajectories` are this rank's part, and the answer is that of all ranks."""
+        """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
         sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in self._passes(everything):
@@ -155,7 +155,7 @@ class Learner:
         return mismatch_of(int(sums[0]), sums[1:].tolist())
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        alone = self.sharding is None or self.sharding.num_ranks == 1  # then `items` are one pass, in this order
+        alone = self.sharding is None or self.sharding.num_ranks == 1  # one pass, in order
         for part in [items] if alone else self._passes(items):
             if not part:
                 _take_part(self.policy, backward=True)

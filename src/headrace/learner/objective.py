@@ -109,7 +109,7 @@ def decoupled_ppo(x: LossInput) -> LossTerms:
 
 
 def cispo(x: LossInput) -> LossTerms:
-    """-clip(r) A log(current), r = current / behaviour a constant: all tokens keep their gradient."""
+    """-clip(r) A log(current), r = current / behaviour constant: all tokens keep their gradient."""
     ratio = log_ratio(x.current.detach(), x.behaviour).exp()
     weight = ratio.clamp(1 - x.clip_low, 1 + x.clip_high)
     return LossTerms(per_token=-weight * x.advantage * x.current, clipped=ratio != weight)

@@ -1,4 +1,4 @@
-"""The ranks of the learner as one: what the loop trains with. Its calls block, so they belong in the device thread."""
+"""The ranks of the learner as one, for the loop. Calls block: they belong in the device thread."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Ranks:
     # ---- checkpoints
 
     def snapshot(self, *, reference: bool = False) -> Callable[[Path], None]:
-        """Every rank copies what it holds; what is returned has them write it into a directory, from any thread."""
+        """Every rank copies what it holds; the function returned has them write it, from any thread."""
         self.gather([rank.ask(Trainer.snapshot, reference=reference) for rank in self.ranks])
         return self._write
 
@@ -111,7 +111,7 @@ class Ranks:
         except WorkerLostError as lost:
             reason = str(lost)
         except RuntimeError:
-            # a rank that lives notices first that another is gone, and says so in the words of the network
+            # the living ranks notice first that another is gone, and raise a network error
             if not (reason := self._death()):
                 raise
         raise self.gone(reason)
@@ -122,7 +122,7 @@ class Ranks:
         return LearnerLostError(f"{reason}; the learner cannot go on without it")
 
     def _death(self) -> str:
-        """Why one of several ranks is gone, if one is; a node's death takes a while to be noticed."""
+        """Why one of several ranks is gone, if one is; a node's death is noticed late."""
         for answer in [rank.ask(Trainer.alive) for rank in self.ranks] if len(self.ranks) > 1 else []:
             try:
                 answer.result(NOTICED_S)

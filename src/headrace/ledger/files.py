@@ -16,7 +16,7 @@ from headrace.ledger.database import FILE_NAME, LOCK_NAME
 
 SETTINGS, SUMMARY = "config.toml", "summary.json"
 WEIGHTS, START, CHECKPOINTS, REFERENCE = "model", "start", "checkpoints", "reference"  # directories
-WANTED_WORKERS = "rollout_workers"  # how many rollout workers the run should have; may change while it goes on
+WANTED_WORKERS = "rollout_workers"  # the number that `scale` asked for
 
 
 def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
@@ -57,7 +57,7 @@ def is_claimed(run_dir: Path) -> bool:
 
 
 def scale(run_dir: Path, workers: int) -> str:
-    """Ask a run on a cluster for this number of rollout workers; returns a sentence on what will happen."""
+    """Ask a run on a cluster for this number of rollout workers; returns what will happen."""
     config = run_config(run_dir)
     if config.place.cluster != "ray" or config.place.layout != "disaggregated":
         raise RunError(

@@ -19,17 +19,11 @@ ADAPTER = "default"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
-    """Freeze the model and put adapters into it, in its own precision. `seed` decides their first values."""
-    # not into experts: `transformers` keeps them in tensors, not in layers
-    mixture = any(hasattr(module, "experts") for module in model.modules())
-    head = model.get_output_embeddings()
-    layers = [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | Conv1D)
-        and m is not head
-        and (not mixture or "attn" in name or "attention" in name)
-    ]
+    """Freeze the model and add adapters in its precision. `seed` decides their first values."""
+    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    layers = [name for name, m in model.named_modules() if isinstance(m, kinds) and m is not head]
+    if any(hasattr(m, "experts") for m in model.modules()):  # experts are tensors, not layers
+        layers = [name for name in layers if "attn" in name or "attention" in name]
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -50,7 +50,7 @@ AttentionInterface.register(NAME, _attention)
 
 
 class _Regroup(torch.autograd.Function):
-    """The rows `index` of `x`. `back` is its inverse: the backward pass is a gather, not a slow scatter-add.
+    """The rows `index` of `x`. With the inverse `back` the backward is a gather, not a slow scatter-add.
 
     Rows of `x` that `index` does not name are in `unused`, and get a gradient of zero.
     """
@@ -70,7 +70,7 @@ class _Regroup(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Rectangles:
-    """Sequences of one row, regrouped by similar length into padded rectangles, one after the other.
+    """Packed sequences, regrouped by similar length into padded rectangles, one after the other.
 
     Example:
         lengths [5, 3, 5] become shapes [(2, 5), (1, 3)]: the sequences 0, 2 and then 1
@@ -116,7 +116,8 @@ class PackedPlan:
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
+            packed: Any = _Packed.apply
+            return packed(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-any-return]
         return self._attend_rectangles(attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
 
     def attend_exact(

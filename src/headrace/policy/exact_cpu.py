@@ -66,7 +66,7 @@ rms_norm, rotate, gated = partial(_call, RmsNorm), partial(_call, _ExactRotate),
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Inside, `transformers`' own modules (routers and experts) compute with the functions of this file."""
+    """Inside, modules of `transformers` (routers, experts) compute with the functions of this file."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
-    """Ends of loops that give each thread whole vectors. The last few of `num_elements` are left over."""
+    """Ends of loops that give each thread whole vectors, of all but the last few elements."""
     grains = num_elements // GRAIN
     ends = [(grains - grains % threads) * GRAIN, grains * GRAIN, num_elements - num_elements % LANES]
     yield from sorted(set(ends) - {0})
@@ -172,7 +172,7 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
 
 
 def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int = 0) -> Tensor:
-    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf where a query does not look.
+    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf for what is masked.
 
     The rows of queries are padded to a `multiple` of these, by default the proven one.
     """
@@ -180,7 +180,7 @@ def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, mu
     fill = -rows % (multiple or _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads()))
     q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
     scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
-    # sums over keys run in lanes, one key after the other: the exact zeros of what is masked change none of them
+    # sums run over one key after the other: the exact zeros of masked keys change none of them
     probs = torch.softmax(scores, dim=-1)
     probs = F.pad(probs, (0, 0, 0, fill)) if fill else probs
     tiles = zip(probs.split(SUMMED, 2), values_BLD.split(SUMMED, 1), strict=True)
@@ -218,7 +218,7 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
 
 
 def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
-    """For queries from position `start` on, `group` rows each: they see the last `window` tokens, or all."""
+    """For queries from position `start` on, `group` rows each, with a sliding `window` (0: none)."""
     end = start + q_BRD.shape[1] // group
     outs = []
     for first in range(start, end, TILE):
@@ -231,7 +231,7 @@ def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: in
 
 
 def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Mask `[T, length]`: 0 for keys that a query sees, -inf for those after it or before its window."""
+    """Mask `[T, length]`: 0 for keys that a query sees, -inf after it and before its window."""
     ago = positions_T[:, None] - torch.arange(length)
     hidden = (ago < 0) | (ago >= window) if window else ago < 0
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))

@@ -1,4 +1,4 @@
-"""Exact mode on a GPU: batch-invariant GEMMs, in which a row's bits do not depend on the other rows.
+"""Exact mode on a GPU: batch-invariant GEMMs, where a row's bits do not depend on other rows.
 
 All else on a GPU is batch-invariant anyway: attention, norms, gates and log-probs are our own
 kernels, each with one order of its sums. A GEMM is not if its sum is split differently for other
@@ -23,7 +23,7 @@ EVEN = 8  # numbers, 16 bytes: other alignments are multiplied by functions that
 
 
 def use_batch_invariant_gemms() -> None:
-    """For the rest of the process. Call it before the first GEMM: the workspace is made only once."""
+    """For the rest of the process. Call it before the first GEMM, which makes the workspace."""
     os.environ.setdefault(WORKSPACE, "1")
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -32,7 +32,7 @@ def use_batch_invariant_gemms() -> None:
 
 @torch.no_grad()
 def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], like: Tensor) -> None:
-    """Fail if one of `products` (name -> function of rows, their width) is not batch-invariant on this GPU."""
+    """Fail unless all `products` (name -> function of rows, their width) are batch-invariant here."""
     generator = torch.Generator(like.device).manual_seed(0)
     for name, (work, width) in products.items():
         x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)

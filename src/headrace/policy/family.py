@@ -161,7 +161,7 @@ class FamilyBody:
         return found
 
     def _window(self, attention: Any) -> int:
-        """The layer's sliding window, 0 for none. Qwen says it per layer, Mistral and Mixtral once, Llama never."""
+        """The layer's sliding window, 0 for none: Qwen has one per layer, Mistral and Mixtral one."""
         once = type(self._body).__name__ in ("MistralModel", "MixtralModel")
         everywhere = self._body.config.sliding_window if once else None
         return getattr(attention, "sliding_window", everywhere) or 0
@@ -198,7 +198,8 @@ class JoinedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _JoinedProduct.apply(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-untyped-call, no-any-return]
+            product: Any = _JoinedProduct.apply
+            return product(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-any-return]
         return F.linear(x, self.weight, self.bias)
 
 

@@ -45,7 +45,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary position embedding. Both halves of `cos` hold the same angles, and so do those of `sin`."""
+    """RoPE. Both halves of `cos` hold the same angles, and so do those of `sin`."""
     if torch.is_grad_enabled():
         return Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
     return _turn(x_THD, cos_T1D, sin_T1D, 1)
@@ -60,7 +60,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary position embedding; its backward is the rotation the other way."""
+    """RoPE; its backward is the rotation the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Gated(torch.autograd.Function):
 
 
 def attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
-    """Causal attention of `shape = (sequences, longest)` right-padded sequences; causality masks the padding."""
+    """Causal attention of `shape` (sequences, longest); causality masks the padding at the right."""
     mask = None
     if window:
         at = torch.arange(shape[1], device=q.device)

@@ -21,12 +21,12 @@ DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshe
 
 
 def gguf_model(path: Path, **options: Any) -> Any:
-    """As `AutoModelForCausalLM.from_pretrained`, with dense weights that can be trained and saved."""
+    """As `AutoModelForCausalLM.from_pretrained`, with dense weights, to be trained and saved."""
     load_optional("accelerate", "accelerate", "gguf")  # `transformers` needs it for these files
     with redirect_stderr(StringIO()):  # a progress bar that has no switch
         model, info = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(model)  # else the model, which is dense now, cannot be saved
+        quantizer.remove_quantization_config(model)  # else it cannot be saved, though dense now
     return model, info
 
 

@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens, without ever holding a [tokens, vocabulary] float32 tensor.
 
-N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time, and
-again in the backward pass, so memory stays at one chunk whatever N is.
+N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time,
+and again in the backward pass, so memory stays at one chunk whatever N is.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, chosen = ctx.saved_tensors
         temperature, support, chunk, _ = ctx.rest
-        precise = torch.promote_types(weight.dtype, torch.float32)  # a sum of many chunks: not in half precision
+        precise = torch.promote_types(weight.dtype, torch.float32)  # for a sum of chunks
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
         for start in range(0, len(chosen), chunk):
             rows = slice(start, start + chunk)

@@ -53,7 +53,7 @@ class Lora:
 
 
 class Policy:
-    """A causal language model and its tokenizer, computing final hidden states, logits and log-probs.
+    """A causal language model and its tokenizer: final hidden states, logits and log-probs.
 
     E hidden size, V vocabulary, T tokens in one row.
     """
@@ -80,7 +80,7 @@ class Policy:
             kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, recomputing=recomputing)
-            self._family.fits_kernels &= not self.adapted  # kernels compute with the model's own weights alone
+            self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
         check_weights(self)
         if exact:
             self._prepare_exact()
@@ -98,7 +98,7 @@ class Policy:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, by the tokenizer, the model's config or its generation config."""
+        """End-of-text tokens of the tokenizer, the model's config and its generation config."""
         ids = {self.tokenizer.eos_token_id}
         for config in (self.config, getattr(self.model, "generation_config", None)):
             eos = getattr(config, "eos_token_id", None)
@@ -108,7 +108,7 @@ class Policy:
     def hidden(
         self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan, routes: Routes | None = None
     ) -> Tensor:
-        """Final hidden states `[T, E]` of tokens in one row. `routes` records or forces a mixture's experts."""
+        """Final hidden states `[T, E]`. `routes` records or forces the experts of a mixture."""
         with self.routers.follow(routes):
             if self._family is not None:
                 return self._family(token_ids_T, positions_1T, plan)
@@ -132,9 +132,9 @@ class Policy:
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of the tokens at positions `at` (never a sequence's first): over `support`, and over all.
+        """Log-probs of the tokens at `at` (never a sequence's first): over `support`, and over all.
 
-        Without a support the two are one. `routes_TLK` names the experts of each token; without it the model chooses.
+        Without a support the two are one. `routes_TLK` forces the experts of each token.
         """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
@@ -189,7 +189,6 @@ class Policy:
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
-        """Inside, `transformers`' own attention computes."""
         self.model.set_attn_implementation("eager")
         try:
             yield
@@ -197,7 +196,6 @@ class Policy:
             self.model.set_attn_implementation(NAME)
 
     def _prepare_exact(self) -> None:
-        """Choose batch-invariant GEMMs, and refuse models that have no batch-invariant form."""
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
@@ -261,7 +259,7 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
 
 
 def _check_architecture(path: Path) -> None:
-    """Refuse what is no causal LM to `transformers`: its own message would list all that it knows."""
+    """Refuse what `transformers` has no causal LM for: its own message would list all it knows."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]

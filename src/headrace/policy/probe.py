@@ -1,6 +1,6 @@
 """What is checked when a policy is made: can we run the model, and do we compute what it computes?
 
-Random tokens, the *probe*, go through `transformers` with its eager attention, and through our code:
+Random tokens, the *probe*, go through `transformers` with its eager attention, and through ours:
 
 - two short packed sequences, the second across the original context length of scaled RoPE;
 - one sequence longer than the model's sliding windows, if it has any and the pass is affordable;
@@ -26,19 +26,19 @@ from headrace.policy.routes import Routes
 if TYPE_CHECKING:
     from headrace.policy.policy import Policy
 
-# float64 is no finer than float32 here: eager attention of `transformers` has its softmax in float32
+# float64 is no finer than float32 here: `transformers`' eager softmax is in float32
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 SHORT = 9  # tokens of a short sequence
 BEYOND = 8  # tokens past a sliding window
 COMPARED = 32  # last tokens of the long sequence whose log-probs are compared
 MOST_FLOP = {"cpu": 2e11, "cuda": 2e14}  # of the long sequence's pass: a few seconds
-MOST_SCORE_BYTES = 2**32  # of eager attention's scores and their softmax, which it holds for one layer at a time
+MOST_SCORE_BYTES = 2**32  # of eager attention's scores and their softmax, in one layer
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_window", "window_size")  # names in configs
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}  # kinds of layers
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Refuse a model without layers, and one whose layers keep something else than keys and values."""
+    """Refuse a model without layers, or with layers that keep more than keys and values."""
     name, config = type(model).__name__, model.config.get_text_config()
     if not getattr(config, "num_hidden_layers", 0):
         raise ModelError(f"{name} has no layers (num_hidden_layers in its config.json): there is nothing to train")
@@ -106,7 +106,7 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
 
 @torch.no_grad()
 def check_same_bits(policy: Policy) -> None:
-    """Refuse a machine on which results are not batch-invariant: compute the probe as one batch and one by one."""
+    """Refuse a machine that is not batch-invariant: compute the probe as one batch and one by one."""
     ids = random_ids(policy, 2, SHORT)
     together, apart = (torch.cat([packed_logits(policy, part) for part in parts]) for parts in ([ids], ids.split(1)))
     if not torch.equal(together, apart):
@@ -118,7 +118,7 @@ def check_same_bits(policy: Policy) -> None:
 
 
 def _check_windows(policy: Policy) -> str:
-    """Compare beyond the largest sliding window that is affordable; returns what is too long for that."""
+    """Compare beyond the largest affordable sliding window; returns what is too long for that."""
     name, windows = type(policy.model).__name__, {getattr(policy.config, key, None) for key in WINDOWS}
     most = policy.max_context - BEYOND
     lengths = sorted(w + BEYOND for w in windows if isinstance(w, int) and 0 < w <= most)
@@ -170,7 +170,7 @@ def packed_logits(policy: Policy, ids: Tensor, last: int = 0) -> Tensor:
 
 def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> None:
     ours = logits.float().log_softmax(-1)
-    # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
+    # in half precision unlikely tokens' log-probs are mostly noise: weigh by probability
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
     if not gap.item() < TOLERANCE[policy.dtype]:
@@ -181,7 +181,7 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
-    """Key/value heads, key size and value size. They are not always the config's: DeepSeek's keys are larger."""
+    """Key/value heads, key size, value size. Not always the config's: DeepSeek's keys are larger."""
     name, often = type(policy.model).__name__, max(plan.calls.values(), default=0)
     if not often:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
@@ -238,7 +238,7 @@ class _ProbePlan(PackedPlan):
 
 @dataclass
 class _StepPlan:
-    """One token that attends to keys and values of earlier ones: a KV cache in its simplest form."""
+    """One token that attends to kept keys and values: a KV cache in its simplest form."""
 
     kept: dict[int, tuple[Tensor, Tensor]]
 

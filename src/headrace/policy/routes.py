@@ -1,4 +1,4 @@
-"""The experts of each token in a mixture-of-experts model: recorded in the engine, forced in the learner.
+"""The experts of each token of a mixture-of-experts model: recorded in rollout, forced in training.
 
 Whatever its architecture, a mixture layer of `transformers` is a module with `experts` in it, and
 between its start and the call of its experts there is one top-k over their scores. That top-k is
@@ -23,7 +23,7 @@ from headrace.errors import ModelError
 from headrace.types import RouteArray
 
 TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
-NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # how `transformers` ends the names of what makes a mixture layer
+NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # last parts of class names in mixture layers
 
 
 class Routes:
@@ -51,7 +51,7 @@ class Routes:
         return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
 
     def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
-        """The groups to choose experts from: those of the forced experts. One may come twice, which does no harm."""
+        """The groups to choose experts from: those of the forced experts, perhaps one of them twice."""
         if self._forced is None:
             return own_TG
         forced = self._forced[:, layer].long() // group_size
@@ -109,8 +109,8 @@ class Routers:
         self.num_layers = len(self._layers)
         self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
         few = self.num_experts <= 256
-        self.dtype: np.dtype[Any] = np.dtype(np.uint8 if few else np.uint16)  # it can number all experts
-        self.device_dtype = torch.uint8 if few else torch.int16  # few operations of torch take uint16
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8 if few else np.uint16)  # for indices
+        self.device_dtype = torch.uint8 if few else torch.int16  # for torch's few uint16 operations
         self.experts_per_token = 0  # known after the first pass
         self._current: Routes | None = None
         found = {m for layer in self._layers for m in layer.modules()}
@@ -135,7 +135,7 @@ class Routers:
         return chosen.cpu().numpy().astype(self.dtype, copy=False)
 
     def check(self, routes: Routes) -> None:
-        """Learn the number of experts per token from a first pass; refuse a model whose choices were not seen."""
+        """Learn `experts_per_token` from a first pass; refuse a model whose choices were not seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
             raise ModelError(
@@ -157,7 +157,7 @@ class Routers:
             experts: Any = layer.experts
             handles.append(layer.register_forward_pre_hook(choice.begin))
             handles.append(experts.register_forward_pre_hook(choice.end))
-            # also after an exception: a checkpointed layer is left by one once all it keeps is recomputed
+            # also after an exception, by which the recomputation of a layer may end
             handles.append(layer.register_forward_hook(choice.end, always_call=True))
         try:
             yield

@@ -22,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class _Whole(nn.Module):
-    """A pass through the whole model: while it runs, the weights outside the layers are gathered."""
+    """A pass through the model: while it runs, the weights outside the layers are gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Shards:
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the ranks' gradients into `held`. `take_part` is a zero-loss pass: FSDP's hooks reduce in it."""
+        """Sum the ranks' gradients into `held`: FSDP's hooks do it in `take_part`, a zero-loss pass."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
@@ -77,13 +77,13 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights, rounded to `dtype` before they travel. Every rank must iterate to the end."""
+        """Whole weights, rounded to `dtype` before they travel. Every rank must iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
                 yield name, parameter.to(dtype).detach().full_tensor()
 
     def as_part(self, name: str, part: Tensor) -> DTensor:
-        """`part`, which belongs to the part of the weight `name` held here, as a DTensor of the whole."""
+        """`part`, of the shard of `name` that is held here, as a DTensor of the whole."""
         weight = self._weights[name]
         like = {"shape": weight.shape, "stride": weight.stride()}
         return DTensor.from_local(part.detach(), self._mesh, weight.placements, run_check=False, **like)

@@ -17,7 +17,7 @@ TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 
 
 def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
-    """The field that holds the prompt: `prompt_field`, or if that is the default also `messages`."""
+    """The field with the prompt: `prompt_field`, or `messages` if that is left at its default."""
     if prompt_field in names:
         return prompt_field
     if prompt_field == "prompt" and "messages" in names:

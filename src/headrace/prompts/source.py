@@ -1,4 +1,4 @@
-"""Opens a prompt source by its name: the built-in task, a file, a data set directory or a reasoning-gym task."""
+"""Opens a prompt source: the built-in task, a file, a data set or a reasoning-gym task."""
 
 from __future__ import annotations
 

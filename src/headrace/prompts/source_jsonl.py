@@ -22,7 +22,7 @@ MAX_DEPTH = 100  # of lists and objects within each other: what handles a record
 
 
 class JsonlSource:
-    """One JSON object per line, such as {"prompt": "12+9=", "answer": "21"}; blank lines are skipped."""
+    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}; blank lines are skipped."""
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
         self._path, self._prompt_field = path, prompt_field
@@ -82,7 +82,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _unpacked(path: Path) -> IO[bytes]:
-    """A compressed file has no cheap random access; its plain text goes to a nameless temporary file."""
+    """The plain text in a nameless temporary file: a compressed one has no cheap random access."""
     with contextlib.ExitStack() as undo:
         plain = undo.enter_context(tempfile.TemporaryFile())
         with gzip.open(path, "rb") as packed:

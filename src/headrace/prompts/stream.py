@@ -16,7 +16,7 @@ from headrace.prompts.render import Renderer, prompt_key
 from headrace.prompts.source import default_reward, is_generated, open_source
 from headrace.types import Prompt
 
-EVAL_SEED_OFFSET = 1_000_003  # an eval_source that generates must not make the training problems again
+EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
 NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
 CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
 
@@ -42,7 +42,7 @@ class Cursor:
     seed: int
     shuffle: bool
     serial: int = 0  # of the next draw
-    _order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # an epoch and its permutation
+    _order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # of an epoch
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
@@ -108,7 +108,7 @@ class PromptStream:
         return examples
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON that `restore` continues from. With another `serial` it is the state before that draw."""
+        """JSON that `restore` continues from; with another `serial`, the state before that draw."""
         return {**self._cursor.state(), "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -152,11 +152,11 @@ class PromptStream:
         return self._renderer.render(record, _id(record, "train", i))
 
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
-        """Positions to train on, and a checksum of their records. Refuses what `render` would refuse later."""
+        """Positions to train on, and their checksum. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
         is_builtin = section.source == "arithmetic"
         is_slow = is_generated(section.source) and not is_builtin
-        # Small problems come up twice in a random task; one that is held out is not trained on as well.
+        # Small problems come up twice in a random task: one that is held out is not trained on.
         held_texts = {prompt.text for prompt in self.held_out} if is_builtin else set()
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
         keep, checksum = [], zlib.crc32(section.source.encode()) if is_slow else 0

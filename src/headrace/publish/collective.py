@@ -1,4 +1,4 @@
-"""Transport by torch.distributed, in a process group of its own: gloo between CPUs, NCCL between GPUs.
+"""Transport by torch.distributed, in its own process group: gloo between CPUs, NCCL between GPUs.
 
 Sender and receivers form a chain (a pipelined broadcast). Each passes a chunk on while the next one
 arrives, so the sender sends every byte once, however many receivers there are, and the last has it
@@ -111,7 +111,7 @@ class CollectiveSender:
         return Ticket(self._staged[version].manifest, self._meeting)
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """Pass every chunk to the first receiver. If that fails, the next ticket is for another chain."""
+        """Pass every chunk to the first receiver. After a failure the next ticket is for a new chain."""
         if ticket.where != self._meeting:
             raise PublishError(f"version {ticket.version}: the ticket is void, since other receivers are expected now")
         if not self._meeting.num_receivers:
@@ -151,7 +151,7 @@ class CollectiveReceiver:
         self._chain: _Chain | None = None
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
-        """Receive every chunk, and pass it on. A damaged one too: every receiver verifies for itself."""
+        """Receive every chunk and pass it on, damaged or not: each receiver verifies for itself."""
         wait_for = _waiting(timeout_s)
         buckets = tuple(new_bucket(n, self._device) for n in ticket.manifest.sizes)
         payload = Payload(ticket.manifest, buckets)

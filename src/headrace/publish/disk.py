@@ -39,7 +39,7 @@ _POLL_S = 0.02
 
 
 class DiskSender:
-    """Writes one directory per version; with the other files of `model_dir`, it loads like any model."""
+    """Writes a directory per version, which with the files of `model_dir` loads like any model."""
 
     def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
         self._directory, self._model_dir = directory, model_dir

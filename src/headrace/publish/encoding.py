@@ -214,7 +214,7 @@ def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
 # as the difference of the bits as integers (zigzag-coded). Both are variable-length integers
 # (varints) of seven bits per byte: one byte up to 127, two up to 16,383, three up to two million.
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # 8 bytes count as two elements
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # 8 bytes: two elements
 _GROUP = 7
 _MORE = 1 << _GROUP
 

@@ -66,7 +66,7 @@ def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dic
 
 
 def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int) -> PublishTimes:
-    """Publish `versions` in bfloat16; the times of the last. The earlier ones connect the receivers."""
+    """Publish `versions` in bfloat16; the times of the last. The first connects the receivers."""
     dtype = torch.bfloat16
     chosen = [
         {name: tensor for name, tensor in version.items() if encoding == EncodingKind.ADAPTER or "lora_" not in name}

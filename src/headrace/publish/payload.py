@@ -155,6 +155,5 @@ def verify(payload: Payload) -> None:
         if checksum(bucket) != known:
             raise PublishError(f"{where} was damaged on the way: its checksum differs")
     if (listed := sum(spec.num_bytes for spec in manifest.tensors)) != manifest.num_bytes:
-        raise PublishError(
-            f"{version}: the manifest is damaged: its buckets have {manifest.num_bytes:,} bytes, its tensors {listed:,}"
-        )
+        has = f"its buckets have {manifest.num_bytes:,} bytes, its tensors {listed:,}"
+        raise PublishError(f"{version}: the manifest is damaged: {has}")

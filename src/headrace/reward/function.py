@@ -21,7 +21,7 @@ from headrace.types import Completion, DropReason, Score
 from headrace.user_code import MAX_DETAIL_CHARS, load_function, names_file, short_traceback
 
 BATCH_PARAMETER = "completions"
-# Errors of Python, requests, httpx and openai that may pass. By name: a function may use any or none.
+# Temporary errors of Python, requests, httpx and openai, by name: a function may use any or none.
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
 _PASSING |= {"APIConnectionError", "RateLimitError", "InternalServerError"}
 
@@ -47,7 +47,7 @@ class RewardFunction:
     mode: Mode
 
     def invoke(self, completions: Sequence[Completion]) -> Any:
-        """Call the function once; the verdict may be awaitable. Only BATCH takes several completions."""
+        """One call, whose result may be awaitable. Only BATCH takes several completions."""
         return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
 
     def scores(self, verdict: Any, num_items: int) -> list[Score]:
@@ -56,7 +56,7 @@ class RewardFunction:
         return [read_verdict(verdict, self.name)]
 
     async def judge(self, completion: Completion, timeout_s: float) -> Score:
-        """Call the function for one completion; `timeout_s` limits coroutines. Raises what it raises."""
+        """One call for one completion; `timeout_s` limits coroutines. Raises what it raises."""
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
@@ -94,7 +94,7 @@ def source_hash(spec: str) -> str:
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
-    """What one call returned, as a Score. Anything but finite numbers is a failure, never a zero."""
+    """What one call returned. Anything but finite numbers is a failure, never a zero."""
     if verdict is None:
         return failure("the reward function returned None: it cannot judge this answer")
     parts: dict[str, float] = {}

@@ -41,7 +41,7 @@ BOOT = (
 
 
 class JudgeLostError(Exception):
-    """A worker ended or does not answer. `score` is for its job in progress, without retries left."""
+    """A worker ended or does not answer. `score` is for its job, if no retries are left."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -144,7 +144,7 @@ class JudgeProcess:
         return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
 
     def takes_more(self) -> bool:
-        """Whether jobs may join those going: only coroutines, unless one is late or to be judged alone."""
+        """Whether jobs may join: only coroutines, unless one is late or to be judged alone."""
         jobs = self.going.values()
         late = any(job.suspect or self._loop.time() > job.due for job in jobs)
         return not self.going or (self.mode is Mode.ASYNC and not late)
@@ -162,7 +162,7 @@ class JudgeProcess:
             await self._reaped(GRACE_S)
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+                os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
             await self._reaped(None)
 
     def _read(self) -> None:
