@@ -84,7 +84,7 @@ class LagPolicy:
         At max_lag = 0 groups are taken by serial, so that gradients accumulate in a fixed order.
         """
         first = buffered[0] if buffered else None
-        if first and self.max_lag == 0 and any(serial < first.serial for serial in in_flight):
+        if first is not None and self.max_lag == 0 and any(serial < first.serial for serial in in_flight):
             return None
         return first
 
