@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from headrace.errors import RunError
 from headrace.quiet import quiet
 
-# torch's logger of checkpoints has a line for every tensor; and a single process is what is meant
+# torch's logger of checkpoints has a line for every tensor; a single process is no mistake here
 QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"
 
 

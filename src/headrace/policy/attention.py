@@ -50,7 +50,7 @@ AttentionInterface.register(NAME, _attention)
 
 
 class _Regroup(torch.autograd.Function):
-    """The rows `index` of `x`. With the inverse `back` the backward is a gather, not a slow scatter-add.
+    """The rows `index` of `x`. With its inverse `back` the backward pass is a gather, not a scatter-add.
 
     Rows of `x` that `index` does not name are in `unused`, and get a gradient of zero.
     """

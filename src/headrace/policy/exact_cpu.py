@@ -66,7 +66,7 @@ rms_norm, rotate, gated = partial(_call, RmsNorm), partial(_call, _ExactRotate),
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Inside, modules of `transformers` (routers, experts) compute with the functions of this file."""
+    """Inside, routers and experts of `transformers` compute with the functions of this file."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -218,7 +218,7 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
 
 
 def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
-    """For queries from position `start` on, `group` rows each, with a sliding `window` (0: none)."""
+    """Queries from position `start` on, `group` rows each, with a sliding `window` (0: none)."""
     end = start + q_BRD.shape[1] // group
     outs = []
     for first in range(start, end, TILE):

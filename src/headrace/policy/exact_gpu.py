@@ -32,7 +32,7 @@ def use_batch_invariant_gemms() -> None:
 
 @torch.no_grad()
 def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], like: Tensor) -> None:
-    """Fail unless all `products` (name -> function of rows, their width) are batch-invariant here."""
+    """Fail unless all `products` (name -> function, width of its input) are batch-invariant."""
     generator = torch.Generator(like.device).manual_seed(0)
     for name, (work, width) in products.items():
         x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)

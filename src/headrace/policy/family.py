@@ -135,8 +135,8 @@ class FamilyBody:
             return cos[0], sin[0]
         if self._table is None:
             with torch.inference_mode(False), torch.no_grad():
-                everywhere = torch.arange(self._body.config.max_position_embeddings + BEYOND, device=x.device)[None]
-                cos, sin = self._body.rotary_emb(x[None], everywhere)
+                most = self._body.config.max_position_embeddings + BEYOND
+                cos, sin = self._body.rotary_emb(x[None], torch.arange(most, device=x.device)[None])
                 self._table = cos[0].contiguous(), sin[0].contiguous()
         cos, sin = self._table
         return cos[positions_1T[0]], sin[positions_1T[0]]
@@ -161,7 +161,7 @@ class FamilyBody:
         return found
 
     def _window(self, attention: Any) -> int:
-        """The layer's sliding window, 0 for none: Qwen has one per layer, Mistral and Mixtral one."""
+        """The layer's sliding window (0: none). Qwen has one per layer, Mistral and Mixtral one."""
         once = type(self._body).__name__ in ("MistralModel", "MixtralModel")
         everywhere = self._body.config.sliding_window if once else None
         return getattr(attention, "sliding_window", everywhere) or 0

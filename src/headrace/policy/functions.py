@@ -94,7 +94,7 @@ class Gated(torch.autograd.Function):
 
 
 def attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
-    """Causal attention of `shape` (sequences, longest); causality masks the padding at the right."""
+    """Causal attention of `shape` (sequences, longest): causality masks the padding at the end."""
     mask = None
     if window:
         at = torch.arange(shape[1], device=q.device)

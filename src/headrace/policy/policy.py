@@ -149,8 +149,8 @@ class Policy:
         """Shard the weights over `mesh` (FSDP). From now on every rank takes part in every pass."""
         if self.exact and self.device.type == "cuda":
             raise ModelError(
-                f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute with "
-                "the kernels that make bits equal; set model.exact = false, or learner.ranks = 1"
+                f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute "
+                "with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
             )
         if self._family is not None:
             self._family.go_through_modules()
@@ -249,7 +249,7 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     with refusing(f"model.path = '{section.path}' cannot be loaded"):
         load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
         model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
-    if missing := sorted(info["missing_keys"]):  # `transformers` would fill them with random numbers
+    if missing := sorted(info["missing_keys"]):  # `transformers` makes them up
         raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()

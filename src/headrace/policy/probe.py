@@ -33,8 +33,8 @@ BEYOND = 8  # tokens past a sliding window
 COMPARED = 32  # last tokens of the long sequence whose log-probs are compared
 MOST_FLOP = {"cpu": 2e11, "cuda": 2e14}  # of the long sequence's pass: a few seconds
 MOST_SCORE_BYTES = 2**32  # of eager attention's scores and their softmax, in one layer
-WINDOWS = ("sliding_window", "sliding_window_size", "attention_window", "window_size")  # names in configs
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}  # kinds of layers
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window", "window_size")  # in configs
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}  # layers
 
 
 def refuse_unsupported(model: Any) -> None:
@@ -45,9 +45,9 @@ def refuse_unsupported(model: Any) -> None:
     kinds = RECURRENT.intersection(getattr(config, "layer_types", None) or ())
     if model._is_stateful or kinds or not getattr(config, "num_attention_heads", 0):
         raise ModelError(
-            f"{name} is a recurrent model (state-space, linear attention or convolution): its layers "
-            "carry a state from token to token. Headrace runs models whose layers are all attention; "
-            "choose another one (model.path)"
+            f"{name} is a recurrent model (state-space, linear attention or convolution): its "
+            "layers carry a state from token to token. Headrace runs models whose layers are all "
+            "attention; choose another one (model.path)"
         )
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None) and kv_heads not in (None, heads):
@@ -87,7 +87,7 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
     Returns key/value heads, key size and value size, and what could not be checked.
     """
     name, ids, positions = type(policy.model).__name__, random_ids(policy, 2, SHORT), _short_positions(policy)
-    placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # some models take none
+    placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # not all models take it
     with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
         expected = policy.model(input_ids=ids, use_cache=False, **placed).logits.float().log_softmax(-1)
     plan, routes = _ProbePlan([SHORT] * 2, policy.device), Routes()
@@ -106,7 +106,7 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
 
 @torch.no_grad()
 def check_same_bits(policy: Policy) -> None:
-    """Refuse a machine that is not batch-invariant: compute the probe as one batch and one by one."""
+    """Refuse a machine that is not batch-invariant: the probe as one batch and one by one."""
     ids = random_ids(policy, 2, SHORT)
     together, apart = (torch.cat([packed_logits(policy, part) for part in parts]) for parts in ([ids], ids.split(1)))
     if not torch.equal(together, apart):
@@ -181,7 +181,7 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
-    """Key/value heads, key size, value size. Not always the config's: DeepSeek's keys are larger."""
+    """Key/value heads, key and value size. Not always the config's: DeepSeek's keys are larger."""
     name, often = type(policy.model).__name__, max(plan.calls.values(), default=0)
     if not often:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")

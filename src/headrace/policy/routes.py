@@ -29,8 +29,8 @@ NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # last parts of class nam
 class Routes:
     """The experts of one forward pass, recorded.
 
-    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others, or if there
-    are none, the model chooses.
+    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others, or without
+    `forced`, the model chooses.
     """
 
     def __init__(self, forced_TLK: Tensor | None = None, known_T: Tensor | None = None) -> None:
@@ -51,7 +51,7 @@ class Routes:
         return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
 
     def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
-        """The groups to choose experts from: those of the forced experts, perhaps one of them twice."""
+        """The groups to choose experts from: those of the forced experts, one perhaps twice."""
         if self._forced is None:
             return own_TG
         forced = self._forced[:, layer].long() // group_size
@@ -135,7 +135,7 @@ class Routers:
         return chosen.cpu().numpy().astype(self.dtype, copy=False)
 
     def check(self, routes: Routes) -> None:
-        """Learn `experts_per_token` from a first pass; refuse a model whose choices were not seen."""
+        """Learn `experts_per_token` from a first pass; refuse if not all choices were seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
             raise ModelError(

@@ -47,7 +47,7 @@ class Shards:
             _spread(module, mesh)
             self._root = fully_shard(module, mesh=mesh, mp_policy=rounding)
         for module in self._whole.modules():
-            if isinstance(module, FSDPModule):  # sums: the learner divides once, by the whole step's
+            if isinstance(module, FSDPModule):  # sums: the learner divides, once
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._root.set_requires_gradient_sync(False)
@@ -57,7 +57,7 @@ class Shards:
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} is not sharded just now"
+            assert isinstance(parameter, DTensor), f"{name} is not sharded"
             yield name, parameter
 
     def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class Shards:
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the ranks' gradients into `held`: FSDP's hooks do it in `take_part`, a zero-loss pass."""
+        """Sum the ranks' gradients into `held`, by FSDP's hooks in the zero-loss pass `take_part`."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
@@ -77,7 +77,7 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, rounded to `dtype` before they travel. Every rank must iterate to the end."""
+        """Whole weights, rounded to `dtype` before they are sent. Every rank must iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
                 yield name, parameter.to(dtype).detach().full_tensor()
