@@ -47,8 +47,8 @@ def objective(
     proximal = current.detach()  # one update per step
     given = LossInput(current, proximal, b.behaviour, b.advantage, b.sequence_ids, s.clip_low, s.clip_high)
     terms = LOSSES[s.loss](given)
-    limits = {"low": s.correction_low, "high": s.correction_high, "carried": s.loss in CARRIES_WEIGHT}
-    weight, kept = correction_weight(s.correction, proximal, b.behaviour, **limits)
+    low, high, carried = s.correction_low, s.correction_high, s.loss in CARRIES_WEIGHT
+    weight, kept = correction_weight(s.correction, proximal, b.behaviour, low=low, high=high, carried=carried)
     per_token = corrected(terms.per_token, weight, kept)
     divergence = torch.zeros_like(proximal)
     if b.reference is not None:

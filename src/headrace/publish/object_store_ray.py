@@ -92,9 +92,8 @@ def local_store(num_bytes: int) -> Iterator[tuple[type[ObjectStoreSender], type[
     """Classes of both ends, in the connected Ray or in a local one with `num_bytes` of store."""
     own = not ray.is_initialized()
     if own:
-        store = {"num_cpus": 1, "object_store_memory": max(num_bytes, 100 << 20)}
-        silent = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(address="local", **store, **silent)
+        silent: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init("local", num_cpus=1, object_store_memory=max(num_bytes, 100 << 20), **silent)
     try:
         yield ObjectStoreSender, ObjectStoreReceiver
     finally:
