@@ -105,7 +105,7 @@ def train(policy: Policy, *, num_tokens: int, longest: int) -> Any:
     policy.model.zero_grad()
     synchronise(policy.device)
     start = time.perf_counter()
-    policy.logprobs(ids, plan, at, 1.0).sum().backward()
+    policy.logprobs(ids, plan, at, 1.0)[0].sum().backward()
     synchronise(policy.device)
     return num_tokens, time.perf_counter() - start
 

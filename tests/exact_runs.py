@@ -73,6 +73,6 @@ def gaps(policy: Policy, found: Sequence[Trajectory], num_per_pack: int) -> Floa
     for start in range(0, len(order), num_per_pack):
         items = [Item(trajectory=found[i], advantage=0.0) for i in order[start : start + num_per_pack]]
         batch = pack(items, policy.device, policy.routers)
-        ours = policy.logprobs(batch.token_ids, batch.plan, batch.at, TEMPERATURE, batch.support, batch.routes)
+        ours, _ = policy.logprobs(batch.token_ids, batch.plan, batch.at, TEMPERATURE, batch.support, batch.routes)
         differences.append((ours.float() - batch.behaviour).abs().cpu().numpy())
     return np.concatenate(differences)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection
+from headrace.learner.batch import split
 from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
-from headrace.learner.sharding import Sharding, split
+from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group, StepStats
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import Workshop, write_prompts
+from transformers import AutoModelForCausalLM
 
 from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import ConfigError, DataError, ModelError
 from headrace.learner import learner
-from headrace.policy import policy
 from headrace.rollout import engine
 
 
@@ -73,7 +73,7 @@ def raising(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "name", "message"),
     [
-        (policy, "_load_model", r"the model: Tried to allocate 20\.00 GiB\. .*model\.path"),
+        (AutoModelForCausalLM, "from_pretrained", r"the model: Tried to allocate 20\.00 GiB\. .*model\.path"),
         (engine, "make_store", r"the key/value cache \(0\.1 GiB in all\): Tried to .*rollout\.kv_tokens"),
         (learner, "Optimizer", r"the optimizer and the reference policy.*: Tried to .*learner\.kl_coef"),
         (learner, "pack", r"training: Tried to .*learner\.micro_batch_tokens"),

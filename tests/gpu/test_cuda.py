@@ -72,7 +72,7 @@ def test_the_learner_finds_the_log_probs_that_were_sampled(
     ]
     with torch.no_grad():
         where, routes = torch.from_numpy(np.concatenate(at)).to(policy.device), recorded(policy, generations)
-        ours = policy.logprobs(tokens, plan, where, 1.0, None, routes)
+        ours, _ = policy.logprobs(tokens, plan, where, 1.0, None, routes)
         if routes is not None:
             own = Routes()
             policy.hidden(tokens, plan.positions, plan, own)

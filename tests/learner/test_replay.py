@@ -53,7 +53,7 @@ def gaps(policy: Policy, group: Group, *, replayed: bool) -> Tensor:
     """|log ratio| of each token between the policy as it is and the one that sampled."""
     batch = pack([Item(trajectory=t, advantage=0.0) for t in group.trajectories], policy.device, policy.routers)
     routes = batch.routes if replayed else None
-    return (policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0, None, routes) - batch.behaviour).abs()
+    return (policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0, None, routes)[0] - batch.behaviour).abs()
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def test_replay_of_the_support_keeps_the_ratio_at_one(policy: Policy):
     group = sampled(policy, Sampling(max_new_tokens=30, top_p=0.8))
     batch = pack([Item(trajectory=t, advantage=0.0) for t in group.trajectories], policy.device)
     replayed, free = (
-        (policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0, support) - batch.behaviour).exp()
+        (policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0, support)[0] - batch.behaviour).exp()
         for support in (batch.support, None)
     )
     assert (replayed - 1).abs().max() < 1e-5

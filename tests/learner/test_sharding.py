@@ -15,8 +15,8 @@ from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.learner.batch import pack
-from headrace.learner.sharding import Sharding, split
+from headrace.learner.batch import pack, split
+from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Item, Replay
 
@@ -206,7 +206,7 @@ def logprobs(sharding: Sharding | None, directory: Path, groups: list[Group]) ->
     order = [*items[first:], *items[:first]]
     batch = pack(order, policy.device)
     with torch.no_grad():
-        found = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)
+        found, _ = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)
     parts = found.split([item.trajectory.num_sampled_tokens for item in order])
     return [parts[order.index(item)].numpy() for item in items]
 

@@ -40,12 +40,12 @@ def test_a_sound_run_is_told_nothing_and_its_summary_has_the_number(workshop: Wo
 
 def warm_learner(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """The learner computes with another temperature than the engine."""
-    stock = Policy.both_logprobs
+    stock = Policy.logprobs
 
     def warmer(self: Policy, ids, plan, at, temperature, *replay):  # type: ignore[no-untyped-def]
         return stock(self, ids, plan, at, factor * temperature, *replay)
 
-    monkeypatch.setattr(Policy, "both_logprobs", warmer)
+    monkeypatch.setattr(Policy, "logprobs", warmer)
 
 
 def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):

@@ -46,7 +46,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 @torch.no_grad()
 def logprobs(policy: Policy) -> Tensor:
     tokens = torch.randint(3, 90, (24,), generator=torch.Generator().manual_seed(0))
-    return policy.logprobs(tokens, PackedPlan([24], policy.device), torch.arange(1, 24), 1.0)
+    return policy.logprobs(tokens, PackedPlan([24], policy.device), torch.arange(1, 24), 1.0)[0]
 
 
 def sampled(policy: Policy) -> Group:

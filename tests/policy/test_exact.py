@@ -82,7 +82,7 @@ def gradients(policy: Policy, lengths: list[int]) -> tuple[Tensor, dict[str, Ten
     plan = PackedPlan(lengths, policy.device)
     at = torch.tensor([i for i in range(len(ids)) if plan.positions[0, i] > 0])
     policy.model.zero_grad()
-    logprobs = policy.logprobs(ids, plan, at, 0.7)
+    logprobs, _ = policy.logprobs(ids, plan, at, 0.7)
     logprobs.mul(noise(len(at), seed=3)).sum().backward()
     return logprobs.detach(), {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 

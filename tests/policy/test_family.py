@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.config import ModelSection
-from headrace.policy.family import JoinedLinear, is_mixture
+from headrace.policy.family import JoinedLinear
 from headrace.policy.policy import Policy, load_policy
 from headrace.policy.probe import packed_logits, random_ids
 
@@ -26,7 +26,7 @@ def join(policy: Policy) -> None:
     for layer in policy.body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        if not is_mixture(mlp):
+        if not hasattr(mlp, "experts"):
             JoinedLinear([mlp.gate_proj, mlp.up_proj])
 
 

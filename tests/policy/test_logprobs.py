@@ -156,7 +156,7 @@ def test_policy_logprobs_are_those_of_the_next_token(make_policy: Callable[..., 
     at = torch.tensor([2, 5, 7, 8, 16, 19])
     support = some_support(ids[at], 99) if with_support else None
     with torch.no_grad():
-        ours = policy.logprobs(ids, PackedPlan(lengths, policy.device), at, 0.8, support)
+        ours, _ = policy.logprobs(ids, PackedPlan(lengths, policy.device), at, 0.8, support)
         logits = torch.cat([stock(input_ids=s[None]).logits[0] for s in ids.split(lengths)])
         expected = reference(logits[at - 1], torch.eye(99, dtype=torch.float64), ids[at], 0.8, support)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)

@@ -151,7 +151,7 @@ def test_other_models_keep_their_own_path(
 
 
 def test_a_path_that_computes_something_else_is_noticed(policy: Policy, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.policy.family.gated", lambda gate, up: gate * up)
+    monkeypatch.setattr("headrace.policy.family.FamilyBody._gated", lambda self, gate, up: gate * up)
     with pytest.raises(ModelError, match="Qwen3ForCausalLM computes something that Headrace"):
         Policy(policy.model, policy.tokenizer)
 

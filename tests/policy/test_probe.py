@@ -84,7 +84,7 @@ def test_decoding_without_a_past_is_noticed(make_policy: MakePolicy, monkeypatch
     stock = probe._StepPlan.attend
 
     def forgetful(self: Any, layer: int, *rest: Any) -> Tensor:
-        self._kept[layer] = tuple(x[:0] for x in self._kept[layer])
+        self.kept[layer] = tuple(x[:0] for x in self.kept[layer])
         return stock(self, layer, *rest)
 
     monkeypatch.setattr(probe._StepPlan, "attend", forgetful)

@@ -13,8 +13,7 @@ from reward_completions import completion
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
-from headrace.reward.inline import InlineJudges
-from headrace.reward.scorer import Scorer
+from headrace.reward.scorer import InlineJudges, Scorer
 from headrace.reward.worker import Setup
 from headrace.types import Completion, DropReason, Score
 

@@ -18,9 +18,8 @@ OnDrop = Callable[[list[tuple[Trajectory, str]], Group, bool], None]
 class Buffer:
     """Groups on their way from generation to training.
 
-    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next` gives it
-    to the learner. `on_drop(trajectories with reasons, their group, was_buffered)` is called for
-    every drop.
+    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next`. For every
+    drop `on_drop(trajectories with reasons, their group, was_buffered)` is called.
     """
 
     def __init__(
@@ -93,10 +92,7 @@ class Buffer:
             self.in_flight[serial] = version
 
     async def put(self, group: Group) -> bool:
-        """A group is generated and scored. Returns whether it was buffered.
-
-        A group of an attempt that a restart has replaced is ignored.
-        """
+        """Whether the scored group was buffered. Ignored if a restart has replaced its attempt."""
         async with self._changed:
             if self._attempts.get(group.serial) != group.attempt:
                 return False
@@ -179,8 +175,8 @@ class Buffer:
 
     def _do_without(self) -> None:
         """If the step can be taken without dropped groups, they are not replaced."""
-        ready = self._taken + len(self.buffered)
-        missing = self.policy.missing(ready=ready, in_flight=len(self.in_flight))
+        ready, in_flight = self._taken + len(self.buffered), len(self.in_flight)
+        missing = self.policy.missing(ready=ready, in_flight=in_flight)
         self._committed += missing - self._missing
         self._missing = missing
 
@@ -195,13 +191,10 @@ class Buffer:
             self._changed.notify_all()
 
     def _check_progress(self) -> None:
-        limit = self._patience * self.policy.groups_per_step
-        if self._barren.total() >= limit:
+        if self._barren.total() >= self._patience * self.policy.groups_per_step:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
-            hint = (
-                "no_signal means that all answers to a prompt got the same reward: the task is too hard "
-                "or too easy, or the reward does not distinguish answers. "
-            )
+            hint = "no_signal means that all answers to a prompt got the same reward: the task is too hard "
+            hint += "or too easy, or the reward does not distinguish answers. "
             raise StalledError(
                 f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "
                 f"{hint if DropReason.NO_SIGNAL in self._barren else ''}buffer.patience sets how long to wait."

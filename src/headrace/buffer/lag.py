@@ -1,7 +1,6 @@
 """The lag policy: every decision about how far generation may run ahead of training, in one object.
 
-Nothing else in the system decides about staleness. The buffer and the simulator use the same
-object.
+Nothing else decides about staleness. The buffer and the simulator use the same object.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from headrace.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagPolicy:
-    """A trained token is at most `max_lag` versions old, and younger if that costs no time.
-
-    Example:
-        LagPolicy(max_lag=4, groups_per_step=16)
-    """
+    """A trained token is at most `max_lag` versions old, and younger if that costs no time."""
 
     max_lag: int
     groups_per_step: int
@@ -60,7 +55,6 @@ class LagPolicy:
         """The window after the learner had to wait for a group.
 
         Wider by an eighth of a step only, because groups come in bursts and one wait may be long.
-        If the learner waits for every group, the window soon is as wide as max_lag allows.
         """
         return min(window + -(-self.groups_per_step // 8), self.most_ahead)
 
@@ -89,10 +83,8 @@ class LagPolicy:
 
         At max_lag = 0 groups are taken by serial, so that gradients accumulate in a fixed order.
         """
-        if not buffered:
-            return None
-        first = buffered[0]
-        if self.max_lag == 0 and any(serial < first.serial for serial in in_flight):
+        first = buffered[0] if buffered else None
+        if first is not None and self.max_lag == 0 and any(serial < first.serial for serial in in_flight):
             return None
         return first
 
@@ -103,11 +95,7 @@ class LagPolicy:
     def abort(self, in_flight: Mapping[int, int | None], *, version: int) -> list[int]:
         """Serials of groups in flight that are too old already, however soon they finish.
 
-        `in_flight` maps serials to the version of their first token; None before that token is
-        sampled.
+        `in_flight` maps serials to the version of their first token, None before it is sampled.
         """
-        return [
-            serial
-            for serial, begun_at in in_flight.items()
-            if begun_at is not None and version - begun_at > self.max_lag
-        ]
+        begun = ((serial, first) for serial, first in in_flight.items() if first is not None)
+        return [serial for serial, first in begun if version - first > self.max_lag]

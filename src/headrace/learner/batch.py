@@ -5,8 +5,9 @@ T tokens of a micro-batch, N of them sampled, L mixture-of-experts layers, K exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from headrace.policy.attention import PackedPlan
 from headrace.policy.logprobs import Support
 from headrace.policy.routes import Routers
 from headrace.types import Item, RouteArray, Trajectory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +128,20 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     shared = sorted((s for s in sequences if len(s) <= budget), key=len, reverse=True)
     num_batches = max(1, -(-sum(map(len, shared)) // budget))
     while True:
-        batches: list[list[Item]] = [[] for _ in range(num_batches)]
-        loads = [0] * num_batches
-        for sequence in shared:
-            lightest = loads.index(min(loads))
-            batches[lightest].append(sequence)
-            loads[lightest] += len(sequence)
-        if max(loads) <= budget:
+        batches = split(shared, num_batches, len)
+        if max(sum(map(len, batch)) for batch in batches) <= budget:
             return alone + [b for b in batches if b]
         num_batches += 1
+
+
+def split(items: Sequence[T], num_parts: int, size: Callable[[T], int]) -> list[list[T]]:
+    """Parts of nearly equal total `size`, some perhaps empty. A single part keeps the order."""
+    if num_parts == 1:
+        return [list(items)]
+    parts: list[list[T]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for item in sorted(items, key=size, reverse=True):
+        lightest = loads.index(min(loads))
+        parts[lightest].append(item)
+        loads[lightest] += size(item)
+    return parts

@@ -83,10 +83,7 @@ class Learner:
         self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint stores, by name: master weights and the optimizer's moments.
-
-        With a sharding they are DTensors of this rank's parts.
-        """
+        """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
         found, shards = self._optimizer.tensors(), self.policy.shards
         if shards is None:
             return found
@@ -116,7 +113,6 @@ class Learner:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the intake needs the result of `reference_logprobs`."""
         return self._reference is not None
 
     @torch.no_grad()
@@ -136,7 +132,7 @@ class Learner:
                 continue
             batch = pack(items, self.policy.device)
             support = batch.support if self.section.kl_in == "reward" else None
-            logprobs = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
+            logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
             for item, values in zip(items, logprobs.float().cpu().split(counts), strict=True):
                 found[item.trajectory.id] = values.numpy()
@@ -144,10 +140,7 @@ class Learner:
 
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
-        """Compare the log-probs computed here with those of the sampling, without training.
-
-        With a sharding, `trajectories` are this rank's part, and the answer is that of all ranks.
-        """
+        """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
         sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         for items in self._passes(everything):
@@ -162,8 +155,7 @@ class Learner:
         return mismatch_of(int(sums[0]), sums[1:].tolist())
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        """Forward and backward over one micro-batch, or this rank's part of it."""
-        alone = self.sharding is None or self.sharding.num_ranks == 1  # then `items` are one pass, in this order
+        alone = self.sharding is None or self.sharding.num_ranks == 1  # one pass, in order
         for part in [items] if alone else self._passes(items):
             if not part:
                 _take_part(self.policy, backward=True)
@@ -194,7 +186,7 @@ class Learner:
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens: over the sampling support, and over the vocabulary."""
-        return self.policy.both_logprobs(
+        return self.policy.logprobs(
             batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
         )
 
@@ -244,6 +236,6 @@ def _take_part(policy: Policy, *, backward: bool = False) -> None:
     """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
     tokens, second = torch.zeros(2, dtype=torch.int64, device=policy.device), torch.tensor([1], device=policy.device)
     with torch.set_grad_enabled(backward):
-        logprobs = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
+        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
         if backward:
             logprobs.backward(torch.zeros_like(logprobs))

@@ -43,40 +43,20 @@ def objective(
     `current` are log-probs over the sampling support (top-k, top-p, min-p), `unfiltered` over the
     whole vocabulary.
     """
-    s = section
+    s, b = section, batch
     proximal = current.detach()  # one update per step
-    terms = LOSSES[s.loss](
-        LossInput(
-            current=current,
-            proximal=proximal,
-            behaviour=batch.behaviour,
-            advantage=batch.advantage,
-            sequence_ids=batch.sequence_ids,
-            clip_low=s.clip_low,
-            clip_high=s.clip_high,
-        )
-    )
-    weight, kept = correction_weight(
-        s.correction,
-        proximal,
-        batch.behaviour,
-        low=s.correction_low,
-        high=s.correction_high,
-        carried=s.loss in CARRIES_WEIGHT,
-    )
+    given = LossInput(current, proximal, b.behaviour, b.advantage, b.sequence_ids, s.clip_low, s.clip_high)
+    terms = LOSSES[s.loss](given)
+    low, high, carried = s.correction_low, s.correction_high, s.loss in CARRIES_WEIGHT
+    weight, kept = correction_weight(s.correction, proximal, b.behaviour, low=low, high=high, carried=carried)
     per_token = corrected(terms.per_token, weight, kept)
     divergence = torch.zeros_like(proximal)
-    if batch.reference is not None:
-        divergence = kl(s.kl_estimator, unfiltered if s.kl_in == "loss" else current, batch.reference)
+    if b.reference is not None:
+        divergence = kl(s.kl_estimator, unfiltered if s.kl_in == "loss" else current, b.reference)
         if s.kl_in == "loss":
             per_token = per_token + s.kl_coef * divergence
-    share = weights(
-        s.aggregation,
-        batch.sequence_ids,
-        batch.num_sequences,
-        constant_length=constant_length,
-        dtype=per_token.dtype,
-    )
+    kind, dtype = s.aggregation, per_token.dtype
+    share = weights(kind, b.sequence_ids, b.num_sequences, constant_length=constant_length, dtype=dtype)
     return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach()
 
 
@@ -91,7 +71,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 # ---- losses
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LossInput:
     """N packed tokens, and the clip range [1 - clip_low, 1 + clip_high]."""
 
@@ -106,11 +86,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Unreduced loss terms, and which tokens the clip range held back.
-
-    Example:
-        LossTerms(per_token=tensor([-1.28, 0.9]), clipped=tensor([True, False]))
-    """
+    """Unreduced loss terms, and which tokens the clip range held back."""
 
     per_token: Tensor  # [N] with gradient
     clipped: Tensor  # [N] bool
@@ -133,7 +109,7 @@ def decoupled_ppo(x: LossInput) -> LossTerms:
 
 
 def cispo(x: LossInput) -> LossTerms:
-    """-clip(r) A log(current), r = current / behaviour a constant: all tokens keep their gradient."""
+    """-clip(r) A log(current), r = current / behaviour constant: all tokens keep their gradient."""
     ratio = log_ratio(x.current.detach(), x.behaviour).exp()
     weight = ratio.clamp(1 - x.clip_low, 1 + x.clip_high)
     return LossTerms(per_token=-weight * x.advantage * x.current, clipped=ratio != weight)

@@ -42,7 +42,7 @@ class Optimizer:
     """One optimizer step, in place, on the weights that the engine decodes with.
 
     A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
-    float32.
+    float32. `add_up` sums over all ranks, for the norm of the whole gradient.
     """
 
     def __init__(
@@ -51,12 +51,9 @@ class Optimizer:
         section: LearnerSection,
         add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`add_up` sums over all ranks, for the norm of the whole gradient."""
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
-        self.masters: list[Tensor] = [
-            p if p.dtype in (torch.float32, torch.float64) else _master(p) for p in self.parameters
-        ]
+        self.masters: list[Tensor] = [_master(p) for p in self.parameters]
         self._on_gpu = _fits_kernel(self.parameters)
         self._several = False  # backward passes since the last step
         self._add_up = add_up
@@ -86,11 +83,10 @@ class Optimizer:
 
     def make_room(self) -> None:
         """Call before each backward pass: adds earlier gradients to those of the masters."""
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p.grad is not None]
-        for parameter, master in pairs:
-            if master is not parameter:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
                 self._several = True
-                more = _gradient(parameter).to(master.dtype)
+                more = parameter.grad.to(master.dtype)
                 master.grad = more if master.grad is None else master.grad.add_(more)
                 parameter.grad = None
 
@@ -107,10 +103,8 @@ class Optimizer:
 
     def not_finite(self) -> str | None:
         """The name of a weight with an infinity or NaN in it."""
-        for name, master in zip(self._names, self.masters, strict=True):
-            if not bool(torch.isfinite(master).all()):
-                return name
-        return None
+        named = zip(self._names, self.masters, strict=True)
+        return next((name for name, master in named if not bool(torch.isfinite(master).all())), None)
 
     def zero_grad(self) -> None:
         self._several = False
@@ -148,10 +142,6 @@ def _fits_kernel(parameters: list[nn.Parameter]) -> bool:
     return kernels.AVAILABLE and parameters[0].is_cuda and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
 def _master(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().to(torch.float32, copy=True)
+    precise = parameter.dtype in (torch.float32, torch.float64)
+    return parameter if precise else parameter.detach().to(torch.float32, copy=True)

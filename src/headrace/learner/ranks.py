@@ -1,4 +1,4 @@
-"""The ranks of the learner as one: what the loop trains with. Its calls block, so they belong in the device thread."""
+"""The ranks of the learner as one, for the loop. Calls block: they belong in the device thread."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
+from headrace.learner.batch import split
 from headrace.learner.intake import Intake
-from headrace.learner.sharding import split
 from headrace.roles import Cluster, Reply, Trainer, Worker
 from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
 
@@ -20,7 +20,10 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """Cuts every micro-batch into a part for each rank. If one of them is lost, so is the learner."""
+    """Cuts every micro-batch into a part for each rank. If one of them is lost, so is the learner.
+
+    Methods with the names of `Trainer` do the same on all ranks.
+    """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:
         self.ranks = list(ranks)
@@ -35,7 +38,6 @@ class Ranks:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether groups must be scored by the reference first."""
         return bool(self._section.kl_coef)
 
     def facts(self) -> PolicyFacts:
@@ -54,25 +56,19 @@ class Ranks:
     # ---- steps
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
-        """Take a group into the step; returns micro-batches that are now full."""
         return self._intake.add(group, references)
 
     def rest(self) -> list[list[Item]]:
-        """The step has all its groups: the remaining micro-batches."""
         return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        """Forward and backward over one micro-batch, a part on each rank."""
-        parts = split(items, len(self.ranks), len)
-        asked = zip(self.ranks, parts, strict=True)
+        asked = zip(self.ranks, split(items, len(self.ranks), len), strict=True)
         self.gather([rank.ask(Trainer.accumulate, part) for rank, part in asked])
 
     def finish(self) -> StepStats:
-        """The optimizer step."""
         return self.gather([rank.ask(Trainer.finish) for rank in self.ranks])[0]
 
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
-        """Log-probs of the group's sampled tokens under the start weights."""
         parts = [replace(group, trajectories=tuple(part)) for part in self._parts(group.trajectories)]
         asked = zip(self.ranks, parts, strict=True)
         answers = self.gather([rank.ask(Trainer.reference_logprobs, part) for rank, part in asked])
@@ -84,18 +80,16 @@ class Ranks:
         return [found[trajectory.id] for trajectory in group.trajectories]
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
-        """How far the learner's log-probs are from the behaviour's; trains nothing."""
         asked = zip(self.ranks, self._parts(trajectories), strict=True)
         return self.gather([rank.ask(Trainer.mismatch, part) for rank, part in asked])[0]
 
     def next_logprob(self, prompt: IntArray, token: int) -> float:
-        """Log-prob of `token` after `prompt`, as training computes it."""
         return self.gather([rank.ask(Trainer.next_logprob, prompt, token) for rank in self.ranks])[0]
 
     # ---- checkpoints
 
     def snapshot(self, *, reference: bool = False) -> Callable[[Path], None]:
-        """Every rank copies what it holds; what is returned has them write it into a directory, from any thread."""
+        """Every rank copies what it holds; the function returned has them write it, from any thread."""
         self.gather([rank.ask(Trainer.snapshot, reference=reference) for rank in self.ranks])
         return self._write
 
@@ -103,11 +97,9 @@ class Ranks:
         self.gather([rank.ask(Trainer.write, directory.absolute()) for rank in self.ranks])
 
     def load(self, directory: Path, version: int, *, reference: bool = False) -> None:
-        """Continue from a checkpoint's tensors, or take them as the reference's."""
         self.gather([rank.ask(Trainer.load, directory, version, reference=reference) for rank in self.ranks])
 
     def save(self, directory: Path) -> None:
-        """Write the whole policy."""
         self.gather([rank.ask(Trainer.save, directory.absolute()) for rank in self.ranks])
 
     # ---- inside
@@ -119,7 +111,7 @@ class Ranks:
         except WorkerLostError as lost:
             reason = str(lost)
         except RuntimeError:
-            # a rank that lives notices first that another is gone, and says so in the words of the network
+            # the living ranks notice first that another is gone, and raise a network error
             if not (reason := self._death()):
                 raise
         raise self.gone(reason)
@@ -130,7 +122,7 @@ class Ranks:
         return LearnerLostError(f"{reason}; the learner cannot go on without it")
 
     def _death(self) -> str:
-        """Why one of several ranks is gone, if one is; a node's death takes a while to be noticed."""
+        """Why one of several ranks is gone, if one is; a node's death is noticed late."""
         for answer in [rank.ask(Trainer.alive) for rank in self.ranks] if len(self.ranks) > 1 else []:
             try:
                 answer.result(NOTICED_S)

@@ -1,7 +1,7 @@
 """A learner in several processes (ranks), by FSDP2: each has a part of weights and batch.
 
 Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
-often, with an empty list if there is nothing for it. The caller divides the work with `split`; the
+often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`); the
 ranks agree on the number of passes.
 
     sharding = Sharding(rank=0, num_ranks=2, host="10.0.0.1", port=29500, device=policy.device)
@@ -12,17 +12,13 @@ The process group is the process's default one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-
-T = TypeVar("T")
 
 
 class Sharding:
@@ -36,16 +32,11 @@ class Sharding:
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
             torch.cuda.set_device(device.index or 0)
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        url, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, url, rank=rank, world_size=num_ranks, timeout=timeout)
         self.mesh = init_device_mesh(device.type, (num_ranks,))
         # a checkpoint is written while training goes on, so it needs a process group of its own
-        self.writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.writers = dist.new_group(backend="gloo", timeout=timeout)
 
     def add_up(self, values: np.ndarray) -> np.ndarray:
         total = torch.from_numpy(values.astype(np.float64))
@@ -64,16 +55,3 @@ class Sharding:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def split(items: Sequence[T], num_ranks: int, size: Callable[[T], int]) -> list[list[T]]:
-    """One part per rank, of nearly equal total `size`. Some may be empty."""
-    if num_ranks == 1:
-        return [list(items)]
-    parts: list[list[T]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for item in sorted(items, key=size, reverse=True):
-        lightest = loads.index(min(loads))
-        parts[lightest].append(item)
-        loads[lightest] += size(item)
-    return parts

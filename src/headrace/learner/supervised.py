@@ -32,7 +32,7 @@ class WarmStart:
         solved = np.concatenate([np.arange(len(tokens)) >= num_prompt for tokens, num_prompt in sequences])
         tokens = torch.from_numpy(np.concatenate([t for t, _ in sequences]).astype(np.int64)).to(policy.device)
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
-        loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0).mean()
+        loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0)[0].mean()
         loss.backward()
         # up over the first tenth, down over the last quarter: RL should not start from the noise of
         # the last batches

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint on disk, as safetensors, written and read by `torch.distributed.checkpoint`.
 
-The ranks of a sharded learner write their parts side by side into one directory. Any number of ranks can read it.
+The ranks of a sharded learner write their shards into one directory, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from headrace.errors import RunError
 from headrace.quiet import quiet
 
-# torch's logger of checkpoints has a line for every tensor; and a single process is what is meant
+# torch's logger of checkpoints has a line for every tensor; a single process is no mistake here
 QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"
 
 
@@ -32,7 +32,7 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Write `tensors` into `directory`. All processes of a `group` call this, and each writes the parts it holds."""
+    """All processes of a `group` call this, and each writes the shards it holds."""
     parts = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     broken = [name for name, part in parts.items() if not bool(torch.isfinite(part).all())]
     num_broken = torch.tensor(len(broken))

@@ -15,10 +15,12 @@ STALL = "training waits"  # detail of a `checkpoint` span that holds up training
 
 
 class StageClock:
-    """Seconds since the run's start, and the spans measured with it. Thread-safe."""
+    """Seconds since the run's start, and the spans measured with it. Thread-safe.
+
+    `start_s` is the last time of the run that is resumed.
+    """
 
     def __init__(self, start_s: float = 0.0) -> None:
-        """`start_s` is the last time of the run that is resumed."""
         self._origin = time.monotonic() - start_s
         self._lock = threading.Lock()
         self._finished: list[StageSpan] = []
@@ -44,16 +46,15 @@ class StageClock:
         finally:
             end_s = self.now()
             with self._lock:
-                self._finished.append(_ended(self._running.pop(key), end_s))
+                self._finished.append(replace(self._running.pop(key), end_s=end_s))
                 self._moves[stage] += 1
 
     def add(self, span: StageSpan) -> None:
-        """Add a span that was measured elsewhere, in seconds of this clock."""
+        """A span that was measured elsewhere, in seconds of this clock."""
         with self._lock:
             self._finished.append(span)
 
     def moved(self, stage: str) -> None:
-        """A stage made progress within a long span."""
         with self._lock:
             self._moves[stage] += 1
 
@@ -63,7 +64,6 @@ class StageClock:
             return dict(self._moves)
 
     def drain(self) -> list[StageSpan]:
-        """The spans finished since the last drain, for the ledger."""
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
@@ -76,7 +76,7 @@ class StageClock:
         """
         with self._lock:
             now_s = self.now()
-            return [_ended(span, now_s) for span in self._running.values()]
+            return [replace(span, end_s=now_s) for span in self._running.values()]
 
 
 def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> StageTimes:
@@ -96,7 +96,3 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
             total += end - max(start, reached)
             reached = end
     return total
-
-
-def _ended(span: StageSpan, end_s: float) -> StageSpan:
-    return replace(span, end_s=end_s)

@@ -68,7 +68,6 @@ def is_complete(run_dir: Path) -> bool:
 
 
 def remove_database(run_dir: Path) -> None:
-    """Delete a run's database and the files SQLite keeps beside it."""
     for suffix in ("", *_SIDE_FILES):
         (run_dir / f"{FILE_NAME}{suffix}").unlink(missing_ok=True)
 
@@ -165,19 +164,16 @@ def _log_ahead(connection: sqlite3.Connection) -> None:
 
 def _claim(path: Path) -> None:
     """Create the file exclusively, so that two runs cannot start in one directory."""
+    doing, another = f"make the run directory {path.parent}", "Choose another run.dir"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"Cannot make the run directory {path.parent}: {error.strerror}. Choose another run.dir."
-        ) from error
-    try:
+        doing = f"write into {path.parent}"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-    except FileExistsError as error:
-        message = f"{path.parent} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it."
-        raise RunError(message) from error
     except OSError as error:
-        raise RunError(f"Cannot write into {path.parent}: {error.strerror}. Choose another run.dir.") from error
+        if isinstance(error, FileExistsError) and path.exists():
+            told = f"{path.parent} already holds a run. {another}, or set run.overwrite=true to replace it."
+            raise RunError(told) from error
+        raise RunError(f"Cannot {doing}: {error.strerror}. {another}.") from error
     for suffix in _SIDE_FILES:  # a log left by a deleted ledger would be replayed into the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""The files of a run directory besides the ledger: their names, the settings, the lock, and the wanted workers."""
+"""The files of a run directory besides the ledger: settings, summary, lock, wanted workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.ledger.database import FILE_NAME, LOCK_NAME
 
 SETTINGS, SUMMARY = "config.toml", "summary.json"
 WEIGHTS, START, CHECKPOINTS, REFERENCE = "model", "start", "checkpoints", "reference"  # directories
-WANTED_WORKERS = "rollout_workers"  # how many rollout workers the run should have; may change while it goes on
+WANTED_WORKERS = "rollout_workers"  # the number that `scale` asked for
 
 
 def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
@@ -40,12 +40,12 @@ def says_finished(run_dir: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run was ever started here: a ledger, or settings and a lock if it did not come as far as a ledger."""
+    """Whether a run was ever started here: there is a ledger, or settings and a lock."""
     return (path / FILE_NAME).is_file() or ((path / SETTINGS).is_file() and (path / LOCK_NAME).is_file())
 
 
 def is_claimed(run_dir: Path) -> bool:
-    """Whether a process trains there. Asked with a shared lock, so that two readers do not see each other."""
+    """Whether a process trains there. A shared lock: two readers do not see each other."""
     try:
         with (run_dir / LOCK_NAME).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -57,12 +57,13 @@ def is_claimed(run_dir: Path) -> bool:
 
 
 def scale(run_dir: Path, workers: int) -> str:
-    """Ask a run on a cluster for this number of rollout workers; returns a sentence on what will happen."""
+    """Ask a run on a cluster for this number of rollout workers; returns what will happen."""
     config = run_config(run_dir)
     if config.place.cluster != "ray" or config.place.layout != "disaggregated":
         raise RunError(
-            f"{run_dir} runs with place.cluster = '{config.place.cluster}' and place.layout = '{config.place.layout}': "
-            "the number of rollout workers changes only on a cluster, with devices of their own (disaggregated)"
+            f"{run_dir} runs with place.cluster = '{config.place.cluster}' and place.layout = "
+            f"'{config.place.layout}': the number of rollout workers changes only on a cluster, with "
+            "devices of their own (disaggregated)"
         )
     if says_finished(run_dir):
         raise RunError(f"{run_dir} has finished")

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from headrace.ledger.row_json import plain
-from headrace.types import Drop, FinishReason, Replay, Score, Span, Timing, Trajectory
+from headrace.types import Drop, FinishReason, Replay, Span, Timing, Trajectory
 
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _TIMES = ("submitted_s", "started_s", "finished_s")
@@ -27,12 +27,7 @@ _WHOLE = (*_PARTIAL, "scored_s", "reward", "reward_parts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """What a restart found and did.
-
-    Example:
-        Restart(number=1, at_s=61.2, checkpoint=20, version=27, rule="requeue", redone_steps=7,
-            retrained_tokens=28672, lost_tokens=512, lost_trajectories=16)
-    """
+    """What a restart found and did."""
 
     number: int
     at_s: float
@@ -71,7 +66,6 @@ def columns_of_drop(drop: Drop) -> dict[str, Any]:
 
 
 def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Insert one row of named values."""
     names = ", ".join(values)
     marks = ", ".join(f":{name}" for name in values)
     connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
@@ -118,27 +112,6 @@ def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Traj
     )
     found = [_trajectory(_PARTIAL, values) for values in connection.execute(query, (serial,))]
     return {trajectory.index: trajectory for trajectory in found}
-
-
-def write_verdicts(connection: sqlite3.Connection, verdicts: Mapping[bytes, Score]) -> None:
-    values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts.items()]
-    connection.executemany("INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)", values)
-
-
-def read_verdicts(connection: sqlite3.Connection) -> dict[bytes, Score]:
-    """All of them, oldest first."""
-    found = connection.execute("SELECT key, reward, parts FROM verdicts ORDER BY id")
-    return {key: Score(reward=reward, parts=json.loads(parts)) for key, reward, parts in found}
-
-
-def prune(connection: sqlite3.Connection, before: int, max_verdicts: int) -> None:
-    """Delete tokens of what was trained or dropped before step `before`, and old verdicts."""
-    old = (  # a skipped step is taken again with the others, and may have older trajectories
-        "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
-        "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"
-    )
-    connection.execute(f"DELETE FROM journal WHERE trajectory_id IN ({old})", (before,))
-    connection.execute("DELETE FROM verdicts WHERE id <= (SELECT MAX(id) FROM verdicts) - ?", (max_verdicts,))
 
 
 def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:

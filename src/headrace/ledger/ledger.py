@@ -11,32 +11,14 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.errors import RunError
+from headrace.ledger import database
 from headrace.ledger.clock import StageClock
-from headrace.ledger.database import (
-    FILE_NAME,
-    close_database,
-    create_database,
-    explain,
-    open_database,
-    reopen_database,
-    transaction,
-)
-from headrace.ledger.journal import (
-    Restart,
-    columns,
-    columns_of_drop,
-    encode,
-    insert,
-    prune,
-    read_verdicts,
-    write_partials,
-    write_verdicts,
-)
+from headrace.ledger.journal import Restart, columns, columns_of_drop, encode, insert, write_partials
 from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.row import Row
@@ -45,11 +27,7 @@ from headrace.types import Attempt, Drop, DropReason, Group, Score, StageSpan, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """What is in one account.
-
-    Example:
-        Amount(tokens=4096, trajectories=128)
-    """
+    """What is in one account."""
 
     tokens: int = 0
     trajectories: int = 0
@@ -72,7 +50,6 @@ class Books:
 
     @classmethod
     def of(cls, balance: Mapping[str, tuple[int, int]]) -> Books:
-        """From the result of `Ledger.balance`."""
         held = {name: Amount(tokens=tokens, trajectories=number) for name, (tokens, number) in balance.items()}
         source = held[SOURCE]
         return cls(
@@ -100,45 +77,41 @@ class Ledger:
     """The run's database: one writer, and any number of readers while it writes."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, clock: StageClock | None) -> None:
-        self.connection = connection
-        self._path = path
-        self._clock = clock
+        self.connection, self._path, self._clock = connection, path, clock
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
-        self._together = False
         self._verdicts: dict[bytes, Score] = {}  # not written yet
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
         """The ledger of a new run. `clock` stamps the transfers."""
-        return cls(create_database(run_dir), run_dir / FILE_NAME, clock or StageClock())
+        connection = database.create_database(run_dir)
+        return cls(connection, run_dir / database.FILE_NAME, clock or StageClock())
 
     @classmethod
     def reopen(cls, run_dir: Path) -> Ledger:
         """Continue the ledger of a run that ended too soon, and its clock."""
-        connection = reopen_database(run_dir)
-        (end_s,) = connection.execute(
-            "SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) FROM spans "
-            "UNION SELECT MAX(at_s) FROM restarts)"
+        connection = database.reopen_database(run_dir)
+        (end_s, last_step) = connection.execute(
+            "SELECT (SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) FROM spans "
+            "UNION SELECT MAX(at_s) FROM restarts)), (SELECT MAX(step) FROM rows)"
         ).fetchone()
-        ledger = cls(connection, run_dir / FILE_NAME, StageClock(start_s=end_s or 0.0))
-        (last_step,) = connection.execute("SELECT MAX(step) FROM rows").fetchone()
+        ledger = cls(connection, run_dir / database.FILE_NAME, StageClock(start_s=end_s or 0.0))
         ledger.step = (last_step or 0) + 1
         return ledger
 
     @classmethod
     def open(cls, run_dir: Path) -> Ledger:
-        """Open a run's ledger for reading, also while the run writes it."""
-        return cls(open_database(run_dir), run_dir / FILE_NAME, None)
+        """For reading, also while the run writes it."""
+        return cls(database.open_database(run_dir), run_dir / database.FILE_NAME, None)
 
     def close(self) -> None:
-        """Write everything into the one file and close it."""
         if self._clock is None:
             self.connection.close()
             return
         if self._verdicts:
             with suppress(RunError), self.writing():  # if the disk is full, a restart judges again
                 pass
-        close_database(self.connection)
+        database.close_database(self.connection)
 
     def __enter__(self) -> Self:
         return self
@@ -146,32 +119,19 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """One transaction for everything booked inside. Nothing may be awaited inside."""
-        with self.writing():
-            self._together = True
-            try:
-                yield
-            finally:
-                self._together = False
-
     # What happens to tokens and trajectories, in order.
 
     def started(self, num_trajectories: int, attempt: Attempt | None = None) -> None:
-        """The generation of `num_trajectories` of an attempt began."""
         with self.writing():
             self.transfer(SOURCE, "in_flight", 0, num_trajectories)
             if attempt is not None:
                 self.open_attempt(attempt)
 
     def closed(self, serial: int, number: int) -> None:
-        """The attempt is over: it has no more trajectories."""
         with self.writing():
             self._close(serial, number)
 
     def sampled(self, num_tokens: int) -> None:
-        """`num_tokens` were sampled for trajectories in flight."""
         with self.writing():
             self.transfer(SOURCE, "in_flight", num_tokens, 0)
 
@@ -195,17 +155,12 @@ class Ledger:
             self.connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
 
     def trained(self, group: Group, *, step: int, lag_of: Callable[[Trajectory], int]) -> None:
-        """A buffered group was trained on in `step`."""
+        query = "UPDATE trajectories SET state = 'trained', lag = ?, trained_step = ? WHERE id = ?"
         with self.writing():
-            for trajectory in group.trajectories:
-                lag = int(lag_of(trajectory))
-                self.transfer(
-                    "buffered", "trained", trajectory.num_sampled_tokens, 1, trajectory.id, lag=lag, step=step
-                )
-                self.connection.execute(
-                    "UPDATE trajectories SET state = 'trained', lag = ?, trained_step = ? WHERE id = ?",
-                    (lag, step, trajectory.id),
-                )
+            for t in group.trajectories:
+                lag = int(lag_of(t))
+                self.transfer("buffered", "trained", t.num_sampled_tokens, 1, t.id, lag=lag, step=step)
+                self.connection.execute(query, (lag, step, t.id))
 
     def dropped(
         self,
@@ -225,45 +180,31 @@ class Ledger:
             if of is not None and source == "in_flight":
                 self._check_open(*of)
             for drop in drops:
-                if source == "in_flight" and self._dropped_before(records.get(drop.trajectory_id), of):
-                    drop = replace(drop, reason=DropReason.REDONE)
-                account, lag = f"{DROPPED}{drop.reason}", int(drop.lag)
-                if source == "in_flight":
-                    known = records.get(drop.trajectory_id)
-                    fate = {"state": "dropped", "drop_reason": str(drop.reason), "lag": lag}
-                    fate |= {} if of is None else {"serial": of[0], "attempt": of[1]}
-                    insert(self.connection, "trajectories", (columns(known) if known else columns_of_drop(drop)) | fate)
-                self.transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=lag)
                 if source == "buffered":
-                    self.connection.execute(
-                        "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?",
-                        (str(drop.reason), lag, drop.trajectory_id),
-                    )
+                    self.drop_buffered(drop.trajectory_id, drop.num_tokens, drop.reason, int(drop.lag))
+                    continue
+                known = records.get(drop.trajectory_id)
+                if self._dropped_before(known, of):
+                    drop = replace(drop, reason=DropReason.REDONE)
+                fate = {"state": "dropped", "drop_reason": str(drop.reason), "lag": int(drop.lag)}
+                fate |= {} if of is None else {"serial": of[0], "attempt": of[1]}
+                insert(self.connection, "trajectories", (columns(known) if known else columns_of_drop(drop)) | fate)
+                account = f"{DROPPED}{drop.reason}"
+                self.transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=int(drop.lag))
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
-        """Book the result of `StageClock.drain`."""
-        records = [(span.stage, span.worker, span.version, span.start_s, span.end_s, span.detail) for span in spans]
+        query = "INSERT INTO spans (stage, start_s, end_s, worker, version, detail) VALUES (?, ?, ?, ?, ?, ?)"
         with self.writing():
-            self.connection.executemany(
-                "INSERT INTO spans (stage, worker, version, start_s, end_s, detail) VALUES (?, ?, ?, ?, ?, ?)", records
-            )
+            self.connection.executemany(query, map(astuple, spans))
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
-        values = (
-            int(row.step),
-            int(row.version),
-            float(row.wall_s),
-            int(row.generated_tokens),
-            int(row.trained_tokens),
-            int(row.backlog_tokens),
-            float(row.reward_mean),
-            int(row.lag_max),
-            None if row.score is None else float(row.score),
-            row_to_json(row),
-        )
+        counts = ("step", "version", "generated_tokens", "trained_tokens", "backlog_tokens", "lag_max")
+        values: dict[str, Any] = {name: int(getattr(row, name)) for name in counts}
+        values |= {"wall_s": float(row.wall_s), "reward_mean": float(row.reward_mean)}
+        values |= {"score": None if row.score is None else float(row.score), "data": row_to_json(row)}
         with self.writing():
-            self.connection.execute("INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            insert(self.connection, "rows", values)
         self.step = int(row.step) + 1
 
     def redone(self, num_tokens: int) -> None:
@@ -274,22 +215,26 @@ class Ledger:
     # What a restart will need.
 
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-        """By serial and index, the trajectories in flight that a restart can continue."""
         with self.writing():
             write_partials(self.connection, partials)
 
     def judged(self, key: bytes, score: Score) -> None:
-        """A verdict, by the cache key of its completion. Written with the next booking."""
         self._verdicts[key] = score
 
     def verdicts(self) -> dict[bytes, Score]:
-        """All verdicts that `judged` was given."""
-        return read_verdicts(self.connection)
+        found = self.connection.execute("SELECT key, reward, parts FROM verdicts ORDER BY id")
+        return {key: Score(reward=reward, parts=json.loads(parts)) for key, reward, parts in found}
 
     def prune(self, *, before: int, max_verdicts: int) -> None:
-        """Delete the tokens of steps before `before`; accounts, rows and columns stay."""
-        with self.writing():
-            prune(self.connection, before, max_verdicts)
+        """Delete old verdicts, and tokens of what was trained or dropped before step `before`."""
+        old = (  # a skipped step is taken again with the others, and may have older trajectories
+            "SELECT id FROM trajectories WHERE (state = 'trained' AND trained_step < ?1) "
+            "OR (state = 'dropped' AND drop_reason <> 'skipped_step' AND oldest_version < ?1)"
+        )
+        last = "SELECT MAX(id) FROM verdicts"
+        with self.writing() as connection:
+            connection.execute(f"DELETE FROM journal WHERE trajectory_id IN ({old})", (before,))
+            connection.execute(f"DELETE FROM verdicts WHERE id <= ({last}) - ?", (max_verdicts,))
 
     def remember(self, key: str, value: str) -> None:
         """Store a fact of the run that a restart cannot measure again."""
@@ -312,8 +257,8 @@ class Ledger:
         return self._clock
 
     def remembered(self) -> dict[str, str]:
-        """All facts that `remember` was given."""
-        return {k.removeprefix("run:"): v for k, v in self.read("SELECT key, value FROM meta") if k.startswith("run:")}
+        facts = self.read("SELECT key, value FROM meta")
+        return {k.removeprefix("run:"): v for k, v in facts if k.startswith("run:")}
 
     def restarts(self) -> list[Restart]:
         names = [field.name for field in fields(Restart)]
@@ -326,11 +271,9 @@ class Ledger:
         return {name: (tokens, trajectories) for name, tokens, trajectories in accounts}
 
     def totals(self) -> Books:
-        """All accounts, with `generated` as a positive amount."""
         return Books.of(self.balance())
 
     def rows(self, *, after_step: int = -1) -> list[Row]:
-        """The rows after `after_step`, in order."""
         found = self.read("SELECT data FROM rows WHERE step > ? ORDER BY step", (after_step,))
         return [row_from_json(text) for (text,) in found]
 
@@ -338,13 +281,15 @@ class Ledger:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, or a part of the one that `together` opened."""
-        if self._together:
+        """One transaction for all that is booked inside, where nothing may be awaited."""
+        if self.connection.in_transaction:  # a part of it
             yield self.connection
             return
-        with transaction(self.connection, self._path):
-            if self._verdicts:
-                write_verdicts(self.connection, self._verdicts)
+        with database.transaction(self.connection, self._path):
+            query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
+            verdicts = self._verdicts.items()
+            values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts]
+            self.connection.executemany(query, values)
             yield self.connection
         self._verdicts.clear()
 
@@ -354,10 +299,9 @@ class Ledger:
         except sqlite3.ProgrammingError:
             raise  # our mistake, not the user's
         except sqlite3.DatabaseError as error:
-            raise explain(error, self._path) from error
+            raise database.explain(error, self._path) from error
 
     def _dropped_before(self, trajectory: Trajectory | None, of: tuple[int, int] | None) -> bool:
-        """Whether an earlier attempt at this trajectory was finished and dropped."""
         if trajectory is None or of is None or of[1] == 1:
             return False
         query = (
@@ -366,12 +310,17 @@ class Ledger:
         )
         return self.connection.execute(query, (*of, int(trajectory.index))).fetchone() is not None
 
+    def drop_buffered(self, id: str, num_tokens: int, reason: str, lag: int) -> None:
+        self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=lag)
+        query = "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?"
+        self.connection.execute(query, (str(reason), lag, id))
+
     def open_attempt(self, a: Attempt) -> None:
         values = (a.serial, a.number, a.prompt_id, a.wave, a.version)
         self.connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", values)
 
     def _check_open(self, serial: int, number: int) -> None:
-        """Refuse bookings of an attempt that is over, because a restart replaced it."""
+        """Refuse what belongs to an attempt that a restart has replaced."""
         found = self.connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")

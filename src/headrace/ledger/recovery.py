@@ -31,7 +31,6 @@ class Recovery:
         return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
-        """Serial and attempt of every group in the buffer."""
         query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered' ORDER BY serial"
         return [(serial, attempt) for serial, attempt in self._ledger.read(query)]
 
@@ -41,7 +40,6 @@ class Recovery:
         return read_trajectories(self._ledger.connection, where, (serial, attempt))
 
     def partials(self, serial: int) -> dict[int, Trajectory]:
-        """By index, what `Ledger.keep_partials` kept, without what was booked since."""
         return read_partials(self._ledger.connection, serial)
 
     def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -64,21 +62,15 @@ class Recovery:
     def lose(self, redo: Sequence[Attempt], reason: DropReason) -> Amount:
         """Drop everything in flight, and the attempts `redo` with whatever of them is buffered."""
         ledger, held = self._ledger, self._ledger.totals().in_flight
+        buffered = "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
         with ledger.writing() as connection:
             if held != Amount():
                 ledger.transfer("in_flight", f"{DROPPED}{reason}", held.tokens, held.trajectories)
             connection.execute("UPDATE attempts SET state = ? WHERE state = 'open'", (str(reason),))
             for attempt in redo:
                 key = (attempt.serial, attempt.number)
-                query = (
-                    "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
-                )
-                for id, num_tokens in ledger.read(query, key):
-                    ledger.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=0)
-                    connection.execute(
-                        "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = 0 WHERE id = ?",
-                        (str(reason), id),
-                    )
+                for id, num_tokens in ledger.read(buffered, key):
+                    ledger.drop_buffered(id, num_tokens, reason, lag=0)
                 ledger.mark_attempt(*key, reason)
         return held
 
@@ -97,6 +89,5 @@ class Recovery:
         return Amount(tokens=lost)
 
     def restarted(self, restart: Restart) -> None:
-        """The restart is complete, and the run continues."""
         with self._ledger.writing() as connection:
             connection.execute("INSERT INTO restarts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(restart))

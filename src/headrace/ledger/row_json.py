@@ -23,7 +23,7 @@ def row_to_json(row: Row) -> str:
 
 
 def row_from_json(text: str) -> Row:
-    """The row that `row_to_json` wrote. What a ledger does not have, because it is older than that number, is NaN."""
+    """The row that `row_to_json` wrote; numbers that its version did not have yet are NaN."""
     data: dict[str, Any] = {field.name: math.nan for field in fields(Row) if field.type in ("int", "float")}
     data |= {name: _number(value) for name, value in json.loads(text).items()}
     stage_s = StageTimes(**{stage: _number(seconds) for stage, seconds in data.pop("stage_s").items()})
@@ -31,7 +31,7 @@ def row_from_json(text: str) -> Row:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Names such as `reward/mean`, `stage_s/rollout`, `dropped_tokens/no_signal`; the score only where there is one."""
+    """Named as `reward/mean`, `stage_s/rollout`, `dropped_tokens/no_signal`; without None."""
     values = {"goodput/trained_tokens_per_s": row.trained_tokens / row.wall_s if row.wall_s > 0 else 0.0}
     values |= {metric.label: getattr(row, name) for name, metric in ROW_METRICS.items()}
     values |= {f"stage_s/{stage}": getattr(row.stage_s, stage) for stage in STAGES}

@@ -3,8 +3,8 @@
 Every amount moves from one account to another, so all accounts always add up to zero:
 generated = trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
 
-`headrace audit` compares the text of every statement with that in the file. So another text of a statement, even in a
-comment inside it, needs another SCHEMA_VERSION.
+`headrace audit` compares the text of every statement with that in the file. So another text of a
+statement, even in a comment inside it, needs another SCHEMA_VERSION.
 """
 
 SCHEMA_VERSION = "3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,13 @@ def open_sinks(
     already.
     """
     opened: list[Sink] = []
-    try:
+    with ExitStack() as undo:
         for name in section.sinks:
             opened.append(_open_sink(name, section, run_dir, config_dict))
+            undo.callback(opened[-1].close)
             for row in past if name == "jsonl" else ():
                 opened[-1].write(row)
-    except BaseException:
-        for sink in opened:
-            sink.close()
-        raise
+        undo.pop_all()
     return opened
 
 

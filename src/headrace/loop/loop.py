@@ -197,7 +197,7 @@ class Loop:
         # before new groups may start, so that what a row counts does not depend on how long an evaluation takes
         score = await self._score(step) if may_evaluate else None
         moved = self.stages.publisher.moved_bytes
-        with self.stages.ledger.together():
+        with self.stages.ledger.writing():
             self.stages.books.trained(taken, step=step, skipped=stats.skipped)
             row = self.rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
         self.ending.rewarded(row.reward_mean)

@@ -155,7 +155,7 @@ class LearnerRank:
         device = self.policy.device
         tokens = torch.from_numpy(np.append(prompt, token).astype(np.int64)).to(device)
         last = torch.tensor([len(prompt)], device=device)
-        return float(self.policy.logprobs(tokens, PackedPlan([len(tokens)], device), last, 1.0))
+        return float(self.policy.logprobs(tokens, PackedPlan([len(tokens)], device), last, 1.0)[0])
 
     # ---- checkpoints
 

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): the model's own weights are frozen, and small matrices beside them are trained.
+"""Low-rank adapters (LoRA): the model's weights are frozen, and small matrices beside them trained.
 
-Every linear layer but the output head (in a mixture model, those of the attention) becomes W x + (alpha / rank) B A x,
-with B at zero to begin with: the first version is the model as it was. Engine and learner compute it in the same way.
+Every linear layer but the output head (in a mixture model, those of the attention) becomes
+W x + (alpha / rank) B A x, with B at zero to begin with: the first version is the model as it was.
 """
 
 from __future__ import annotations
@@ -19,25 +19,20 @@ ADAPTER = "default"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
-    """Freeze the model and put adapters into it, in its own precision. `seed` decides their first values."""
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_linear_layers(model), lora_dropout=0.0)
+    """Freeze the model and add adapters in its precision. `seed` decides their first values."""
+    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    layers = [name for name, m in model.named_modules() if isinstance(m, kinds) and m is not head]
+    if any(hasattr(m, "experts") for m in model.modules()):  # experts are tensors, not layers
+        layers = [name for name in layers if "attn" in name or "attention" in name]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
 
 
-def _linear_layers(model: Any) -> list[str]:
-    """The layers that get adapters. Experts do not: `transformers` keeps them in tensors, not in layers."""
-    head = model.get_output_embeddings()
-    found = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    if any(hasattr(module, "experts") for module in model.modules()):
-        found = [name for name in found if "attn" in name or "attention" in name]
-    return found
-
-
 @torch.no_grad()
 def merged_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`weights` with the adapters' products added, on the CPU: a model without adapters computes the same with them."""
+    """`weights` with the adapters' products added, on the CPU, for a model without adapters."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():

@@ -1,7 +1,8 @@
-"""One attention function for training and decoding, registered with `transformers` under the name `headrace`.
+"""One attention function for training and decoding, registered with `transformers` as `headrace`.
 
-Every forward pass of the policy, in the engine and in the learner, has its tokens in one row `[1, T]` and a *plan* that
-knows which of them belong together. The model definition is that of `transformers`; only the plan differs.
+Every forward pass of the policy, in the engine and in the learner, has its tokens in one row
+`[1, T]` (packed sequences) and a *plan* that knows which of them belong together. The model
+definition is that of `transformers`; only the plan differs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headrace import kernels
-from headrace.policy import exact_cpu
+from headrace.policy.exact_cpu import RectangleAttention
+from headrace.policy.functions import attend_rectangle
 from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
@@ -43,12 +44,12 @@ def _attention(
     return plan.attend(layer, q_THD, k_TJD, v_TJD, scaling, sliding_window or 0)[None], None
 
 
-# No mask function is registered beside it: `transformers` then builds no masks, and the plan is the only authority.
+# Without a mask function beside it, `transformers` builds no masks: the plan alone decides.
 AttentionInterface.register(NAME, _attention)
 
 
 class _Regroup(torch.autograd.Function):
-    """The rows `index` of `x`. `back` is its inverse: the backward pass is a gather too, not a slow scatter-add.
+    """The rows `index` of `x`. With its inverse `back` the backward pass is a gather, not a scatter-add.
 
     Rows of `x` that `index` does not name are in `unused`, and get a gradient of zero.
     """
@@ -68,7 +69,7 @@ class _Regroup(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Rectangles:
-    """Sequences of one row, regrouped by similar length into padded rectangles, one after the other.
+    """Packed sequences, regrouped by similar length into padded rectangles, one after the other.
 
     Example:
         lengths [5, 3, 5] become shapes [(2, 5), (1, 3)]: the sequences 0, 2 and then 1
@@ -78,7 +79,6 @@ class _Rectangles:
     pad: Tensor  # [P] the token of the row at each place; padding repeats one
     unpad: Tensor  # [T] the place of each token of the row
     padding: Tensor  # which of the P places are padding
-    nothing: Tensor  # empty
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> _Rectangles:
@@ -98,17 +98,12 @@ class _Rectangles:
         first = np.concatenate([[True], pad[1:] != pad[:-1]])
         unpad = np.empty(sum(lengths), np.int64)
         unpad[pad[first]] = np.flatnonzero(first)
-        arrays = (pad, unpad, np.flatnonzero(~first), np.empty(0, np.int64))
-        pad_P, unpad_T, padding, nothing = (torch.from_numpy(x).to(device) for x in arrays)
-        return cls(shapes, pad_P, unpad_T, padding, nothing)
+        arrays = (pad, unpad, np.flatnonzero(~first))
+        return cls(shapes, *(torch.from_numpy(x).to(device) for x in arrays))
 
 
 class PackedPlan:
-    """Whole sequences in one row, each attending only to its own past: training and scoring.
-
-    Example:
-        PackedPlan([5, 3], device) for the tokens a0 a1 a2 a3 a4 b0 b1 b2
-    """
+    """Packed sequences, each attending only to its own past: training and scoring."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths = lengths
@@ -120,36 +115,38 @@ class PackedPlan:
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return _Packed.apply(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-untyped-call, no-any-return]
-        return self._attend_rectangles(_attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
+            packed: Any = _Packed.apply
+            return packed(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-any-return]
+        return self._attend_rectangles(attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
 
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
     ) -> Tensor:
         """Batch-invariant, with the bits that decoding computes."""
-        return self._attend_rectangles(_attend_rectangle_exact, q_THD, k_TJD, v_TJD, scale, window)
+        return self._attend_rectangles(RectangleAttention.apply, q_THD, k_TJD, v_TJD, scale, window)
 
     def _attend_rectangles(
-        self, attend: exact_cpu.Attention, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+        self, attend: Any, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
     ) -> Tensor:
         if min(self.lengths) == self.longest:
-            return attend(q_THD, k_TJD, v_TJD, (len(self.lengths), self.longest), scale, window)
+            shape = len(self.lengths), self.longest
+            return attend(q_THD, k_TJD, v_TJD, shape, scale, window)  # type: ignore[no-any-return]
         r = self._rectangles
-        q, k, v = (_Regroup.apply(x, r.pad, r.unpad, r.nothing) for x in (q_THD, k_TJD, v_TJD))  # type: ignore[no-untyped-call]
+        regroup: Any = _Regroup.apply
+        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in (q_THD, k_TJD, v_TJD))
         sizes = [count * longest for count, longest in r.shapes]
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
-        outs = [attend(qs, ks, vs, shape, scale, window) for qs, ks, vs, shape in parts]
-        return _Regroup.apply(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-untyped-call, no-any-return]
+        outs = [attend(*part, scale, window) for part in parts]
+        return regroup(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-any-return]
 
     @cached_property
     def _rectangles(self) -> _Rectangles:
         return _Rectangles.of(self.lengths, self._device)
 
     def blocks(self, tokens: int) -> Blocks:
-        """The sequences in blocks of `tokens` tokens."""
         if tokens not in self._cut:
-            starts = [0, *np.cumsum(self.lengths)[:-1].tolist()]
-            self._cut[tokens] = Blocks.of([0] * len(self.lengths), self.lengths, starts, tokens, self._device)
+            lengths, starts = self.lengths, [0, *np.cumsum(self.lengths)[:-1].tolist()]
+            self._cut[tokens] = Blocks.of([0] * len(lengths), lengths, starts, tokens, self._device)
         return self._cut[tokens]
 
 
@@ -172,19 +169,3 @@ class _Packed(torch.autograd.Function):
         blocks = plan.blocks(QUERIES)
         grads = attention_gradient(grad.contiguous(), q, k, v, out, log_sums, blocks, scale=scale, window=window)
         return *grads, None, None, None
-
-
-def _attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
-    """Causal attention of `shape = (sequences, longest)` right-padded sequences; causality masks the padding."""
-    mask = None
-    if window:
-        at = torch.arange(shape[1], device=q.device)
-        ago = at[:, None] - at[None, :]
-        mask = (ago >= 0) & (ago < window)
-    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_rectangle_exact(*args: Any) -> Tensor:
-    return exact_cpu.RectangleAttention.apply(*args, _attend_rectangle)  # type: ignore[no-untyped-call, no-any-return]

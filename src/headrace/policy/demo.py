@@ -17,8 +17,9 @@ MAX_POSITIONS = 1024
 
 @quiet_transformers()
 def build_demo(directory: Path, seed: int) -> None:
-    """Write a Qwen3 model of about two million random weights, and its character tokenizer, into `directory`."""
+    """Write a Qwen3 model of about two million random weights, and its character tokenizer."""
     tokenizer = character_tokenizer()
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -30,18 +31,15 @@ def build_demo(directory: Path, seed: int) -> None:
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **ends,
     )
     # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)
-    model.generation_config = GenerationConfig(
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(**ends, do_sample=True)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

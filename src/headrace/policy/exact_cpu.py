@@ -1,16 +1,18 @@
-"""Exact mode on a CPU: batch-invariant functions, whose result for a token does not depend on the rest of its batch.
+"""Exact mode on a CPU: the Llama family's decoder, batch-invariant.
 
-The libraries under torch choose instructions, and with them the order of a sum, by the shape of the whole call and by
-an element's place in it. Here every sum has one order: GEMMs run with numbers of rows that were tried and agree, keys
-come in tiles that start at position 0, and elementwise functions never end in a scalar remainder. All else (sums of two
-numbers, products, maxima, copies) rounds the same everywhere.
+A token's result does not depend on the rest of its batch. The libraries under torch choose
+instructions, and with them the order of a sum, by the shape of the whole call and by an element's
+place in it. Here every sum has one order: GEMMs run with numbers of rows that were tried and agree,
+keys come in tiles that start at position 0, and elementwise functions never end in a scalar
+remainder. All else (sums of two numbers, products, maxima, copies) rounds the same everywhere.
 B batch, R rows, D head size, L keys (a multiple of TILE).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
-from headrace.policy.functions import Gated, RmsNorm, Rotate
+from headrace.policy.family import FamilyBody
+from headrace.policy.functions import Gated, RmsNorm, Rotate, attend_rectangle
+from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
 TILE = 64  # keys come in multiples of it
@@ -29,32 +33,17 @@ MOST_ROWS = 1024
 MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have more
 GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
-
-Attention = Callable[[Tensor, Tensor, Tensor, tuple[int, int], float, int], Tensor]
-
-
-class _NoContext:
-    """Takes the place of autograd's context where there is no backward pass."""
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
+POSITIONS = 1024  # whose angles are computed at once
 
 
-_NO_CONTEXT = _NoContext()
+_NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in place of autograd's
 
 
 def _call(function: Any, *args: Any) -> Tensor:
-    """An autograd function; without a backward pass its forward alone, since `apply` costs more than a small GEMM."""
+    """Without a backward pass the forward alone: `apply` costs more than a small GEMM."""
     if torch.is_grad_enabled():
         return function.apply(*args)  # type: ignore[no-any-return]
     return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return _call(RmsNorm, x, weight, epsilon)
-
-
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    return _call(_ExactRotate, x_THD, cos_T1D, sin_T1D)
 
 
 class _ExactRotate(Rotate):
@@ -66,10 +55,6 @@ class _ExactRotate(Rotate):
         return (x * cos).add_(torch.cat([-second, first], dim=-1).mul_(sin))
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    return _call(_ExactGated, gate, up)
-
-
 class _ExactGated(Gated):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -77,8 +62,11 @@ class _ExactGated(Gated):
         return _silu(gate).mul_(up)
 
 
+rms_norm, rotate, gated = partial(_call, RmsNorm), partial(_call, _ExactRotate), partial(_call, _ExactGated)
+
+
 class ExactFunctions(TorchFunctionMode):
-    """Inside, `transformers`' own modules (routers and experts) compute with the functions of this file."""
+    """Inside, routers and experts of `transformers` compute with the functions of this file."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,9 +79,8 @@ class ExactFunctions(TorchFunctionMode):
 
 
 def _silu(x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
+    flat, start = x.reshape(-1), 0
     out = torch.empty_like(flat)
-    start = 0
     for end in _loops(len(flat), torch.get_num_threads()):
         torch.ops.aten.silu.out(flat[start:end], out=out[start:end])
         start = end
@@ -103,15 +90,10 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
-    """Ends of loops that give each thread whole vectors. The last few of `num_elements` are left over."""
+    """Ends of loops that give each thread whole vectors, of all but the last few elements."""
     grains = num_elements // GRAIN
-    even = grains - grains % threads
-    if even:
-        yield even * GRAIN
-    if grains > even:
-        yield grains * GRAIN
-    if num_elements % GRAIN >= LANES:
-        yield num_elements - num_elements % LANES
+    ends = [(grains - grains % threads) * GRAIN, grains * GRAIN, num_elements - num_elements % LANES]
+    yield from sorted(set(ends) - {0})
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -126,13 +108,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return (
-            grad @ weight if wanted[0] else None,
-            grad.t() @ x if wanted[1] else None,
-            grad.sum(0) if wanted[2] else None,
-        )
+        (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        of_x, of_weight = grad @ weight if wanted[0] else None, grad.t() @ x if wanted[1] else None
+        return of_x, of_weight, grad.sum(0) if wanted[2] else None
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -187,24 +165,22 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
             return torch.equal(product(x, rows), expected)
         if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
             raise ModelError(
-                f"model.exact = true: this machine multiplies the rows of a [{ROWS}, {width}] by [{width}, {columns}] "
-                f"product differently by their place, with {threads} threads; set model.exact = false"
+                f"model.exact = true: this machine multiplies the rows of a [{ROWS}, {width}] by [{width}, "
+                f"{columns}] product differently by their place, with {threads} threads; set model.exact = false"
             )
         return True
 
 
-def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor) -> Tensor:
-    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf where a query does not look."""
-    rows = _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads())
-    return _attend(q_BRD, keys_BDL, values_BLD, mask, rows)
+def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int = 0) -> Tensor:
+    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf for what is masked.
 
-
-def _attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int) -> Tensor:
+    The rows of queries are padded to a `multiple` of these, by default the proven one.
+    """
     rows = q_BRD.shape[1]
-    fill = -rows % multiple
+    fill = -rows % (multiple or _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads()))
     q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
     scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
-    # sums over keys run in lanes, one key after the other: the exact zeros of what is masked change none of them
+    # sums run over one key after the other: the exact zeros of masked keys change none of them
     probs = torch.softmax(scores, dim=-1)
     probs = F.pad(probs, (0, 0, 0, fill)) if fill else probs
     tiles = zip(probs.split(SUMMED, 2), values_BLD.split(SUMMED, 1), strict=True)
@@ -215,37 +191,34 @@ def _attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, m
 
 
 @cache
+@torch.inference_mode()
 def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     """The multiple of query rows for which attention is batch-invariant, found by trial."""
+    generator = torch.Generator().manual_seed(0)
+    heads, n = 9, SUMMED + 3 * TILE
+    q, k, v = (torch.randn(heads, n, head_size, generator=generator, dtype=dtype) for _ in range(3))
+    keys = k.transpose(1, 2).contiguous()
+    together = attend(q, keys, v, unseen(torch.arange(n), n, 0, dtype), 16)
+
+    def agrees(multiple: int, few: int, first: int, rows: int, seen: int) -> bool:
+        at = torch.arange(first, first + rows)
+        mask = unseen(at, seen, 0, dtype)
+        apart = attend(q[:few, at], keys[:few, :, :seen], v[:few, :seen], mask, multiple)
+        return torch.equal(apart, together[:few, at])
+
+    starts = (TILE - 2, 3), (TILE, 1), (SUMMED - 1, 5), (SUMMED, 9), (n - 33, 33), (n - 1, 1)
+    cases = [(few, *s, seen) for few in (1, 2, 8) for s in starts for seen in (tiled(sum(s)), n)]
     for multiple in QUERY_ROWS:
-        if _is_enough(multiple, head_size, dtype):
+        if all(agrees(multiple, *case) for case in cases):
             return multiple
     raise ModelError(
-        f"model.exact = true: on this machine attention with heads of size {head_size} depends on what is computed "
-        f"beside it, with {threads} threads; set model.exact = false"
+        f"model.exact = true: on this machine attention with heads of size {head_size} depends on "
+        f"what is computed beside it, with {threads} threads; set model.exact = false"
     )
 
 
-@torch.inference_mode()
-def _is_enough(multiple: int, head_size: int, dtype: torch.dtype) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    heads, length = 9, SUMMED + 3 * TILE
-    q, k, v = (torch.randn(heads, length, head_size, generator=generator, dtype=dtype) for _ in range(3))
-    keys = k.transpose(1, 2).contiguous()
-    together = _attend(q, keys, v, unseen(torch.arange(length), length, 0, dtype), 16)
-    for few in (1, 2, 8):
-        for first, rows in ((TILE - 2, 3), (TILE, 1), (SUMMED - 1, 5), (SUMMED, 9), (length - 33, 33), (length - 1, 1)):
-            at = torch.arange(first, first + rows)
-            for seen in {tiled(first + rows), length}:
-                mask = unseen(at, seen, 0, dtype)
-                apart = _attend(q[:few, at], keys[:few, :, :seen], v[:few, :seen], mask, multiple)
-                if not torch.equal(apart, together[:few, at]):
-                    return False
-    return True
-
-
 def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
-    """For queries from position `start` on, `group` rows each: they see the last `window` tokens, or all."""
+    """Queries from position `start` on, `group` rows each, with a sliding `window` (0: none)."""
     end = start + q_BRD.shape[1] // group
     outs = []
     for first in range(start, end, TILE):
@@ -258,34 +231,24 @@ def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: in
 
 
 def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Mask `[T, length]`: 0 for keys that a query sees, -inf for those after it or before its window."""
+    """Mask `[T, length]`: 0 for keys that a query sees, -inf after it and before its window."""
     ago = positions_T[:, None] - torch.arange(length)
     hidden = (ago < 0) | (ago >= window) if window else ago < 0
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def tiled(num_tokens: int) -> int:
-    """`num_tokens`, rounded up to whole tiles."""
     return -(-num_tokens // TILE) * TILE
 
 
 class RectangleAttention(torch.autograd.Function):
-    """Causal attention of `shape = (sequences, longest)` right-padded sequences, with the gradient of `ordinary`."""
+    """As `attend_rectangle`, batch-invariant. The gradient is that of `attend_rectangle`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shape: tuple[int, int],
-        scale: float,
-        window: int,
-        ordinary: Attention,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.rest = (shape, scale, window, ordinary)
-        num_heads, num_kv_heads, head_size = q.shape[1], k.shape[1], q.shape[2]
+        ctx.rest = shape, scale, window = rest
+        (num_heads, head_size), num_kv_heads = q.shape[1:], k.shape[1]
         group, fill = num_heads // num_kv_heads, tiled(shape[1]) - shape[1]
         q_BRD = (q * scale).view(*shape, num_kv_heads, group, head_size).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         keys = F.pad(k.view(*shape, num_kv_heads, head_size).permute(0, 2, 3, 1), (0, fill)).flatten(0, 1)
@@ -296,7 +259,37 @@ class RectangleAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        shape, scale, window, ordinary = ctx.rest
         with torch.enable_grad():
-            out = ordinary(q, k, v, shape, scale, window)
-        return (*torch.autograd.grad(out, (q, k, v), grad), None, None, None, None)
+            out = attend_rectangle(q, k, v, *ctx.rest)
+        return (*torch.autograd.grad(out, (q, k, v), grad), None, None, None)
+
+
+class ExactBody(FamilyBody):
+    """The decoder with the functions of this file."""
+
+    _rotate, _gated = staticmethod(rotate), staticmethod(gated)
+    _exact_angles = torch.empty(2, 0, 0)  # cos and sin of all positions so far, [2, positions, D]
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        return linear(x, module.weight, module.bias)
+
+    def _norm(self, module: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, module.weight, module.variance_epsilon)
+
+    def _attend(self, plan: ExactPlan, *where: Any) -> Tensor:
+        return plan.attend_exact(*where)
+
+    def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
+        with ExactFunctions():
+            return super()._mixture(mlp, x)
+
+    def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
+        """From a table: an angle's last bit depends on its place in the call."""
+        needed = int(positions_1T.max()) + 1
+        with torch.inference_mode(False), torch.no_grad():
+            while (known := self._exact_angles.shape[1]) < needed:
+                block = torch.arange(known, known + POSITIONS)[None]
+                more = torch.stack(self._body.rotary_emb(x.new_empty(1), block))[:, 0]
+                self._exact_angles = torch.cat([self._exact_angles, more], dim=1) if known else more
+        cos, sin = self._exact_angles[:, positions_1T[0]]
+        return cos, sin

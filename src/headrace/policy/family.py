@@ -1,9 +1,9 @@
 """The decoder of the Llama family: the weights of `transformers`, and a forward pass of our own.
 
-A decode step of a small model spends most of its time between the GEMMs, in module calls, views and elementwise chains.
-This forward pass has few of them, in the engine and in the learner; on a GPU there is one kernel between two GEMMs.
-Mixture layers, and other architectures, run through the modules of `transformers`. Either way the policy is compared
-with `transformers` when it is loaded (probe.py).
+A decode step of a small model spends most of its time between the GEMMs, in module calls, views and
+elementwise chains. This forward pass has few of them; on a GPU there is one kernel between two
+GEMMs. Mixture layers, and other architectures, run through the modules of `transformers`. Either
+way the policy is compared with `transformers` when it is loaded (probe.py).
 """
 
 from __future__ import annotations
@@ -33,17 +33,12 @@ def in_family(body: Any) -> bool:
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
 
 
-def is_mixture(mlp: Any) -> bool:
-    return hasattr(mlp, "experts")
-
-
 class FamilyBody:
     """Embedding, layers and final norm. Called for the final hidden states `[T, E]`."""
 
-    def __init__(self, body: Any, *, exact: bool = False, recomputing: Any = None) -> None:
+    def __init__(self, body: Any, *, recomputing: Any = None) -> None:
         self._body = body
         self.checkpoint_activations = False
-        self._exact = exact
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
         self._through_modules = False
         self._table: tuple[Tensor, Tensor] | None = None
@@ -58,11 +53,12 @@ class FamilyBody:
             return self._fused(x, cos, sin, plan)
         cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
-            x = self._one(layer, x, cos, sin, plan)
-        return _norm(body.norm, x)
+            one = layer if self._through_modules else partial(self._run, self._layer, layer)
+            x = one(x, cos, sin, plan)
+        return self._norm(body.norm, x)
 
     def go_through_modules(self) -> None:
-        """From now on call each layer as a module, so that its hooks fire: FSDP gathers the weights there.
+        """From now on call each layer as a module: in its hooks FSDP gathers the weights.
 
         This rules out kernels that join the weights of several matrices.
         """
@@ -72,37 +68,44 @@ class FamilyBody:
             layer.forward = partial(self._run, self._layer, layer)
         self._through_modules = True
 
-    def _one(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
-        if self._through_modules:
-            return layer(x, cos, sin, plan)  # type: ignore[no-any-return]
-        return self._run(self._layer, layer, x, cos, sin, plan)  # type: ignore[no-any-return]
-
     def _run(self, layer_function: Any, *args: Any) -> Any:
-        """One layer; with `checkpoint_activations`, its activations are recomputed in the backward pass."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             contexts = {} if self._recomputing is None else {"context_fn": self._recomputing}
             return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
         return layer_function(*args)
 
     def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
-        attention, mlp = layer.self_attn, layer.mlp
-        h = _norm(layer.input_layernorm, x)
-        q, k, v = (
-            project(h).unflatten(1, (-1, attention.head_dim))
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        attention, mlp, linear, norm = layer.self_attn, layer.mlp, self._linear, self._norm
+        h = norm(layer.input_layernorm, x)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (linear(p, h).unflatten(1, (-1, attention.head_dim)) for p in projections)
         if hasattr(attention, "q_norm"):
-            q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = plan.attend(attention.layer_idx, q, k, v, attention.scaling, self._window(attention))
-        x = x + attention.o_proj(out.flatten(1))
-        h = _norm(layer.post_attention_layernorm, x)
-        if is_mixture(mlp):
-            return x + _one_row(mlp, h)
-        return x + mlp.down_proj(gated(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-any-return]
+            q, k = norm(attention.q_norm, q), norm(attention.k_norm, k)
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        where = attention.layer_idx, q, k, v, attention.scaling, self._window(attention)
+        x = x + linear(attention.o_proj, self._attend(plan, *where).flatten(1))
+        h = norm(layer.post_attention_layernorm, x)
+        if hasattr(mlp, "experts"):
+            return x + self._mixture(mlp, h)
+        return x + linear(mlp.down_proj, self._gated(linear(mlp.gate_proj, h), linear(mlp.up_proj, h)))
+
+    # the arithmetic of a layer, for ExactBody to replace
+    _rotate, _gated = staticmethod(rotate), staticmethod(gated)
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        return module(x)  # type: ignore[no-any-return]
+
+    def _norm(self, module: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, module.weight, module.variance_epsilon)
+
+    def _attend(self, plan: Any, *where: Any) -> Tensor:
+        return plan.attend(*where)  # type: ignore[no-any-return]
+
+    def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
+        return mlp(x[None])[0]  # type: ignore[no-any-return]
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        """The layers on a GPU. A layer's addition to the residual stream is applied by the next norm's kernel."""
+        """On a GPU: the next norm's kernel adds a layer's `update` to the residual stream `x`."""
         update = None
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
@@ -110,14 +113,7 @@ class FamilyBody:
         return add_norm(x, update, norm.weight, norm.variance_epsilon)[1]
 
     def _fused_layer(
-        self,
-        layer: Any,
-        joined: _Joined,
-        x: Tensor,
-        update: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        plan: AttentionPlan,
+        self, layer: Any, joined: _Joined, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, plan: Any
     ) -> tuple[Tensor, Tensor]:
         attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
         where = attention.layer_idx, attention.scaling, self._window(attention)
@@ -129,18 +125,18 @@ class FamilyBody:
             out = plan.attend(where[0], *rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
         x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
         if joined.gate_up is None:
-            return x, _one_row(layer.mlp, h)
+            return x, self._mixture(layer.mlp, h)
         return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
 
     def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, D]` of the positions; on a GPU looked up in a table."""
+        """cos and sin `[T, D]` of the positions (RoPE); on a GPU looked up in a table."""
         if not x.is_cuda or self._body.config.max_position_embeddings > MOST_ANGLES:
             cos, sin = self._body.rotary_emb(x[None], positions_1T)
             return cos[0], sin[0]
         if self._table is None:
             with torch.inference_mode(False), torch.no_grad():
-                everywhere = torch.arange(self._body.config.max_position_embeddings + BEYOND, device=x.device)[None]
-                cos, sin = self._body.rotary_emb(x[None], everywhere)
+                most = self._body.config.max_position_embeddings + BEYOND
+                cos, sin = self._body.rotary_emb(x[None], torch.arange(most, device=x.device)[None])
                 self._table = cos[0].contiguous(), sin[0].contiguous()
         cos, sin = self._table
         return cos[positions_1T[0]], sin[positions_1T[0]]
@@ -153,23 +149,21 @@ class FamilyBody:
         """Every GEMM of the layers, one of each shape: name -> function, width of its input."""
         found: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {}
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
-            linears: list[tuple[str, Any, Tensor]] = [
-                ("the attention's input", joined.qkv, joined.qkv.weight),
-                ("the attention's output", layer.self_attn.o_proj, layer.self_attn.o_proj.weight),
-            ]
+            linears: dict[str, Any] = {"the attention's input": joined.qkv}
+            linears["the attention's output"] = layer.self_attn.o_proj
             if joined.gate_up is None:
-                found["the experts"] = partial(_one_row, layer.mlp), joined.qkv.weight.shape[1]
+                found["the experts"] = partial(self._mixture, layer.mlp), joined.qkv.weight.shape[1]
             else:
-                linears.append(("the gate", joined.gate_up, joined.gate_up.weight))
-                linears.append(("the layer's output", layer.mlp.down_proj, layer.mlp.down_proj.weight))
-            for name, work, weight in linears:
-                found[f"{name}, {weight.shape[0]} x {weight.shape[1]}"] = work, weight.shape[1]
+                linears |= {"the gate": joined.gate_up, "the layer's output": layer.mlp.down_proj}
+            for name, linear in linears.items():
+                rows, width = linear.weight.shape
+                found[f"{name}, {rows} x {width}"] = linear, width
         return found
 
     def _window(self, attention: Any) -> int:
-        """The layer's sliding window, 0 for none. Qwen says it per layer, Mistral and Mixtral once, Llama never."""
-        body = self._body
-        everywhere = body.config.sliding_window if type(body).__name__ in ("MistralModel", "MixtralModel") else None
+        """The layer's sliding window (0: none). Qwen has one per layer, Mistral and Mixtral one."""
+        once = type(self._body).__name__ in ("MistralModel", "MixtralModel")
+        everywhere = self._body.config.sliding_window if once else None
         return getattr(attention, "sliding_window", everywhere) or 0
 
 
@@ -179,7 +173,7 @@ class _Joined:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = None if is_mixture(mlp) else JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = None if hasattr(mlp, "experts") else JoinedLinear([mlp.gate_proj, mlp.up_proj])
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.heads = Heads(
             num=attention.q_proj.out_features // attention.head_dim,
@@ -191,7 +185,7 @@ class _Joined:
 
 
 class JoinedLinear:
-    """Several linear maps of one input as one product: their weights end to end.
+    """Several linear maps of one input as one GEMM: their weights end to end.
 
     The model's own weights become views into the joined ones: an update in place reaches both.
     """
@@ -204,7 +198,8 @@ class JoinedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _JoinedProduct.apply(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-untyped-call, no-any-return]
+            product: Any = _JoinedProduct.apply
+            return product(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-any-return]
         return F.linear(x, self.weight, self.bias)
 
 
@@ -234,12 +229,3 @@ def _join(parts: list[Any]) -> Tensor:
     for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = view
     return whole
-
-
-def _one_row(mlp: Any, x: Tensor) -> Tensor:
-    """`transformers` takes a batch of sequences."""
-    return mlp(x[None])[0]  # type: ignore[no-any-return]
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, module.weight, module.variance_epsilon)

@@ -1,8 +1,9 @@
-"""The functions between a decoder's GEMMs: norm, rotary position embedding, gate.
+"""The functions between a decoder's GEMMs: norm, rotary position embedding (RoPE), attention, gate.
 
-`transformers` has each as a chain of small operations, and autograd keeps the result of every one. Here each is one
-function with a backward of its own: the same arithmetic in fewer passes over memory. On two cores, the norm of 4,864
-tokens of width 128, forward and backward, went from 6.4 ms to 1.2 ms.
+`transformers` has most as chains of small operations, and autograd keeps the result of every one.
+Here each is one function with a backward of its own: the same arithmetic in fewer passes over
+memory. On two cores, the norm of 4,864 tokens of width 128, forward and backward, went from 6.4 ms
+to 1.2 ms.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary position embedding. Both halves of `cos` hold the same angles, and so do those of `sin`."""
+    """RoPE. Both halves of `cos` hold the same angles, and so do those of `sin`."""
     if torch.is_grad_enabled():
         return Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
     return _turn(x_THD, cos_T1D, sin_T1D, 1)
@@ -59,7 +60,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary position embedding; its backward is the rotation the other way."""
+    """RoPE; its backward is the rotation the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,3 +91,15 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
+    """Causal attention of `shape` (sequences, longest): causality masks the padding at the end."""
+    mask = None
+    if window:
+        at = torch.arange(shape[1], device=q.device)
+        ago = at[:, None] - at[None, :]
+        mask = (ago >= 0) & (ago < window)
+    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)

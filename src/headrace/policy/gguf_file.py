@@ -14,21 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from headrace.errors import ModelError
 from headrace.user_code import load_optional
 
-# A file has only the name, from llama.cpp, of the rule that splits text before the merges. For names it does not know,
-# `transformers` takes GPT-2's rule. That is right for the first set; the second also splits all digits.
+# A file has only llama.cpp's name of its pre-tokenizer. For names it does not know, `transformers`
+# takes GPT-2's. That is right for the first set; the second also splits all digits.
 AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 
 
 def gguf_model(path: Path, **options: Any) -> Any:
-    """As `AutoModelForCausalLM.from_pretrained`, with dense weights that can be trained and saved."""
+    """As `AutoModelForCausalLM.from_pretrained`, with dense weights, to be trained and saved."""
     load_optional("accelerate", "accelerate", "gguf")  # `transformers` needs it for these files
     with redirect_stderr(StringIO()):  # a progress bar that has no switch
         model, info = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:
-        # The weights are dense now, but `transformers` refuses to save a model that has a quantizer.
-        quantizer.remove_quantization_config(model)
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)  # else it cannot be saved, though dense now
     return model, info
 
 
@@ -45,8 +43,8 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         )
     elif rule not in AS_GPT2:
         raise ModelError(
-            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens would be wrong; "
-            "set model.tokenizer to a directory with the model's original tokenizer"
+            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens would be "
+            "wrong; set model.tokenizer to a directory with the model's original tokenizer"
         )
     return tokenizer
 

@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens, without ever holding a [tokens, vocabulary] float32 tensor.
 
-N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time; the backward pass
-computes each chunk's logits again, so memory stays at one chunk whatever N is.
+N chosen tokens, V vocabulary, E hidden size. The head is applied to a chunk of tokens at a time,
+and again in the backward pass, so memory stays at one chunk whatever N is.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The tokens that could be sampled at each of N positions: `ids[offsets[i]:offsets[i + 1]]`.
-
-    Example:
-        Support(ids=tensor([4, 9, 2]), offsets=tensor([0, 2, 3])) for two positions
-    """
+    """The tokens that could be sampled at each of N positions: `ids[offsets[i]:offsets[i + 1]]`."""
 
     ids: Tensor
     offsets: Tensor  # [N + 1]
@@ -53,84 +49,69 @@ def chosen_logprobs(
     support: Support | None = None,
     linear: Linear = F.linear,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs `[N]` of chosen tokens under softmax(hidden · weightᵀ / temperature), over the support and over all.
+    """Log-probs `[N]` of `chosen_N` under softmax(hidden · weightᵀ / temperature).
 
-    Without a support the two are one tensor.
+    Over `support` and over all tokens; without a support the two are one tensor.
     """
+    given: tuple[Any, ...] = hidden_NE, weight_VE, chosen_N, temperature, support
     if hidden_NE.is_cuda and kernels.AVAILABLE:
-        found = _FusedLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support)  # type: ignore[no-untyped-call]
-        return found[0], found[-1]
-    chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
-    found = _ChosenLogprobs.apply(hidden_NE, weight_VE, chosen_N, temperature, support, chunk, linear)  # type: ignore[no-untyped-call]
+        found = _FusedLogprobs.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+        chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
+        found = _ChosenLogprobs.apply(*given, chunk, linear)  # type: ignore[no-untyped-call]
     return found[0], found[-1]
 
 
-def _chunk_logprobs(
-    hidden: Tensor, weight: Tensor, temperature: float, support: Support | None, start: int, end: int, linear: Linear
-) -> list[Tensor]:
-    """Log-probs `[end - start, V]`: over the support if there is one, and over all tokens."""
-    logits = linear(hidden[start:end], weight)
+def _chunk_logprobs(logits: Tensor, temperature: float, support: Support | None, rows: slice) -> list[Tensor]:
+    """Log-probs `[rows, V]`: over the support if there is one, and over all tokens."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits.div_(temperature)
-    if support is None:
-        return [torch.log_softmax(logits, dim=-1)]
-    masked = logits.masked_fill(support.forbidden(start, end, weight.shape[0]), float("-inf"))
-    return [torch.log_softmax(masked, dim=-1), torch.log_softmax(logits, dim=-1)]
+    return [torch.log_softmax(kind, dim=-1) for kind in _over_support_and_all(logits, support, rows)]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
     """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        chosen: Tensor,
-        temperature: float,
-        support: Support | None,
-        chunk: int,
-        linear: Linear,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(hidden, weight, chosen)
-        ctx.rest = (temperature, support, chunk)
+        ctx.rest = temperature, support, chunk, linear = rest
         precise = torch.promote_types(hidden.dtype, torch.float32)
         found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
         for start in range(0, len(chosen), chunk):
-            end = min(start + chunk, len(chosen))
-            kinds = _chunk_logprobs(hidden, weight, temperature, support, start, end, linear)
+            rows = slice(start, start + chunk)
+            kinds = _chunk_logprobs(linear(hidden[rows], weight), temperature, support, rows)
             for row, logprobs in zip(found, kinds, strict=True):
-                row[start:end] = logprobs.gather(1, chosen[start:end, None]).squeeze(1)
+                row[rows] = logprobs.gather(1, chosen[rows, None]).squeeze(1)
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, chosen = ctx.saved_tensors
-        temperature, support, chunk = ctx.rest
-        precise = torch.promote_types(weight.dtype, torch.float32)  # a sum of many chunks: not in half precision
+        temperature, support, chunk, _ = ctx.rest
+        precise = torch.promote_types(weight.dtype, torch.float32)  # for a sum of chunks
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
         for start in range(0, len(chosen), chunk):
-            end = min(start + chunk, len(chosen))
-            rows, tokens = torch.arange(end - start, device=chosen.device), chosen[start:end]
-            pulls = grad[:, start:end] / temperature
+            rows = slice(start, start + chunk)
+            pulls = grad[:, rows] / temperature
             # d log p[chosen] / d logits = onehot(chosen) - softmax
-            kinds = _chunk_logprobs(hidden, weight, temperature, support, start, end, F.linear)
+            kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
             parts = [kind.exp_().mul_(-pull[:, None]) for kind, pull in zip(kinds, pulls, strict=True)]
             of_logits = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
-            of_logits[rows, tokens] += pulls.sum(0)
+            of_logits[torch.arange(len(of_logits), device=chosen.device), chosen[rows]] += pulls.sum(0)
             of_logits = of_logits.to(hidden.dtype)
-            torch.mm(of_logits, weight, out=grad_hidden[start:end])
+            torch.mm(of_logits, weight, out=grad_hidden[rows])
             if precise is weight.dtype:
-                grad_weight.addmm_(of_logits.t(), hidden[start:end])
+                grad_weight.addmm_(of_logits.t(), hidden[rows])
             else:
-                grad_weight += of_logits.t() @ hidden[start:end]
+                grad_weight += of_logits.t() @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _FusedLogprobs(torch.autograd.Function):
     """The same on a GPU, in the precision of the weights and with the kernels of sampling.
 
-    Logits that fit in one chunk are kept for the backward pass, which turns them into their gradient in place.
+    Logits that fit in one chunk are kept for the backward pass: it makes their gradient in place.
     """
 
     @staticmethod

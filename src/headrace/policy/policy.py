@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,14 +20,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.errors import HeadraceError, ModelError
+from headrace.errors import ModelError
 from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan
-from headrace.policy.exact_body import ExactBody
 from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.logprobs import Linear, Support, chosen_logprobs
-from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported
+from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
 from headrace.policy.quiet_transformers import quiet_transformers
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
@@ -41,11 +41,7 @@ PEFT = "headrace.policy.adapters_peft", "peft", "lora"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters to train in place of the model's own weights.
-
-    Example:
-        Lora(rank=16, alpha=32.0, seed=0)
-    """
+    """Adapters to train in place of the model's own weights."""
 
     rank: int
     alpha: float
@@ -57,21 +53,21 @@ class Lora:
 
 
 class Policy:
-    """A causal language model and its tokenizer, computing final hidden states, logits and log-probs.
+    """A causal language model and its tokenizer: final hidden states, logits and log-probs.
 
     E hidden size, V vocabulary, T tokens in one row.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
         refuse_unsupported(model)
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
         self.routers = Routers(self.body)
         self.head: nn.Module = model.get_output_embeddings()
         self.num_layers: int = self.config.num_hidden_layers
         self.num_heads: int = self.config.num_attention_heads
+        self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
@@ -79,28 +75,30 @@ class Policy:
         self.adapted = any(".lora_" in name for name, _ in model.named_parameters())
         self._family: FamilyBody | None = None
         self.shards: Shards | None = None
-        if in_family(self.body):
-            kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
+        self.in_family = in_family(self.body)  # then the layers run in our own forward pass
+        if self.in_family:
+            kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
-            self._family = kind(self.body, exact=exact, recomputing=recomputing)
-            self._family.fits_kernels &= not self.adapted  # they would compute with the model's own weights alone
+            self._family = kind(self.body, recomputing=recomputing)
+            self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
         check_weights(self)
         if exact:
             self._prepare_exact()
-        with _without_dropout(model):
+        was_training = model.training
+        model.eval()  # without dropout
+        try:
             self.num_kv_heads, self.head_size, self.value_size, self.unchecked = check_same(self)
             if exact:
-                if self.device.type == "cuda":
-                    check_rows(self._products(), self.head_weight)
+                if self.device.type == "cuda" and self._family is not None:
+                    head = partial(F.linear, weight=self.head_weight), self.head_weight.shape[1]
+                    check_rows({"the output head": head, **self._family.products()}, self.head_weight)
                 check_same_bits(self)
-
-    @property
-    def max_context(self) -> int:
-        return int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
+        finally:
+            model.train(was_training)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, by the tokenizer, the model's config or its generation config."""
+        """End-of-text tokens of the tokenizer, the model's config and its generation config."""
         ids = {self.tokenizer.eos_token_id}
         for config in (self.config, getattr(self.model, "generation_config", None)):
             eos = getattr(config, "eos_token_id", None)
@@ -110,14 +108,12 @@ class Policy:
     def hidden(
         self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan, routes: Routes | None = None
     ) -> Tensor:
-        """Final hidden states `[T, E]` of tokens in one row. `routes` records or forces a mixture's experts."""
+        """Final hidden states `[T, E]`. `routes` records or forces the experts of a mixture."""
         with self.routers.follow(routes):
             if self._family is not None:
                 return self._family(token_ids_T, positions_1T, plan)
             out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
-        hidden = out.last_hidden_state[0]
-        assert isinstance(hidden, Tensor)
-        return hidden
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits `[.., V]`, in the precision of the weights."""
@@ -125,9 +121,7 @@ class Policy:
 
     @property
     def head_weight(self) -> Tensor:
-        weight = self.head.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.head.weight  # type: ignore[return-value]
 
     def logprobs(
         self,
@@ -137,23 +131,11 @@ class Policy:
         temperature: float,
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
-    ) -> Tensor:
-        """Log-probs of the tokens at positions `at` (never a sequence's first), given the tokens before them.
-
-        Over `support`, if given. `routes_TLK` names the experts of each token; without it the model chooses.
-        """
-        return self.both_logprobs(token_ids_T, plan, at, temperature, support, routes_TLK)[0]
-
-    def both_logprobs(
-        self,
-        token_ids_T: Tensor,
-        plan: PackedPlan,
-        at: Tensor,
-        temperature: float,
-        support: Support | None = None,
-        routes_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, and the same over the whole vocabulary."""
+        """Log-probs of the tokens at `at` (never a sequence's first): over `support`, and over all.
+
+        Without a support the two are one. `routes_TLK` forces the experts of each token.
+        """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
         def compute() -> tuple[Tensor, Tensor]:
@@ -164,26 +146,27 @@ class Policy:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
     def shard(self, mesh: DeviceMesh) -> Shards:
-        """Shard the weights over the mesh (FSDP). From now on every rank takes part in every pass, with own tokens."""
+        """Shard the weights over `mesh` (FSDP). From now on every rank takes part in every pass."""
         if self.exact and self.device.type == "cuda":
             raise ModelError(
-                f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute with "
-                "the kernels that make bits equal; set model.exact = false, or learner.ranks = 1"
+                f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute "
+                "with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
             )
         if self._family is not None:
             self._family.go_through_modules()
-        self.shards = Shards(self.model, _layers(self.body, self.num_layers), self.dtype, mesh)
+        lists = (m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers)
+        self.shards = Shards(self.model, next(lists, ()), self.dtype, mesh)
         return self.shards
 
     @property
     def _linear(self) -> Linear:
-        return exact_cpu.linear if self.exact and self.device.type == "cpu" else nn.functional.linear
+        return exact_cpu.linear if self.exact and self.device.type == "cpu" else F.linear
 
     def checkpoint_activations(self) -> None:
         if self._family is not None:
             self._family.checkpoint_activations = True
             return
-        # `transformers` does it in training mode only, which must not switch dropout on: sampled tokens knew none
+        # `transformers` does it in training mode only, which must not switch dropout on
         self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self.routers.follow_again})
         self.model.train()
         for module in self.model.modules():
@@ -192,96 +175,62 @@ class Policy:
 
     @quiet_transformers()
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a model directory for `transformers`, with `weights` in place of sharded ones. Adapters are merged."""
+        """Write a model directory, with `weights` in place of sharded ones. Adapters are merged."""
         with self.stock_attention():
             if self.adapted:
-                weights = load_optional(*PEFT).merged_weights(
-                    self.model, weights or dict(self.model.named_parameters())
-                )
+                weights = weights or dict(self.model.named_parameters())
+                weights = load_optional(*PEFT).merged_weights(self.model, weights)
             if weights is not None:
-                weights = weights | _kept_buffers(self.model)
+                # and what is saved besides: buffers such as the bias of DeepSeek's routers
+                names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+                weights = weights | {k: v for k, v in self.model.state_dict().items() if k not in names}
             self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
-        """Inside, the model computes with `transformers`' own attention; afterwards with ours."""
         self.model.set_attn_implementation("eager")
         try:
             yield
         finally:
             self.model.set_attn_implementation(NAME)
 
-    @property
-    def in_family(self) -> bool:
-        """Whether the layers run on our own path between the matrices, not through `transformers`' modules."""
-        return self._family is not None
-
     def _prepare_exact(self) -> None:
-        """Choose batch-invariant GEMMs, and refuse models that have no batch-invariant form."""
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
                 f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
                 "depends on the rest of its batch; set model.exact = false"
             )
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        if half is not (self.device.type == "cuda"):
+        on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
+        if half is not on_gpu:
             raise ModelError(
-                "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a GPU; here "
-                f"it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
+                "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a "
+                f"GPU; here it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
             )
-        if self.device.type == "cuda":
-            if not self._family.fits_kernels:
-                raise ModelError(
-                    f"model.exact = true on a GPU needs Triton and a head size that is a power of two; the model's is "
-                    f"{self._family.head_size}; set model.exact = false"
-                )
+        if on_gpu and not self._family.fits_kernels:
+            raise ModelError(
+                "model.exact = true on a GPU needs Triton and a head size that is a power of two; the "
+                f"model's is {self._family.head_size}; set model.exact = false"
+            )
+        if on_gpu:
             use_batch_invariant_gemms()
         elif self.routers.num_layers:
             self.model.set_experts_implementation("eager")  # the one that goes through F.linear
-
-    def _products(self) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
-        """Every GEMM of the policy: name -> function, width of its input."""
-        assert self._family is not None
-        head = partial(nn.functional.linear, weight=self.head_weight)
-        return {"the output head": (head, self.head_weight.shape[1]), **self._family.products()}
-
-
-@contextmanager
-def _without_dropout(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model saves besides its weights, such as the bias of DeepSeek's routers."""
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
-
-
-def _layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The model's layers: the outermost list of `num_layers` modules."""
-    lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    return list(lists[0]) if lists else []
 
 
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    setting, num_gpus = f"model.device = '{name}'", torch.cuda.device_count()
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"model.device = '{name}' is not a device; use auto, cpu, cuda or cuda:0") from error
+        raise ModelError(f"{setting} is not a device; use auto, cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"model.device = '{name}' is not supported; use auto, cpu, cuda or cuda:0")
-    num_gpus = torch.cuda.device_count()
+        raise ModelError(f"{setting} is not supported; use auto, cpu, cuda or cuda:0")
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise ModelError(f"model.device = '{name}', but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
+        raise ModelError(f"{setting}, but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
 
 
@@ -297,12 +246,11 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     if section.exact and device.type == "cuda":
         use_batch_invariant_gemms()
     _check_architecture(path)
-    try:
-        model = _load_model(path, dtype)
-    except (HeadraceError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what the libraries raise over a damaged file is of almost any type
-        raise ModelError(f"model.path = '{section.path}' cannot be loaded: {error}") from error
+    with refusing(f"model.path = '{section.path}' cannot be loaded"):
+        load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
+        model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
+    if missing := sorted(info["missing_keys"]):  # `transformers` makes them up
+        raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if lora is not None:
@@ -311,7 +259,7 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
 
 
 def _check_architecture(path: Path) -> None:
-    """Refuse what `transformers` does not know as a causal LM: its own message would list all that it knows."""
+    """Refuse what `transformers` has no causal LM for: its own message would list all it knows."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
@@ -325,27 +273,12 @@ def _check_architecture(path: Path) -> None:
     )
 
 
-def _load_model(path: Path, dtype: torch.dtype) -> Any:
-    load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
-    model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        # `transformers` would fill them with random numbers
-        raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
-    return model
-
-
 @quiet_transformers()
 def load_tokenizer(section: ModelSection) -> Any:
-    path = Path(section.tokenizer or section.path)
-    try:
+    path, key = Path(section.tokenizer or section.path), "tokenizer" if section.tokenizer else "path"
+    with refusing(f"the tokenizer of model.{key} = '{path}' cannot be loaded"):
         load = load_optional(*GGUF).gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
         tokenizer = load(path, **NOTHING_FOREIGN)
-    except HeadraceError:
-        raise
-    except Exception as error:
-        key = "model.tokenizer" if section.tokenizer else "model.path"
-        raise ModelError(f"the tokenizer of {key} = '{path}' cannot be loaded: {error}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # `transformers` makes an empty one up where there is none
         raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")

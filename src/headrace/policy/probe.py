@@ -1,12 +1,10 @@
-"""What is checked when a policy is made: whether we can run the model, and whether we compute what it computes.
+"""What is checked when a policy is made: can we run the model, and do we compute what it computes?
 
-Random tokens, the *probe*, go through `transformers`' own code with its eager attention, and through ours:
+Random tokens, the *probe*, go through `transformers` with its eager attention, and through ours:
 
-- two short sequences packed in one row, the second across the last position that scaled rotary embeddings were first
-  trained with;
-- one sequence longer than the model's sliding windows, where it has any and the pass is affordable;
-- if the model runs through `transformers`' modules, one token decoded after keys and values that were kept, as the
-  engine does.
+- two short packed sequences, the second across the original context length of scaled RoPE;
+- one sequence longer than the model's sliding windows, if it has any and the pass is affordable;
+- if the model runs through `transformers`' modules, one token decoded after a KV cache.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +26,28 @@ from headrace.policy.routes import Routes
 if TYPE_CHECKING:
     from headrace.policy.policy import Policy
 
-# float64 is no finer than float32 here: `transformers`' eager attention takes its softmax in float32 whatever the model
+# float64 is no finer than float32 here: `transformers`' eager softmax is in float32
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 SHORT = 9  # tokens of a short sequence
 BEYOND = 8  # tokens past a sliding window
 COMPARED = 32  # last tokens of the long sequence whose log-probs are compared
 MOST_FLOP = {"cpu": 2e11, "cuda": 2e14}  # of the long sequence's pass: a few seconds
-MOST_SCORE_BYTES = 2**32  # of eager attention's scores and their softmax, which it holds for one layer at a time
-WINDOWS = ("sliding_window", "sliding_window_size", "attention_window", "window_size")  # names in configs
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}  # kinds of layers
-
-
-class Probed(NamedTuple):
-    """What the probe showed: the shape of a token's keys and values, and what could not be checked."""
-
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    unchecked: str
+MOST_SCORE_BYTES = 2**32  # of eager attention's scores and their softmax, in one layer
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window", "window_size")  # in configs
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}  # layers
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Refuse a model without layers, and one whose layers keep something else than keys and values."""
+    """Refuse a model without layers, or with layers that keep more than keys and values."""
     name, config = type(model).__name__, model.config.get_text_config()
     if not getattr(config, "num_hidden_layers", 0):
         raise ModelError(f"{name} has no layers (num_hidden_layers in its config.json): there is nothing to train")
     kinds = RECURRENT.intersection(getattr(config, "layer_types", None) or ())
     if model._is_stateful or kinds or not getattr(config, "num_attention_heads", 0):
         raise ModelError(
-            f"{name} is a recurrent model (state-space, linear attention or convolution): its layers carry a state "
-            "from token to token. Headrace runs models whose layers are all attention; choose another one (model.path)"
+            f"{name} is a recurrent model (state-space, linear attention or convolution): its "
+            "layers carry a state from token to token. Headrace runs models whose layers are all "
+            "attention; choose another one (model.path)"
         )
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None) and kv_heads not in (None, heads):
@@ -90,29 +81,32 @@ def check_weights(policy: Policy) -> None:
 
 
 @torch.no_grad()
-def check_same(policy: Policy) -> Probed:
-    """Refuse a model that computes something else in our hands than in those of `transformers`."""
-    ids, positions = random_ids(policy, 2, SHORT), _short_positions(policy)
-    placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # some models take none
-    with policy.stock_attention(), _refusing(policy, "cannot be run by transformers itself"):
+def check_same(policy: Policy) -> tuple[int, int, int, str]:
+    """Refuse a model with which we compute something else than `transformers` does.
+
+    Returns key/value heads, key size and value size, and what could not be checked.
+    """
+    name, ids, positions = type(policy.model).__name__, random_ids(policy, 2, SHORT), _short_positions(policy)
+    placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # not all models take it
+    with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
         expected = policy.model(input_ids=ids, use_cache=False, **placed).logits.float().log_softmax(-1)
     plan, routes = _ProbePlan([SHORT] * 2, policy.device), Routes()
-    with _refusing(policy, "does not take its attention from outside, which Headrace needs"):
+    with refusing(f"{name} does not take its attention from outside, which Headrace needs"):
         hidden = policy.hidden(ids.flatten(), positions.view(1, -1), plan, routes)
     _compare(policy, policy.logits(hidden).view_as(expected), expected, "on a probe")
     policy.routers.check(routes)
     shape = _cache_shape(policy, plan)
     if not policy.in_family:
-        with _refusing(policy, "cannot be decoded token by token"):
+        with refusing(f"{name} cannot be decoded token by token"):
             step = _StepPlan({layer: (k[: SHORT - 1], v[: SHORT - 1]) for layer, (k, v) in plan.kept.items()})
             hidden = policy.hidden(ids[0, -1:], positions[:1, -1:], step)
         _compare(policy, policy.logits(hidden), expected[0, -1:], "on a token decoded after a cache")
-    return Probed(*shape, _check_windows(policy))
+    return *shape, _check_windows(policy)
 
 
 @torch.no_grad()
 def check_same_bits(policy: Policy) -> None:
-    """Refuse a machine on which results are not batch-invariant: compute the probe as one batch and one by one."""
+    """Refuse a machine that is not batch-invariant: the probe as one batch and one by one."""
     ids = random_ids(policy, 2, SHORT)
     together, apart = (torch.cat([packed_logits(policy, part) for part in parts]) for parts in ([ids], ids.split(1)))
     if not torch.equal(together, apart):
@@ -124,24 +118,24 @@ def check_same_bits(policy: Policy) -> None:
 
 
 def _check_windows(policy: Policy) -> str:
-    """Compare beyond the largest sliding window that is affordable; returns what is too long for that."""
-    windows = {getattr(policy.config, name, None) for name in WINDOWS}
-    lengths = sorted(w + BEYOND for w in windows if isinstance(w, int) and 0 < w <= policy.max_context - BEYOND)
+    """Compare beyond the largest affordable sliding window; returns what is too long for that."""
+    name, windows = type(policy.model).__name__, {getattr(policy.config, key, None) for key in WINDOWS}
+    most = policy.max_context - BEYOND
+    lengths = sorted(w + BEYOND for w in windows if isinstance(w, int) and 0 < w <= most)
     affordable = [length for length in lengths if _is_affordable(policy, length)]
-    unchecked = ""
-    if len(affordable) < len(lengths):
-        unchecked = (
-            f"{type(policy.model).__name__} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace "
-            "computes it as transformers does was not checked: a sequence of that length costs too much here"
-        )
     if affordable:
         ids = random_ids(policy, 1, affordable[-1])
-        with policy.stock_attention(), _refusing(policy, "cannot be run by transformers itself"):
+        with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
             stock = policy.body(input_ids=ids, use_cache=False).last_hidden_state[0, -COMPARED:]
         expected = policy.logits(stock).float().log_softmax(-1)
         ours = packed_logits(policy, ids, COMPARED)
         _compare(policy, ours, expected, f"after {ids.shape[1]} tokens, more than its sliding window")
-    return unchecked
+    if affordable == lengths:
+        return ""
+    return (
+        f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace computes it as "
+        "transformers does was not checked: a sequence of that length costs too much here"
+    )
 
 
 def _is_affordable(policy: Policy, length: int) -> bool:
@@ -152,21 +146,20 @@ def _is_affordable(policy: Policy, length: int) -> bool:
 
 
 def _short_positions(policy: Policy) -> Tensor:
-    """[2, SHORT]: from 0, and across the last position that scaled rotary embeddings were first trained with."""
+    """[2, SHORT]: from 0, and across the original context length of scaled RoPE."""
     known = [rope.get("original_max_position_embeddings") or 0 for rope in _ropes(policy)]
     start = max([0, *(int(n) - SHORT // 2 for n in known if SHORT <= n <= policy.max_context - SHORT)])
     return (torch.arange(SHORT) + torch.tensor([[0], [start]])).to(policy.device)
 
 
 def _ropes(policy: Policy) -> list[dict[str, Any]]:
-    """The parameters of rotary position embeddings: one set, or one for each kind of layer."""
+    """The parameters of RoPE: one set, or one for each kind of layer."""
     rope = getattr(policy.config, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def random_ids(policy: Policy, num_sequences: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    shape = num_sequences, length
+    generator, shape = torch.Generator().manual_seed(0), (num_sequences, length)
     return torch.randint(0, policy.head_weight.shape[0], shape, generator=generator).to(policy.device)
 
 
@@ -177,7 +170,7 @@ def packed_logits(policy: Policy, ids: Tensor, last: int = 0) -> Tensor:
 
 def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> None:
     ours = logits.float().log_softmax(-1)
-    # in half precision the log-probs of unlikely tokens are mostly noise: weigh tokens by their probability
+    # in half precision unlikely tokens' log-probs are mostly noise: weigh by probability
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
     if not gap.item() < TOLERANCE[policy.dtype]:
@@ -188,32 +181,32 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
-    """Key/value heads, key size and value size. They are not always the config's: DeepSeek's keys are larger."""
-    name = type(policy.model).__name__
-    often = max(plan.calls.values(), default=0)
-    if often != 1:
+    """Key/value heads, key and value size. Not always the config's: DeepSeek's keys are larger."""
+    name, often = type(policy.model).__name__, max(plan.calls.values(), default=0)
+    if not often:
+        raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
+    if often > 1:
         raise ModelError(
             f"{name} asks for attention {often} times in one layer; Headrace's cache keeps what is asked for once"
-            if often
-            else f"{name} does not take its attention from outside, which Headrace needs"
         )
-    if len(plan.shapes) > 1:
+    shapes = {(*k.shape[1:], v.shape[2]) for k, v in plan.kept.values()}
+    if len(shapes) > 1:
         raise ModelError(
             f"the layers of {name} have keys and values of different shapes (heads, key size, value size): "
-            f"{', '.join(map(str, sorted(plan.shapes)))}; the cache has one shape for all"
+            f"{', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
-    return plan.shapes.pop()
+    return shapes.pop()
 
 
 @contextmanager
-def _refusing(policy: Policy, what: str) -> Iterator[None]:
-    """What a model's own code raises becomes a refusal that says `what` the model cannot do."""
+def refusing(what: str) -> Iterator[None]:
+    """What a library raises over a model, which is of almost any type, as a ModelError."""
     try:
         yield
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ModelError(f"{type(policy.model).__name__} {what}: {error}") from error
+        raise ModelError(f"{what}: {error}") from error
 
 
 class _ProbePlan(PackedPlan):
@@ -221,39 +214,35 @@ class _ProbePlan(PackedPlan):
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
-        self.shapes: set[tuple[int, int, int]] = set()  # heads, key size, value size
         self.calls: Counter[int] = Counter()  # by layer
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
         self._note(layer, k_TJD, v_TJD)
-        return super().attend(layer, q_THD, k_TJD, v_TJD, scale, window)
+        return super().attend(layer, q_THD, k_TJD, v_TJD, *how)
 
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
+    def attend_exact(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
         self._note(layer, k_TJD, v_TJD)
-        return super().attend_exact(layer, q_THD, k_TJD, v_TJD, scale, window)
+        return super().attend_exact(layer, q_THD, k_TJD, v_TJD, *how)
 
     def _note(self, layer: int, k_TJD: Tensor, v_TJD: Tensor) -> None:
-        num_heads, key_size, value_size = *k_TJD.shape[1:], v_TJD.shape[2]
+        key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
             raise ModelError(
-                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be of one size; "
-                "set model.device = 'cpu'"
+                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be "
+                "of one size; set model.device = 'cpu'"
             )
-        self.shapes.add((num_heads, key_size, value_size))
         self.calls[layer] += 1
         self.kept[layer] = k_TJD, v_TJD
 
 
+@dataclass
 class _StepPlan:
-    """One token that attends to keys and values kept from earlier ones: a cache in its simplest form."""
+    """One token that attends to kept keys and values: a KV cache in its simplest form."""
 
-    def __init__(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
-        self._kept = kept
+    kept: dict[int, tuple[Tensor, Tensor]]
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        past_k, past_v = self._kept[layer]
+        past_k, past_v = self.kept[layer]
         q, k, v = (x[-window:].transpose(0, 1) for x in (q_THD, torch.cat([past_k, k_TJD]), torch.cat([past_v, v_TJD])))
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(0, 1)

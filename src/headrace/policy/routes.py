@@ -1,9 +1,9 @@
-"""Which experts a mixture-of-experts model sends each token to: recorded in the engine, forced in the learner.
+"""The experts of each token of a mixture-of-experts model: recorded in rollout, forced in training.
 
-Whatever its architecture, a mixture layer of `transformers` is a module with `experts` in it, and between its start
-and the call of its experts there is one top-k over their scores. That top-k is recorded, and answered with other
-indices when a choice is forced. The scores stay the model's own: gate weights are computed from them, and gradients
-reach the router.
+Whatever its architecture, a mixture layer of `transformers` is a module with `experts` in it, and
+between its start and the call of its experts there is one top-k over their scores. That top-k is
+recorded, and answered with other indices when a choice is forced. The scores stay the model's own:
+gate weights are computed from them, and gradients reach the router.
 
 T tokens in one row, L mixture layers, K experts per token. Nothing here waits for the device.
 """
@@ -23,16 +23,14 @@ from headrace.errors import ModelError
 from headrace.types import RouteArray
 
 TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
-NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # how `transformers` ends the names of what makes a mixture layer
+NAMES = ("Experts", "Router", "Gating", "Moe", "MoE")  # last parts of class names in mixture layers
 
 
 class Routes:
-    """The experts of one forward pass.
+    """The experts of one forward pass, recorded.
 
-    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others the model chooses.
-
-    Example:
-        Routes() only records; Routes(tensor of [T, L, K]) forces; Routes(forced, tensor of [T]) forces some tokens
+    Tokens in `known` (all, if it is None) go to the experts in `forced`; for the others, or without
+    `forced`, the model chooses.
     """
 
     def __init__(self, forced_TLK: Tensor | None = None, known_T: Tensor | None = None) -> None:
@@ -43,22 +41,17 @@ class Routes:
     @property
     def chosen(self) -> Tensor | None:
         """The experts of all tokens, `[T, L, K]`; None if the model has no mixture layers."""
-        if not self.noted:
-            return None
-        return torch.stack([self.noted[layer] for layer in sorted(self.noted)], dim=1)
+        in_order = [self.noted[layer] for layer in sorted(self.noted)]
+        return torch.stack(in_order, dim=1) if in_order else None
 
     def choose(self, layer: int, own_TK: Tensor) -> Tensor:
-        """The experts to use where the model would use `own`."""
         if self._forced is None:
             return own_TK
         forced = self._forced[:, layer].long()
         return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
 
     def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
-        """The groups of experts to choose from where the model would take `own`: those of the forced experts.
-
-        A group may come twice: that does no harm, and gives all tokens one width.
-        """
+        """The groups to choose experts from: those of the forced experts, one perhaps twice."""
         if self._forced is None:
             return own_TG
         forced = self._forced[:, layer].long() // group_size
@@ -115,64 +108,56 @@ class Routers:
         self._layers = [m for m in body.modules() if _num_experts(m)]
         self.num_layers = len(self._layers)
         self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
+        few = self.num_experts <= 256
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8 if few else np.uint16)  # for indices
+        self.device_dtype = torch.uint8 if few else torch.int16  # for torch's few uint16 operations
         self.experts_per_token = 0  # known after the first pass
         self._current: Routes | None = None
         found = {m for layer in self._layers for m in layer.modules()}
         strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
         if strays:
             raise ModelError(
-                f"{type(body).__name__} seems to choose experts in {strays[0]}, in a form that Headrace does not know: "
-                "what it chooses could not be recorded"
+                f"{type(body).__name__} seems to choose experts in {strays[0]}, in a form that "
+                "Headrace does not know: what it chooses could not be recorded"
             )
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.num_layers, self.experts_per_token
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest type that can number all experts."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
-
-    @property
-    def device_dtype(self) -> torch.dtype:
-        """The same in torch, where few operations take uint16."""
-        return torch.uint8 if self.num_experts <= 256 else torch.int16
-
     def to_device(self, routes: RouteArray, device: torch.device) -> Tensor:
         return torch.from_numpy(routes if self.num_experts <= 256 else routes.astype(np.int16)).to(device)
 
     def to_host(self, routes: Routes, num_tokens: int) -> RouteArray:
-        """The experts that a pass used; `[T, 0, 0]` for a dense model."""
         chosen = routes.chosen
         if chosen is None:
             return np.empty((num_tokens, 0, 0), self.dtype)
         return chosen.cpu().numpy().astype(self.dtype, copy=False)
 
     def check(self, routes: Routes) -> None:
-        """Learn the number of experts per token from a first pass; refuse a model whose choices were not seen."""
+        """Learn `experts_per_token` from a first pass; refuse if not all choices were seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
             raise ModelError(
-                f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded: Headrace looks for one "
-                f"top-k over all experts in each mixture layer, of one size, and saw {routes.num_choices} in "
-                f"{self.num_layers} layers, of sizes {sorted(sizes)}"
+                f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded: Headrace "
+                "looks for one top-k over all experts in each mixture layer, of one size, and saw "
+                f"{routes.num_choices} in {self.num_layers} layers, of sizes {sorted(sizes)}"
             )
         self.experts_per_token = sizes.pop() if sizes else 0
 
     @contextmanager
     def follow(self, routes: Routes | None) -> Iterator[None]:
         """Passes inside use and record the experts of `routes`."""
-        handles = []
+        handles: list[Any] = []
         before, self._current = self._current, routes
-        for index, layer in enumerate(self._layers if routes is not None else ()):
-            assert routes is not None
+        for index, layer in enumerate(self._layers):
+            if routes is None:
+                break
             choice = _Choice(routes, index, _num_experts(layer), self.device_dtype)
-            experts = layer.experts
-            assert isinstance(experts, nn.Module)
+            experts: Any = layer.experts
             handles.append(layer.register_forward_pre_hook(choice.begin))
             handles.append(experts.register_forward_pre_hook(choice.end))
-            # also after an exception: a checkpointed layer is left by one once all it keeps is recomputed
+            # also after an exception, by which the recomputation of a layer may end
             handles.append(layer.register_forward_hook(choice.end, always_call=True))
         try:
             yield

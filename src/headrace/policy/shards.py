@@ -1,13 +1,15 @@
 """The weights of a policy sharded over several ranks (FSDP): each holds a part of every matrix.
 
-A layer's weights are gathered while it is computed and freed again; embedding and head stay for the whole pass. Shards
-of trained weights are in float32, whatever the precision of the model: they are the optimizer's master weights, rounded
-when they are gathered. Each rank adds its gradients up in float32; they are summed over the ranks once per step.
+A layer's weights are gathered while it is computed and freed again; embedding and head stay for the
+whole pass. Shards of trained weights are the optimizer's master weights, so in float32 whatever the
+precision of the model, and are rounded when gathered. Each rank adds its gradients up in float32;
+they are summed over the ranks once per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,14 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class _Whole(nn.Module):
-    """A pass through the whole model: while it runs, the weights outside the layers are gathered."""
+    """A pass through the model: while it runs, the weights outside the layers are gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Copies of what `compute` returns: a view that is written to in place would lose FSDP's backward hook."""
+        # copies: a view that is written to in place would lose FSDP's backward hook
         return tuple(result.clone() for result in compute())
 
 
@@ -43,26 +45,19 @@ class Shards:
         rounding = mixed if compute_dtype in HALF else MixedPrecisionPolicy()
         for module in (*layers, self._whole):
             _spread(module, mesh)
-            fully_shard(module, mesh=mesh, mp_policy=rounding)
+            self._root = fully_shard(module, mesh=mesh, mp_policy=rounding)
         for module in self._whole.modules():
-            if isinstance(module, FSDPModule):  # sums: the learner divides, once, by what the whole step held
+            if isinstance(module, FSDPModule):  # sums: the learner divides, once
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._root.set_requires_gradient_sync(False)
         self._weights = dict(self._named())
-        # gradients go to the parts that are held here, which an optimizer may take for ordinary weights
-        self.held = {
-            name: nn.Parameter(_parts(p).to_local(), requires_grad=p.requires_grad) for name, p in self._weights.items()
-        }
+        # gradients go to the parts held here, which are ordinary weights to an optimizer
+        self.held = {name: nn.Parameter(p.detach().to_local(), p.requires_grad) for name, p in self._weights.items()}
 
-    @property
-    def _root(self) -> FSDPModule:
-        assert isinstance(self._whole, FSDPModule)
-        return self._whole
-
-    def _named(self) -> Iterator[tuple[str, DTensor]]:
+    def _named(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} is not in pieces just now"
+            assert isinstance(parameter, DTensor), f"{name} is not sharded"
             yield name, parameter
 
     def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -73,38 +68,25 @@ class Shards:
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the ranks' gradients into `held`. `take_part` is a zero-loss pass that makes FSDP's reduce hooks fire."""
+        """Sum the ranks' gradients into `held`, by FSDP's hooks in the zero-loss pass `take_part`."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
         for name, parameter in self._named():
             if parameter.grad is not None:
-                assert isinstance(parameter.grad, DTensor)
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights, rounded to `dtype` before they travel. Every rank must draw all of them."""
+        """Whole weights, rounded to `dtype` before they are sent. Every rank must iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
-                yield name, _parts(parameter.to(dtype)).full_tensor()
+                yield name, parameter.to(dtype).detach().full_tensor()
 
     def as_part(self, name: str, part: Tensor) -> DTensor:
-        """`part`, which belongs to the part of the weight `name` held here, as a DTensor of the whole."""
+        """`part`, of the shard of `name` that is held here, as a DTensor of the whole."""
         weight = self._weights[name]
-        return DTensor.from_local(
-            part.detach(),
-            self._mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-
-
-def _parts(weight: Tensor) -> DTensor:
-    detached = weight.detach()
-    assert isinstance(detached, DTensor)
-    return detached
+        like = {"shape": weight.shape, "stride": weight.stride()}
+        return DTensor.from_local(part.detach(), self._mesh, weight.placements, run_check=False, **like)
 
 
 def _spread(module: nn.Module, mesh: DeviceMesh) -> None:

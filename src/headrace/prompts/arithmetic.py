@@ -1,49 +1,48 @@
 """The built-in task: additions worked column by column, so that answers differ in length.
 
-The worked examples come from a hasty teacher, who is off by one in every other column. A model that copies him
-gets about one answer in three right; what RL can add is exactly what the demonstrations lack, and the reward can tell.
+Every other column of the worked examples is off by one. A model that imitates them gets about one
+answer in three right; RL can learn the rest from the reward.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.types import Completion
 
-# Chances of an operand of 1 and of 2 digits.
-DIGIT_WEIGHTS = (1, 1)
-# Share of the teacher's columns that are off by one.
-HASTE = 0.5
+DIGIT_WEIGHTS = (1, 1)  # chances of an operand of 1 and of 2 digits
+HASTE = 0.5  # share of the worked columns that are off by one
 REWARD = "headrace.prompts.arithmetic:score"
 
 
+@dataclass(frozen=True, kw_only=True)
 class ArithmeticSource:
     """Problems made on demand: record `i` follows from `(seed, i)` alone.
 
     Example:
-        ArithmeticSource(count=100, seed=0)[3] == {"prompt": "47+85=", "answer": "132", "worked": "7+5=12,4+8+1=13;132"}
+        {"prompt": "47+85=", "answer": "132", "worked": "7+5=12,4+8+1=13;132"}
     """
 
-    def __init__(self, *, count: int, seed: int) -> None:
-        self._count = count
-        self._seed = seed
+    count: int
+    seed: int
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
-        if not 0 <= i < self._count:
+        if not 0 <= i < self.count:
             raise IndexError(i)
-        rng = random.Random(f"arithmetic:{self._seed}:{i}")
+        rng = random.Random(f"arithmetic:{self.seed}:{i}")
         left, right = _operand(rng), _operand(rng)
         slips = [rng.choice((-1, 1)) if rng.random() < HASTE else 0 for _ in DIGIT_WEIGHTS]
         return {"prompt": f"{left}+{right}=", "answer": str(left + right), "worked": work(left, right, slips)}
 
 
 def work(left: int, right: int, slips: list[int]) -> str:
-    """Column by column from the right, then the sum: `7+5=12,4+8+1=13;132`. `slips[i]` is added to column i's sum."""
+    """Column by column from the right, then the sum. `slips[i]` is added to the sum of column i."""
     columns, digits, carry = [], "", 0
     for slip in slips:
         total = max(0, left % 10 + right % 10 + carry + slip)

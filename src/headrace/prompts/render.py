@@ -17,7 +17,7 @@ TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 
 
 def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
-    """The field that holds the prompt: `prompt_field`, or `messages` for a chat if nothing else was asked for."""
+    """The field with the prompt: `prompt_field`, or `messages` if that is left at its default."""
     if prompt_field in names:
         return prompt_field
     if prompt_field == "prompt" and "messages" in names:
@@ -27,46 +27,39 @@ def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
 
 
 class Renderer:
-    """Renders records with one tokenizer and one `prompts` section.
-
-    Example:
-        Renderer(tokenizer, PromptsSection()).render({"prompt": "12+9=", "answer": "21"}, "train-17").text == "12+9="
-    """
+    """Renders records. `room_tokens` is what the model's context leaves for a prompt."""
 
     def __init__(self, tokenizer: Any, section: PromptsSection, room_tokens: int = 2**31) -> None:
-        """`room_tokens` is what the model's context leaves for a prompt."""
-        self._tokenizer, self._room_tokens = tokenizer, room_tokens
-        self._section = section
+        self._tokenizer, self._section, self._room_tokens = tokenizer, section, room_tokens
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._overhead_tokens: int | None = None
         if section.chat == "always" and not self._has_template:
             raise DataError("prompts.chat = 'always', but the tokenizer has no chat template; use 'auto' or 'never'")
 
     def render(self, record: Mapping[str, Any], id: str) -> Prompt:
-        """The prompt with its token ids, or a DataError that names it."""
         key = prompt_key(record, self._section.prompt_field, f"prompt '{id}'")
         content = record[key]
         if isinstance(content, str):
             text, token_ids = content, self._text_ids(content, id)
         else:
             messages = _checked_messages(content, key, id)
-            text, token_ids = _last_user(messages, id), self._chat_ids(messages, id)
+            text = next(str(m["content"]) for m in reversed(messages) if m["role"] == "user")
+            token_ids = self._chat_ids(messages, id)
         if not text.strip() or not token_ids:
             raise DataError(f"prompt '{id}' is empty (field '{key}')")
-        if len(token_ids) > self._section.max_tokens:
-            raise DataError(
-                f"prompt '{id}' has {len(token_ids)} tokens, more than prompts.max_tokens = {self._section.max_tokens}"
-            )
+        has, most = f"prompt '{id}' has {len(token_ids)} tokens", self._section.max_tokens
+        if len(token_ids) > most:
+            raise DataError(f"{has}, more than prompts.max_tokens = {most}")
         if len(token_ids) > self._room_tokens:
             raise DataError(
-                f"prompt '{id}' has {len(token_ids)} tokens, but the model's context has room for {self._room_tokens} "
-                "beside the answer; lower rollout.max_new_tokens, or leave the prompt out"
+                f"{has}, but the model's context has room for {self._room_tokens} beside the answer; "
+                "lower rollout.max_new_tokens, or leave the prompt out"
             )
         fields = {name: value for name, value in record.items() if name != key}
         return Prompt(id=id, text=text, token_ids=np.asarray(token_ids, np.int32), fields=fields)
 
     def surely_fits(self, record: Mapping[str, Any]) -> bool:
-        """True when a text is so short that `render` would accept it: it need not be tokenised to know that."""
+        """Whether a text is so short that `render` would accept it: known without tokenising it."""
         content = record.get(self._section.prompt_field)
         if not isinstance(content, str) or not content.strip():
             return False
@@ -113,22 +106,14 @@ class Renderer:
 
 def _checked_messages(content: Any, key: str, id: str) -> list[Message]:
     if not isinstance(content, list | tuple):
-        raise DataError(
-            f"prompt '{id}': field '{key}' must be text or a list of messages, not {type(content).__name__}"
-        )
+        kind = type(content).__name__
+        raise DataError(f"prompt '{id}': field '{key}' must be text or a list of messages, not {kind}")
     for number, message in enumerate(content, 1):
-        well_formed = isinstance(message, Mapping) and all(
-            isinstance(message.get(part), str) for part in ("role", "content")
-        )
-        if not well_formed:
+        parts = [message.get("role"), message.get("content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(part, str) for part in parts):
             raise DataError(f"prompt '{id}', message {number} of '{key}': needs 'role' and 'content', both text")
     if content and content[-1]["role"] == "assistant":
         raise DataError(f"prompt '{id}' ends with an assistant message: there is nothing to answer")
+    if not any(message["role"] == "user" for message in content):
+        raise DataError(f"prompt '{id}' has no user message")
     return list(content)
-
-
-def _last_user(messages: Sequence[Message], id: str) -> str:
-    for message in reversed(messages):
-        if message["role"] == "user":
-            return str(message["content"])
-    raise DataError(f"prompt '{id}' has no user message")

@@ -1,4 +1,4 @@
-"""Opens a prompt source by its name: the built-in task, a file, a data set directory or a reasoning-gym task."""
+"""Opens a prompt source: the built-in task, a file, a data set or a reasoning-gym task."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt
 
 
 def is_generated(spec: str) -> bool:
-    """True for a source that makes its prompts instead of reading them."""
+    """Whether a source makes its prompts instead of reading them."""
     return spec == "arithmetic" or spec.startswith(REASONING_GYM)
 
 
 def default_reward(spec: str) -> str:
-    """The reward function a source brings along when reward.function is empty."""
     if spec == "arithmetic":
         return arithmetic.REWARD
     return "reasoning-gym" if spec.startswith(REASONING_GYM) else "exact"

@@ -15,11 +15,7 @@ from headrace.prompts.render import prompt_key
 
 
 class DatasetsSource:
-    """One split, memory-mapped, or one Parquet file, in memory in Arrow's compact columns.
-
-    Example:
-        DatasetsSource(Path("gsm8k/train"))[0] == {"prompt": "12+9=", "answer": "21"}
-    """
+    """One split, memory-mapped, or one Parquet file, in memory in Arrow's compact columns."""
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
         loaded = _directory(path) if path.is_dir() else _parquet(path)

@@ -1,4 +1,4 @@
-"""Prompts from a JSON-lines file: checked whole when it is opened, then read line by line from an index of offsets."""
+"""Prompts from a JSON-lines file: checked when it is opened, then read by an index of offsets."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ MAX_DEPTH = 100  # of lists and objects within each other: what handles a record
 
 
 class JsonlSource:
-    """One JSON object per line; blank lines are skipped.
-
-    Example:
-        JsonlSource(Path("train.jsonl"))[0] == {"prompt": "12+9=", "answer": "21"}
-    """
+    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}; blank lines are skipped."""
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
-        self._path = path
-        self._prompt_field = prompt_field
+        self._path, self._prompt_field = path, prompt_field
         # Three integers per record, so that memory stays small however long the prompts are.
         self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
         with _open(path) as file:
-            self._index(file)
+            start = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._parse(line, number)
+                    self._starts.append(start)
+                    self._sizes.append(len(line))
+                    self._lines.append(number)
+                start += len(line)
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -46,16 +48,6 @@ class JsonlSource:
             raise IndexError(i)
         line = os.pread(self._descriptor, self._sizes[i], self._starts[i])
         return self._parse(line, self._lines[i])
-
-    def _index(self, file: IO[bytes]) -> None:
-        start = 0
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                self._parse(line, number)
-                self._starts.append(start)
-                self._sizes.append(len(line))
-                self._lines.append(number)
-            start += len(line)
 
     def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
         where = f"{self._path}, line {number}"
@@ -90,7 +82,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _unpacked(path: Path) -> IO[bytes]:
-    """A compressed file has no cheap random access; its plain text goes to a nameless temporary file."""
+    """The plain text in a nameless temporary file: a compressed one has no cheap random access."""
     with contextlib.ExitStack() as undo:
         plain = undo.enter_context(tempfile.TemporaryFile())
         with gzip.open(path, "rb") as packed:

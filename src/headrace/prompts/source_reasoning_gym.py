@@ -17,12 +17,7 @@ with warnings.catch_warnings():
 
 
 class ReasoningGymSource:
-    """Entries of one task. `entry` is the task's own, untouched: its scorer asks for it.
-
-    Example:
-        ReasoningGymSource("leg_counting", count=100, seed=0)[0] == {"prompt": "How many legs ...", "answer": "14",
-            "reasoning_gym_task": "leg_counting", "entry": {"question": ..., "answer": "14", "metadata": {...}}}
-    """
+    """Entries of one task. The field `entry` is the task's own: its scorer asks for it."""
 
     def __init__(self, task: str, *, count: int, seed: int) -> None:
         if task not in DATASETS:

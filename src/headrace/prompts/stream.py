@@ -1,4 +1,4 @@
-"""The front door: prompts to train on in a resumable order, and held-out prompts that are never among them."""
+"""Prompts to train on in a resumable order, and held-out prompts that are never among them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from headrace.config import PromptsSection
 from headrace.errors import DataError
 from headrace.prompts.render import Renderer, prompt_key
 from headrace.prompts.source import default_reward, is_generated, open_source
-from headrace.roles import PromptSource
 from headrace.types import Prompt
 
-# A separate eval_source that generates must not make the training problems again.
-EVAL_SEED_OFFSET = 1_000_003
-# Some tasks take long to make a record: only this many are checked before the run.
-NUM_CHECKED_AHEAD = 256
+EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
+NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
 CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
 
 
@@ -45,7 +42,7 @@ class Cursor:
     seed: int
     shuffle: bool
     serial: int = 0  # of the next draw
-    _order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # an epoch and its permutation
+    _order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # of an epoch
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
@@ -71,11 +68,7 @@ class Cursor:
 
 
 class PromptStream:
-    """All prompts of a run. Every record is checked before the first is drawn.
-
-    Example:
-        PromptStream(PromptsSection(), tokenizer, seed=0).next() == (0, Prompt(id="train-8141", text="47+85=", ...))
-    """
+    """All prompts of a run. Every record is checked before the first is drawn."""
 
     def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
         self._section = section
@@ -89,11 +82,10 @@ class PromptStream:
 
     @property
     def num_train(self) -> int:
-        """Prompts in one epoch."""
         return len(self._train)
 
     def next(self) -> tuple[int, Prompt]:
-        """The next prompt to train on and its serial. The id is the record's, whatever the epoch."""
+        """The next prompt to train on and its serial."""
         draw = self._cursor.next()
         return draw.serial, self._prompt(int(self._train[draw.index]))
 
@@ -116,7 +108,7 @@ class PromptStream:
         return examples
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON that `restore` continues from. With another `serial` it is the state before that draw."""
+        """JSON that `restore` continues from; with another `serial`, the state before that draw."""
         return {**self._cursor.state(), "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -130,13 +122,11 @@ class PromptStream:
 
     def _num_train(self) -> int:
         """Records before the held-out ones at the end of the source."""
-        total, held = len(self._source), self._section.eval_count
-        if self._section.eval_source:
-            return total
+        total, held = len(self._source), 0 if self._section.eval_source else self._section.eval_count
         if total <= held:
             raise DataError(
-                f"{self._section.source} has {total} records and prompts.eval_count = {held} of them are held out, "
-                "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
+                f"{self._section.source} has {total} records and prompts.eval_count = {held} of them are held "
+                "out, which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
             )
         return total - held
 
@@ -146,26 +136,27 @@ class PromptStream:
             # An id of the record's own stays: ids are unique within one source.
             tail = ((i, self._source[i]) for i in range(num_train, num_train + held))
             return [self._renderer.render(record, _id(record, "eval", i)) for i, record in tail]
-        source = open_source(
-            section.eval_source, count=held, seed=seed + EVAL_SEED_OFFSET, prompt_field=section.prompt_field
-        )
+        seed, name = seed + EVAL_SEED_OFFSET, section.eval_source
+        source = open_source(name, count=held, seed=seed, prompt_field=section.prompt_field)
         if len(source) < held:
             raise DataError(
-                f"prompts.eval_source = '{section.eval_source}' has {len(source)} records, fewer than "
-                f"prompts.eval_count = {held}"
+                f"prompts.eval_source = '{name}' has {len(source)} records, fewer than prompts.eval_count = {held}"
             )
-        return [self._renderer.render(source[i], _eval_id(source, i)) for i in range(held)]
+        # never the id of a training prompt, though both files may number their records alike
+        own = [source[i].get("id") for i in range(held)]
+        ids = [f"eval-{i if id is None else id}" for i, id in enumerate(own)]
+        return [self._renderer.render(source[i], id) for i, id in enumerate(ids)]
 
     def _prompt(self, i: int) -> Prompt:
         record = self._source[i]
         return self._renderer.render(record, _id(record, "train", i))
 
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
-        """Positions to train on, and a checksum of their records. Refuses what `render` would refuse later."""
+        """Positions to train on, and their checksum. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
         is_builtin = section.source == "arithmetic"
         is_slow = is_generated(section.source) and not is_builtin
-        # Small problems come up twice in a random task; one that is held out is not trained on as well.
+        # Small problems come up twice in a random task: one that is held out is not trained on.
         held_texts = {prompt.text for prompt in self.held_out} if is_builtin else set()
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
         keep, checksum = [], zlib.crc32(section.source.encode()) if is_slow else 0
@@ -191,9 +182,3 @@ def _id(record: Mapping[str, Any], split: str, i: int) -> str:
     if not id.isascii() and id != id.encode(errors="replace").decode():
         raise DataError(f"record {i + 1} has the id {id!r}, which is not valid Unicode text")
     return id
-
-
-def _eval_id(source: PromptSource, i: int) -> str:
-    """Never the id of a training prompt, though both files may number their records alike."""
-    own = source[i].get("id")
-    return f"eval-{i if own is None else own}"

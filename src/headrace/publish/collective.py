@@ -1,11 +1,12 @@
-"""By torch.distributed, in a process group of its own: gloo between CPUs, NCCL between GPUs.
+"""Transport by torch.distributed, in its own process group: gloo between CPUs, NCCL between GPUs.
 
-Sender and receivers stand in a chain. Each passes a chunk on to the next while the one after it arrives, so the sender
-sends every byte once, however many receivers there are, and the last has it only a few chunks later than the first.
-(gloo's own broadcast is a tree in which the sender sends a copy for every doubling of the receivers.)
+Sender and receivers form a chain (a pipelined broadcast). Each passes a chunk on while the next one
+arrives, so the sender sends every byte once, however many receivers there are, and the last has it
+only a few chunks later than the first. (In gloo's own broadcast, a tree, the sender sends a copy for
+every doubling of the receivers.)
 
-A chain is made at a meeting: the sender calls it (`expect`), and every ticket says where it is. A chain that broke is
-not mended. The sender calls another meeting, and whoever is still there comes.
+The members of a chain meet at a rendezvous, which every ticket names. A broken chain is not
+repaired: the sender opens another rendezvous (`expect`) for whoever is still there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,11 +39,7 @@ _LOOK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a sender and its receivers find each other.
-
-    Example:
-        Meeting(host="10.0.0.4", port=41203, number=3, num_receivers=8)
-    """
+    """The rendezvous of a sender and its receivers, at a TCP store."""
 
     host: str
     port: int
@@ -51,7 +48,7 @@ class Meeting:
 
 
 class _Chain:
-    """One member's place in the chain: the sender is number 0, receivers count in the order they arrive."""
+    """A member of the chain: the sender has index 0, receivers count in the order they arrive."""
 
     def __init__(self, meeting: Meeting, store: Any, index: int | None, device: torch.device, timeout_s: float) -> None:
         self.meeting = meeting
@@ -59,8 +56,12 @@ class _Chain:
         rendezvous = PrefixStore(f"meeting-{meeting.number}", store)
         rendezvous.set_timeout(timeout)
         self.index: int = rendezvous.add(_ARRIVED, 1) if index is None else index
-        if index == 0:  # whoever died on the way would be waited for without end
-            _await_arrivals(rendezvous, meeting.num_receivers, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        # a group would wait without end for a receiver that died on the way
+        while index == 0 and (arrived := rendezvous.add(_ARRIVED, 0)) < meeting.num_receivers:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{arrived} of {meeting.num_receivers} receivers came")
+            time.sleep(_LOOK_S)
         if self.index > meeting.num_receivers:
             raise PublishError(f"a receiver too many came to the meeting: {meeting.num_receivers} were expected")
         size = meeting.num_receivers + 1
@@ -78,21 +79,18 @@ class _Chain:
         self.is_last = self.index == meeting.num_receivers
 
     def pass_on(self, chunk: Tensor, number: int) -> Any:
-        """To the next; returns what can be waited for."""
         return self._group.send([chunk], self.index + 1, number)
 
     def receive(self, chunk: Tensor, number: int) -> Any:
-        """From the one before."""
         return self._group.recv([chunk], self.index - 1, number)
 
     def cut(self) -> None:
-        """Nobody will answer any more: what still waits on a GPU is stopped."""
         if self._on_gpus:
             self._group.abort()
 
 
 class CollectiveSender:
-    """The head of the chain. `host` is this machine's address for the receivers, by default that of its network."""
+    """The head of the chain. `host` is this machine's address for the receivers."""
 
     def __init__(self, *, host: str = "", device: torch.device | str = "cpu") -> None:
         self._host, self._device = host or own_address(), torch.device(device)
@@ -103,25 +101,22 @@ class CollectiveSender:
         self.expect(())
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """Call a meeting."""
         self._chain = None
         self._meeting = Meeting(self._host, self._store.port, next(self._numbers), len(nodes))
 
     def stage(self, payload: Payload) -> None:
-        """Keep it."""
         self._staged[payload.manifest.version] = payload
 
     def ticket(self, version: int) -> Ticket:
-        """Names the meeting."""
         return Ticket(self._staged[version].manifest, self._meeting)
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """Give every chunk to the first receiver. If that fails, the next ticket is for another meeting."""
+        """Pass every chunk to the first receiver. After a failure the next ticket is for a new chain."""
         if ticket.where != self._meeting:
             raise PublishError(f"version {ticket.version}: the ticket is void, since other receivers are expected now")
         if not self._meeting.num_receivers:
             return
-        wait = _Patience(timeout_s)
+        wait_for = _waiting(timeout_s)
         try:
             if self._chain is None:
                 self._chain = _Chain(self._meeting, self._store, 0, self._device, timeout_s)
@@ -129,55 +124,55 @@ class CollectiveSender:
             for number, chunk in enumerate(_chunks(self._staged[ticket.version].buckets)):
                 under_way.append(self._chain.pass_on(chunk.to(self._device), number))
                 if len(under_way) > _WINDOW:
-                    wait.for_end_of(under_way.popleft())
-            while under_way:
-                wait.for_end_of(under_way.popleft())
+                    wait_for(under_way.popleft())
+            for work in under_way:
+                wait_for(work)
         except RuntimeError as error:  # all that torch.distributed raises
-            _cut(self._chain)
+            if self._chain is not None:
+                self._chain.cut()
             self.expect([""] * self._meeting.num_receivers)
             raise PublishError(
                 f"version {ticket.version} was not sent: a receiver is gone, or did not come within {timeout_s:g} s"
             ) from error
 
     def forget(self, version: int) -> None:
-        """Keep it no longer."""
         self._staged.pop(version, None)
 
     def close(self) -> None:
-        """Leave the chain."""
         self._chain = None
         self._staged.clear()
 
 
 class CollectiveReceiver:
-    """A link of the chain. Payloads come to lie on `device`."""
+    """A link of the chain. Payloads arrive on `device`."""
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._chain: _Chain | None = None
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
-        """Take every chunk, and pass it on. What is damaged is passed on too: the next one finds out by itself."""
-        wait = _Patience(timeout_s)
-        sizes = ticket.manifest.sizes
-        payload = Payload(ticket.manifest, tuple(new_bucket(n, self._device) for n in sizes))
+        """Receive every chunk and pass it on, damaged or not: each receiver verifies for itself."""
+        wait_for = _waiting(timeout_s)
+        buckets = tuple(new_bucket(n, self._device) for n in ticket.manifest.sizes)
+        payload = Payload(ticket.manifest, buckets)
         try:
             chain = self._join(ticket.where, timeout_s)
-            chunks = list(_chunks(payload.buckets))
+            chunks = list(_chunks(buckets))
             coming = deque(chain.receive(chunk, number) for number, chunk in enumerate(chunks[:_WINDOW]))
             going: deque[Any] = deque()
             for number, chunk in enumerate(chunks):
                 if (ahead := number + _WINDOW) < len(chunks):
                     coming.append(chain.receive(chunks[ahead], ahead))
-                wait.for_end_of(coming.popleft())
+                wait_for(coming.popleft())
                 if not chain.is_last:
                     going.append(chain.pass_on(chunk, number))
                 if len(going) > _WINDOW:
-                    wait.for_end_of(going.popleft())
+                    wait_for(going.popleft())
             for work in going:
-                wait.for_end_of(work)
+                wait_for(work)
         except RuntimeError as error:
-            _cut(self._chain)
+            if self._chain is not None:
+                self._chain.cut()
             self._chain = None
             raise PublishError(
                 f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
@@ -186,7 +181,6 @@ class CollectiveReceiver:
         return payload
 
     def close(self) -> None:
-        """Leave the chain."""
         self._chain = None
 
     def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
@@ -197,22 +191,9 @@ class CollectiveReceiver:
         return self._chain
 
 
-def _await_arrivals(rendezvous: Any, wanted: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while (arrived := rendezvous.add(_ARRIVED, 0)) < wanted:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{arrived} of {wanted} receivers came")
-        time.sleep(_LOOK_S)
-
-
-def _cut(chain: _Chain | None) -> None:
-    if chain is not None:
-        chain.cut()
-
-
 @contextmanager
 def _errors_are_ours() -> Iterator[None]:
-    """By default NCCL's watchdog ends the process in which an operation ran out of time; here that is no disaster."""
+    """By default NCCL's watchdog ends the process in which an operation timed out."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -224,16 +205,10 @@ def _errors_are_ours() -> Iterator[None]:
             os.environ[name] = before
 
 
-class _Patience:
-    """Waits, for so many seconds in all."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
-
-    def for_end_of(self, work: Any) -> None:
-        """Of something under way."""
-        left_s = max(self._deadline - time.monotonic(), 0.001)
-        work.wait(timedelta(seconds=left_s))
+def _waiting(timeout_s: float) -> Callable[[Any], None]:
+    """A function that waits for the end of a send or receive; for `timeout_s` in all its calls."""
+    deadline = time.monotonic() + timeout_s
+    return lambda work: work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _chunks(buckets: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -38,10 +39,9 @@ _POLL_S = 0.02
 
 
 class DiskSender:
-    """Writes one directory per version."""
+    """Writes a directory per version, which with the files of `model_dir` loads like any model."""
 
     def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
-        """With the configuration and tokenizer in `model_dir`, a full version loads like any model."""
         self._directory, self._model_dir = directory, model_dir
         self._staged: dict[int, Manifest] = {}
 
@@ -61,7 +61,7 @@ class DiskSender:
                 for beside in self._model_dir.iterdir():
                     if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
-            (path / MANIFEST).write_text(json.dumps(manifest.to_json()))
+            (path / MANIFEST).write_text(json.dumps(asdict(manifest)))
             (path / COMPLETE).touch()
         except OSError as error:
             _remove(path)

@@ -12,7 +12,6 @@ version, which every receiver has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -25,8 +24,7 @@ from headrace.publish.payload import BUCKET_BYTES, BucketWriter, Manifest, Paylo
 ADAPTER_MARK = "lora_"
 
 Named = Iterable[tuple[str, Tensor]]
-Changes = dict[str, tuple[Tensor, Tensor]]
-"""By tensor: places that changed, and their new bits."""
+Changes = dict[str, tuple[Tensor, Tensor]]  # by tensor: places that changed, and their new bits
 
 
 class EncodingKind(StrEnum):
@@ -43,15 +41,6 @@ def cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Uncommitted:
-    """What turns the committed weights into those of `version`: whole tensors, or changes."""
-
-    version: int
-    whole: dict[str, Tensor] = field(default_factory=dict)
-    changes: Changes = field(default_factory=dict)
-
-
 class Encoder:
     """Makes payloads. For deltas it keeps a copy of the committed weights on `device`."""
 
@@ -62,16 +51,21 @@ class Encoder:
         self._bucket_bytes, self._device = bucket_bytes, torch.device(device)
         self.version: int | None = None  # the committed one
         self._held: dict[str, Tensor] = {}  # weights of the committed version
-        self._pending: _Uncommitted | None = None
+        self._pending: int | None = None  # the version encoded last, which becomes committed by
+        self._whole: dict[str, Tensor] = {}  # these tensors
+        self._changes: Changes = {}  # and these changes
 
     @torch.no_grad()
     def encode(self, version: int, tensors: Named) -> Payload:
         """The payload of `version`. It replaces a version that was not committed."""
         if self.version is not None and version <= self.version:
             raise PublishError(f"version {version} cannot follow version {self.version}")
-        self._pending = _Uncommitted(version)
+        self._pending, self._whole, self._changes = version, {}, {}
+        if self.kind is EncodingKind.DELTA and self._held:
+            return self._delta(version, tensors)
         if self.kind is EncodingKind.DELTA:
-            return self._delta(version, tensors) if self._held else self._first(version, tensors)
+            self._whole = {name: t.detach().to(self._device, copy=True).contiguous() for name, t in tensors}
+            return self._full(version, self._whole.items())
         payload = self._full(version, tensors, self.kind)
         if self.kind is EncodingKind.ADAPTER and not payload.manifest.tensors:
             raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
@@ -83,12 +77,12 @@ class Encoder:
 
     def committed(self, version: int) -> None:
         """Every receiver has `version`: the next delta starts from it."""
-        if self._pending is None or self._pending.version != version:
+        if self._pending != version:
             raise PublishError(f"version {version} was not the last one encoded")
-        self._held |= self._pending.whole
-        for name, (places, values) in self._pending.changes.items():
+        self._held |= self._whole
+        for name, (places, values) in self._changes.items():
             bits(self._held[name])[places] = values
-        self.version, self._pending = version, None
+        self.version, self._pending, self._whole, self._changes = version, None, {}, {}
 
     @torch.no_grad()
     def rebase(self) -> Payload:
@@ -99,17 +93,11 @@ class Encoder:
     def _full(self, version: int, tensors: Named, encoding: EncodingKind = EncodingKind.FULL) -> Payload:
         writer, specs = BucketWriter(self._bucket_bytes, self._device), []
         for name, tensor in tensors:
-            if not self.takes(name):
-                continue
-            content = flat_bytes(tensor.contiguous())
-            writer.write(content)
-            specs.append(_spec(name, tensor, content.numel()))
+            if self.takes(name):
+                content = flat_bytes(tensor.contiguous())
+                writer.write(content)
+                specs.append(_spec(name, tensor, content.numel()))
         return writer.payload(version, None, encoding, specs)
-
-    def _first(self, version: int, tensors: Named) -> Payload:
-        held = {name: tensor.detach().to(self._device, copy=True).contiguous() for name, tensor in tensors}
-        self._pending = _Uncommitted(version, whole=held)
-        return self._full(version, held.items())
 
     def _delta(self, version: int, tensors: Named) -> Payload:
         writer, specs = BucketWriter(self._bucket_bytes, self._device), []
@@ -128,17 +116,16 @@ class Encoder:
                 specs.append(_spec(name, tensor, sum(map(len, parts)), len(places), len(parts[0])))
         if missing := self._held.keys() - changes.keys():
             raise PublishError(f"version {version} lacks '{min(missing)}', which version {self.version} has")
-        self._pending = _Uncommitted(version, changes=changes)
-        if writer.num_bytes >= sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
-            return self._full(version, self._with(changes))
-        return writer.payload(version, self.version, EncodingKind.DELTA, specs)
+        self._changes = changes
+        if writer.num_bytes < sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
+            return writer.payload(version, self.version, EncodingKind.DELTA, specs)
 
-    def _with(self, changes: Changes) -> Iterator[tuple[str, Tensor]]:
-        """The committed weights with `changes` applied, one at a time."""
-        for name, (places, values) in changes.items():
-            tensor = self._held[name].clone()
+        def changed(name: str) -> Tensor:
+            tensor, (places, values) = self._held[name].clone(), changes[name]
             bits(tensor)[places] = values
-            yield name, tensor
+            return tensor
+
+        return self._full(version, ((name, changed(name)) for name in changes))
 
 
 def _spec(name: str, tensor: Tensor, num_bytes: int, num_changed: int = 0, place_bytes: int = 0) -> TensorSpec:
@@ -188,7 +175,7 @@ class Update:
 
 
 def _check_order(manifest: Manifest, held: int | None) -> None:
-    if manifest.base is not None and manifest.base != held:
+    if manifest.base not in (None, held):
         raise PublishError(
             f"version {manifest.version} is a delta from version {manifest.base}, and the receiver holds "
             f"{'none' if held is None else f'version {held}'}"
@@ -226,10 +213,8 @@ def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
 # moves the others to a number near by. A place is stored as the gap to the place before, a change
 # as the difference of the bits as integers (zigzag-coded). Both are variable-length integers
 # (varints) of seven bits per byte: one byte up to 127, two up to 16,383, three up to two million.
-# So a place takes less than three bytes on average while more than one weight in half a million
-# changes.
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # 8 bytes count as two elements
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # 8 bytes: two elements
 _GROUP = 7
 _MORE = 1 << _GROUP
 

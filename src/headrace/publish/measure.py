@@ -1,13 +1,13 @@
 """What publishing costs on this machine: real AdamW steps, every encoding and transport.
 
-Sender and receivers are threads of one process, so they share cores and memory; the transport is
-the real one.
+Sender and receivers are threads of one process, so they share cores and memory.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -35,13 +35,10 @@ Ends = Callable[[], Any]
 def publish_once(
     publisher: Publisher, subscribers: Sequence[Subscriber], version: int, tensors: Weights
 ) -> PublishTimes:
-    """A whole publication: stage, send while all fetch, commit everywhere."""
     ticket = publisher.stage(version, tensors.items())
     with ThreadPoolExecutor(len(subscribers) + 1) as pool:
-        jobs = [pool.submit(subscriber.stage, ticket, TIMEOUT_S) for subscriber in subscribers]
-        jobs.append(pool.submit(publisher.send, ticket, TIMEOUT_S))
-        for job in jobs:
-            job.result()
+        ends = [*(subscriber.stage for subscriber in subscribers), publisher.send]
+        list(pool.map(lambda end: end(ticket, TIMEOUT_S), ends))
     for subscriber in subscribers:
         subscriber.commit(version)
     publisher.commit(version)
@@ -65,12 +62,11 @@ def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dic
         for tensor in tensors.values():
             tensor.grad = torch.randn(tensor.shape, generator=generator)
         optimizer.step()
-        optimizer.zero_grad()
     return before, {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int) -> PublishTimes:
-    """Publish `versions` in bfloat16; the times of the last. The earlier ones connect the receivers."""
+    """Publish `versions` in bfloat16; the times of the last. The first connects the receivers."""
     dtype = torch.bfloat16
     chosen = [
         {name: tensor for name, tensor in version.items() if encoding == EncodingKind.ADAPTER or "lora_" not in name}
@@ -100,23 +96,17 @@ def local_transports(directory: Path | None = None) -> Iterator[dict[str, tuple[
 def copy_s(num_bytes: int) -> float:
     """Seconds of one copy in memory, best of 3: a lower limit for moving weights here."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-    return min(_seconds(lambda: target.copy_(source)) for _ in range(3))
+    return min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=3))
 
 
 def save_and_load_s(weights: Weights, directory: Path | None = None) -> float:
     """Seconds for `torch.save` of all weights, `torch.load`, and a copy into place."""
     live = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
 
-    def plain(file: Path) -> None:
+    with tempfile.TemporaryFile(dir=directory) as file:
+        started = time.perf_counter()
         torch.save(dict(weights), file)
+        file.seek(0)
         for name, tensor in torch.load(file).items():
             live[name].copy_(tensor)
-
-    with tempfile.TemporaryDirectory(dir=directory) as room:
-        return _seconds(lambda: plain(Path(room) / "weights.pt"))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+        return time.perf_counter() - started

@@ -92,14 +92,8 @@ def local_store(num_bytes: int) -> Iterator[tuple[type[ObjectStoreSender], type[
     """Classes of both ends, in the connected Ray or in a local one with `num_bytes` of store."""
     own = not ray.is_initialized()
     if own:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            object_store_memory=max(num_bytes, 100 << 20),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        silent: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init("local", num_cpus=1, object_store_memory=max(num_bytes, 100 << 20), **silent)
     try:
         yield ObjectStoreSender, ObjectStoreReceiver
     finally:

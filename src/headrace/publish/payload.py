@@ -8,7 +8,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -39,13 +39,9 @@ class TensorSpec:
     place_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a payload contains. Small; sent beside the buckets as JSON or pickled.
-
-    Example:
-        Manifest(version=8, base=7, encoding="delta", tensors=(TensorSpec(...),), sizes=(41_000,), checksums=(9137,))
-    """
+    """What a payload contains. Small; sent beside the buckets as JSON or pickled."""
 
     version: int
     base: int | None  # the version that a receiver must have; None if any will do
@@ -58,9 +54,6 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(self.sizes)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Self:
         tensors = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in plain["tensors"])
@@ -70,11 +63,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A version as it is sent.
-
-    Example:
-        Payload(Manifest(version=8, ...), buckets=(tensor of uint8, tensor of uint8))
-    """
+    """A version as it is sent: its buckets are tensors of uint8."""
 
     manifest: Manifest
     buckets: tuple[Tensor, ...]
@@ -89,7 +78,6 @@ class Payload:
             start -= bucket.numel()
 
     def read(self, start: int, num_bytes: int) -> Tensor:
-        """`num_bytes` from `start` on, in one tensor."""
         pieces = list(self.pieces(start, num_bytes)) or [torch.empty(0, dtype=torch.uint8)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -104,7 +92,6 @@ class BucketWriter:
         self.num_bytes = 0
 
     def write(self, content: Tensor) -> None:
-        """Append `content`, a flat tensor of uint8."""
         self.num_bytes += content.numel()
         while content.numel():
             if not self._free:
@@ -119,15 +106,8 @@ class BucketWriter:
         buckets = tuple(self._buckets)
         if self._free:  # give the unused memory back
             buckets = (*buckets[:-1], buckets[-1][: -self._free].clone())
-        manifest = Manifest(
-            version=version,
-            base=base,
-            encoding=encoding,
-            tensors=tuple(tensors),
-            sizes=tuple(bucket.numel() for bucket in buckets),
-            checksums=tuple(map(checksum, buckets)),
-        )
-        return Payload(manifest, buckets)
+        sizes, sums = tuple(map(Tensor.numel, buckets)), tuple(map(checksum, buckets))
+        return Payload(Manifest(version, base, encoding, tuple(tensors), sizes, sums), buckets)
 
 
 def new_bucket(num_bytes: int, device: torch.device) -> Tensor:
@@ -161,25 +141,19 @@ def checksum(bucket: Tensor) -> int:
     return (int(total) + bucket.numel()) & ((1 << 64) - 1)
 
 
-def verify_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
-    where = f"version {manifest.version}: bucket {index + 1} of {len(manifest.sizes)}"
-    if bucket.numel() != manifest.sizes[index]:
-        raise PublishError(f"{where} has {bucket.numel():,} bytes in place of {manifest.sizes[index]:,}")
-    if checksum(bucket) != manifest.checksums[index]:
-        raise PublishError(f"{where} was damaged on the way: its checksum differs")
-
-
 def verify(payload: Payload) -> None:
     """Raise PublishError unless all buckets have the size and checksum of the manifest."""
-    manifest = payload.manifest
-    if len(payload.buckets) != len(manifest.sizes):
-        raise PublishError(
-            f"version {manifest.version} arrived in {len(payload.buckets)} buckets in place of {len(manifest.sizes)}"
-        )
-    for index, bucket in enumerate(payload.buckets):
-        verify_bucket(manifest, index, bucket)
+    manifest, buckets, total = payload.manifest, payload.buckets, len(payload.manifest.sizes)
+    version = f"version {manifest.version}"
+    if len(buckets) != total:
+        raise PublishError(f"{version} arrived in {len(buckets)} buckets in place of {total}")
+    facts = zip(buckets, manifest.sizes, manifest.checksums, strict=True)
+    for number, (bucket, size, known) in enumerate(facts, 1):
+        where = f"{version}: bucket {number} of {total}"
+        if bucket.numel() != size:
+            raise PublishError(f"{where} has {bucket.numel():,} bytes in place of {size:,}")
+        if checksum(bucket) != known:
+            raise PublishError(f"{where} was damaged on the way: its checksum differs")
     if (listed := sum(spec.num_bytes for spec in manifest.tensors)) != manifest.num_bytes:
-        raise PublishError(
-            f"version {manifest.version}: the manifest is damaged: its buckets have {manifest.num_bytes:,} bytes, its "
-            f"tensors {listed:,}"
-        )
+        has = f"its buckets have {manifest.num_bytes:,} bytes, its tensors {listed:,}"
+        raise PublishError(f"{version}: the manifest is damaged: {has}")

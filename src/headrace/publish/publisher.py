@@ -52,7 +52,7 @@ class Publisher:
         self.times = PublishTimes()  # of the version staged last
 
     def expect(self, nodes: Sequence[str]) -> None:
-        """The node of every receiver of the next version. Unchanged `nodes` stay connected."""
+        """Unchanged `nodes` stay connected."""
         if self._nodes != list(nodes):
             self._nodes = list(nodes)
             self._end.expect(nodes)
@@ -85,7 +85,6 @@ class Publisher:
         self._end.send(ticket, timeout_s)
 
     def commit(self, version: int) -> None:
-        """All receivers have `version`."""
         ticket, self._staged = self._staged, None
         if ticket is None or ticket.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
@@ -157,7 +156,6 @@ class Subscriber:
         self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=update.num_bytes)
 
     def abandon(self, version: int) -> None:
-        """Discard the staged version and keep the old one."""
         if self._staged is not None and self._staged.version == version:
             self._staged = None
 

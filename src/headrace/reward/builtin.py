@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from headrace.errors import RewardError
 from headrace.types import Completion
@@ -17,24 +16,16 @@ BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
     match name:
-        case "exact":
-            return exact(answer_field)
+        case "exact":  # 1 if the text is the expected answer, ignoring white space around it
+            return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
         case "regex":
             return regex(answer_field, pattern)
         case "reasoning-gym":
             return reasoning_gym_task()
-        case "math":
-            return math(answer_field)
+        case "math":  # 1 if the answer is mathematically equal to the expected one
+            equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
+            return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
     raise RewardError(f"reward.function = '{name}' is not built in; there are {', '.join(BUILTIN_NAMES)}")
-
-
-def exact(answer_field: str) -> Reward:
-    """1 if the text is the expected answer, ignoring white space around it."""
-
-    def score(completion: Completion) -> float:
-        return float(completion.text.strip() == expected_answer(completion, answer_field))
-
-    return score
 
 
 def regex(answer_field: str, pattern: str) -> Reward:
@@ -56,26 +47,14 @@ def regex(answer_field: str, pattern: str) -> Reward:
 
 def reasoning_gym_task() -> Reward:
     """The score that the prompt's reasoning-gym task gives."""
-    task_score: Callable[[str, str, Mapping[str, Any]], float]
-    task_score = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks").task_score
+    room = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks")
 
     def score(completion: Completion) -> float:
         try:
             task, entry = completion.fields["reasoning_gym_task"], completion.fields["entry"]
         except KeyError as error:
             raise RewardError(f"the prompt has no field {error}; is prompts.source 'reasoning-gym:TASK'?") from error
-        return task_score(str(task), tagged_answer(completion.text), entry)
-
-    return score
-
-
-def math(answer_field: str) -> Reward:
-    """1 if the answer is mathematically equal to the expected one."""
-    math_equal: Callable[[str, str], float]
-    math_equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
-
-    def score(completion: Completion) -> float:
-        return math_equal(completion.text, expected_answer(completion, answer_field))
+        return float(room.task_score(str(task), tagged_answer(completion.text), entry))
 
     return score
 
@@ -89,8 +68,6 @@ def expected_answer(completion: Completion, answer_field: str) -> str:
 
 def tagged_answer(text: str) -> str:
     """The content of the last <answer>...</answer>, or the whole text if there is none."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    if start < 0:
-        return text.strip()
-    return text[start + len("<answer>") : end].strip()
+    before, end_tag, _ = text.rpartition("</answer>")
+    _, start_tag, answer = before.rpartition("<answer>")
+    return (answer if end_tag and start_tag else text).strip()

@@ -52,7 +52,8 @@ class VerdictCache:
             return await asyncio.shield(running), True
         task = asyncio.ensure_future(self._judge_once(key, judge))
         self._running[key] = task
-        task.add_done_callback(_take_note)
+        # all callers may be cancelled: mark an exception as retrieved
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(task), False  # others may wait for it
 
     async def _judge_once(self, key: bytes, judge: Callable[[], Awaitable[Score]]) -> Score:
@@ -66,11 +67,6 @@ class VerdictCache:
             return score
         finally:
             del self._running[key]
-
-
-def _take_note(task: asyncio.Task[Score]) -> None:
-    if not task.cancelled():
-        task.exception()  # all callers may be cancelled: mark the exception as retrieved
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import hashlib
 import inspect
@@ -20,17 +21,9 @@ from headrace.types import Completion, DropReason, Score
 from headrace.user_code import MAX_DETAIL_CHARS, load_function, names_file, short_traceback
 
 BATCH_PARAMETER = "completions"
-# Errors that may pass, of Python, requests, httpx and openai. By name, because a function may use
-# any of them or none.
-_PASSING = {
-    "ConnectionError",
-    "TimeoutError",
-    "Timeout",
-    "TransportError",
-    "APIConnectionError",
-    "RateLimitError",
-    "InternalServerError",
-}
+# Temporary errors of Python, requests, httpx and openai, by name: a function may use any or none.
+_PASSING = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
+_PASSING |= {"APIConnectionError", "RateLimitError", "InternalServerError"}
 
 
 class Mode(StrEnum):
@@ -54,17 +47,16 @@ class RewardFunction:
     mode: Mode
 
     def invoke(self, completions: Sequence[Completion]) -> Any:
-        """Call the function once; the verdict may be awaitable. Only BATCH takes several completions."""
+        """One call, whose result may be awaitable. Only BATCH takes several completions."""
         return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
 
     def scores(self, verdict: Any, num_items: int) -> list[Score]:
-        """What `invoke` returned for `num_items` completions, read."""
         if self.mode is Mode.BATCH:
             return read_verdicts(verdict, self.name, num_items)
         return [read_verdict(verdict, self.name)]
 
     async def judge(self, completion: Completion, timeout_s: float) -> Score:
-        """Call the function for one completion; `timeout_s` limits coroutines. Raises what it raises."""
+        """One call for one completion; `timeout_s` limits coroutines. Raises what it raises."""
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
@@ -80,27 +72,29 @@ class RewardFunction:
 
 def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
     """The function that `reward.function = spec` names. Imports the user's code."""
-    if ":" not in spec:
-        if spec not in BUILTIN_NAMES:
-            raise RewardError(_unknown_builtin(spec))
+    if ":" in spec:
+        call = load_function(spec, "reward.function", RewardError)
+        return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
+    if spec in BUILTIN_NAMES:
         return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern), mode=Mode.SINGLE)
-    call = load_function(spec, "reward.function", RewardError)
-    return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
+    near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise RewardError(
+        f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
+        "an own function is named 'module:function' or 'path/to/file.py:function'"
+    )
 
 
 def source_hash(spec: str) -> str:
     """A digest of the function's file; empty if `spec` names no readable file."""
     place, _, _ = spec.rpartition(":")
-    if not names_file(place):
-        return ""
-    try:
-        return hashlib.sha256(Path(place).read_bytes()).hexdigest()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(place).read_bytes()).hexdigest() if names_file(place) else ""
+    return ""
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
-    """What one call returned, as a Score. Anything but finite numbers is a failure, never a zero."""
+    """What one call returned. Anything but finite numbers is a failure, never a zero."""
     if verdict is None:
         return failure("the reward function returned None: it cannot judge this answer")
     parts: dict[str, float] = {}
@@ -144,26 +138,14 @@ def _number(value: Any) -> float | None:
     """A finite float, or None. Accepts numpy and torch scalars, but not text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, int | float) and math.isfinite(float(value)):
+            return float(value)
+    return None
 
 
 def _describe(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def _unknown_builtin(spec: str) -> str:
-    near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return (
-        f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
-        "an own function is named 'module:function' or 'path/to/file.py:function'"
-    )
 
 
 def _mode(call: Callable[[Any], Any], spec: str) -> Mode:

@@ -41,7 +41,7 @@ BOOT = (
 
 
 class JudgeLostError(Exception):
-    """A worker ended or does not answer. `score` is for its job in progress, without retries left."""
+    """A worker ended or does not answer. `score` is for its job, if no retries are left."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -74,11 +74,11 @@ class JudgeProcess:
         self._limit_s = 0.0  # for one reply
         self._heard_s = 0.0  # loop time of the last reply
         self._buffer = bytearray()
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -86,10 +86,6 @@ class JudgeProcess:
             )
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def prepare(self, setup: Setup) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
@@ -122,7 +118,7 @@ class JudgeProcess:
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
     async def receive(self, deadline: float) -> dict[str, Any] | None:
-        """The next reply; None if there is none by `deadline`, or if `wake` was called first."""
+        """The next reply; None if there is none by `deadline`, or if `wake` was set first."""
         if not self.replies and not self.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -148,18 +144,15 @@ class JudgeProcess:
         return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
 
     def takes_more(self) -> bool:
-        """Whether jobs may join those going: only coroutines, unless one is late or to be judged alone."""
+        """Whether jobs may join: only coroutines, unless one is late or to be judged alone."""
         jobs = self.going.values()
         late = any(job.suspect or self._loop.time() > job.due for job in jobs)
         return not self.going or (self.mode is Mode.ASYNC and not late)
 
-    def wake(self) -> None:
-        self._wake.set()
-
     async def woken(self) -> None:
         """Wait until there is a job, a reply, or the process has ended."""
-        await self._wake.wait()
-        self._wake.clear()
+        await self.wake.wait()
+        self.wake.clear()
 
     async def stop(self, *, gently: bool = False) -> None:
         """End the process and reap it; with `gently`, an idle one may first end by itself."""
@@ -167,9 +160,9 @@ class JudgeProcess:
         self._socket.close()
         if gently and not self.going:
             await self._reaped(GRACE_S)
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+                os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
             await self._reaped(None)
 
     def _read(self) -> None:
@@ -189,49 +182,44 @@ class JudgeProcess:
         except ValueError:  # not our protocol: user code wrote to the socket
             self._hang_up()
         if self.replies:
-            self._wake.set()
+            self.wake.set()
 
     def _hang_up(self) -> None:
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self._socket)
-            self._wake.set()
+            self.wake.set()
 
     async def _reaped(self, timeout_s: float | None) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._process.poll() is None:
+                while self.process.poll() is None:
                     await asyncio.sleep(0.005)
 
     async def _epitaph(self) -> str:
         """How the process ended. Stops it first, so that its exit code is known."""
         await self.stop()
-        code = self._process.returncode
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"the worker process ended ({how})"
+        code = self.process.returncode
+        return f"the worker process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}'})"
 
 
 class JudgePool:
     """`num_workers` processes that judge completions with one function (implements `Judge`)."""
 
     def __init__(self, setup: Setup, *, num_workers: int, retries: int) -> None:
-        self._setup = setup
-        self._num_workers = num_workers
-        self._retries = retries
+        self._setup, self._num_workers, self._retries = setup, num_workers, retries
         self._workers: list[JudgeProcess] = []
         self._servers: list[asyncio.Task[None]] = []
         self._queue: deque[Job] = deque()
         self._unfinished: set[Job] = set()
         self._broken: Exception | None = RewardError("the reward workers are not started")
-        self.num_retried = 0
-        self.num_workers_replaced = 0
+        self.num_retried = self.num_workers_replaced = 0
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._workers]
 
     async def start(self) -> None:
-        """Start the workers; raises RewardError if the function cannot be loaded."""
         self._workers = [JudgeProcess() for _ in range(self._num_workers)]
         starting = [asyncio.create_task(worker.prepare(self._setup)) for worker in self._workers]
         try:
@@ -341,8 +329,7 @@ class JudgePool:
     async def _book_next(self, worker: JudgeProcess) -> None:
         """Wait for a reply and book it. Returns without one if there are new jobs to send."""
         deadline = worker.deadline()
-        reply = await worker.receive(deadline)
-        if reply is not None:
+        if (reply := await worker.receive(deadline)) is not None:
             self._book(worker, reply)
         elif asyncio.get_running_loop().time() > deadline:
             raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
@@ -375,7 +362,7 @@ class JudgePool:
         else:
             self._queue.extend(jobs)
         for worker in sorted(self._workers, key=lambda worker: len(worker.going)):  # least busy first
-            worker.wake()
+            worker.wake.set()
 
     def _break(self, error: Exception) -> None:
         """Fail all current and future calls of `run` with `error`."""
@@ -387,7 +374,7 @@ class JudgePool:
 
 
 def _replies_in(buffer: bytearray) -> list[dict[str, Any]]:
-    """Take the complete replies off the front of `buffer`."""
+    """Remove the complete replies from the front of `buffer`."""
     replies = []
     while len(buffer) >= HEADER.size:
         (num_bytes,) = HEADER.unpack_from(buffer)

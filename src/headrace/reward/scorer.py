@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from headrace.config import RewardSection
 from headrace.reward.cache import VerdictCache
-from headrace.reward.function import source_hash
-from headrace.reward.inline import InlineJudges
+from headrace.reward.function import RewardFunction, failure_of, resolve, source_hash
 from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 from headrace.roles import Judge
@@ -33,8 +32,7 @@ class Scorer:
         judges: Callable[[Setup], Judge] | None = None,
         on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
     ) -> None:
-        self._section = section
-        self._max_new_tokens = max_new_tokens
+        self._section, self._max_new_tokens = section, max_new_tokens
         self.function = section.function or default_function
         setup = Setup(
             function=self.function,
@@ -50,9 +48,7 @@ class Scorer:
         self._cache: VerdictCache | None = None
         self._verdicts: dict[bytes, Score] = {}  # by cache key
         self._on_verdict = on_verdict
-        self.num_scored = 0
-        self.num_failed = 0
-        self.num_cached = 0
+        self.num_scored = self.num_failed = self.num_cached = 0
 
     @property
     def num_retried(self) -> int:
@@ -68,7 +64,6 @@ class Scorer:
         return self.num_scored + self.num_failed + self.num_retried
 
     async def start(self) -> None:
-        """Raises RewardError if the function cannot be loaded."""
         await self._pool.start()
         if self._section.cache:
             settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
@@ -79,7 +74,6 @@ class Scorer:
         self._verdicts.update(verdicts)
 
     async def score(self, completion: Completion) -> Score:
-        """The score of one completion, or the reason why there is none."""
         if self._cache is None:
             score, cached = await self._pool.run(completion), False
         else:
@@ -89,22 +83,20 @@ class Scorer:
             return score
         self.num_scored += 1
         self.num_cached += cached
+        if not self._section.overlong_tokens:
+            return score
+        assert score.reward is not None
         # an answer that ran out of time is as overlong as one that ran out of tokens
         ran_out = completion.finish == FinishReason.WALL
-        return self._with_overlong(score, self._max_new_tokens if ran_out else completion.num_tokens)
+        num_tokens = self._max_new_tokens if ran_out else completion.num_tokens
+        soft = self._section.overlong_tokens, self._section.overlong_penalty
+        taken = overlong_penalty(num_tokens, self._max_new_tokens, *soft)
+        parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
+        return replace(score, reward=score.reward + taken, parts=parts)
 
     async def close(self) -> None:
         """Stop judging; calls of `score` that still wait raise RewardError."""
         await self._pool.close()
-
-    def _with_overlong(self, score: Score, num_tokens: int) -> Score:
-        section = self._section
-        if section.overlong_tokens == 0:
-            return score
-        assert score.reward is not None
-        taken = overlong_penalty(num_tokens, self._max_new_tokens, section.overlong_tokens, section.overlong_penalty)
-        parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
-        return replace(score, reward=score.reward + taken, parts=parts)
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, penalty: float) -> float:
@@ -113,3 +105,34 @@ def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int,
     if overlong_tokens == 0 or over <= 0:
         return 0.0
     return -penalty * min(over / overlong_tokens, 1.0)
+
+
+class InlineJudges:
+    """Calls the reward function in this process: `reward.workers = 0`.
+
+    For tests, and for functions that are trusted: one that hangs or crashes takes the trainer with
+    it, and one that blocks delays everything else in this event loop. `timeout_s` limits coroutines
+    only. Nothing is retried.
+    """
+
+    num_retried = 0
+    num_workers_replaced = 0
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._function: RewardFunction | None = None
+
+    async def start(self) -> None:
+        setup = self._setup
+        self._function = resolve(setup.function, answer_field=setup.answer_field, pattern=setup.pattern)
+
+    async def run(self, completion: Completion) -> Score:
+        assert self._function is not None, "start() comes first"
+        given = replace(completion, fields=dict(completion.fields))  # a copy, as for a child process
+        try:
+            return await self._function.judge(given, self._setup.timeout_s)
+        except (Exception, SystemExit) as error:
+            return failure_of(error)
+
+    async def close(self) -> None:
+        """Nothing to end."""

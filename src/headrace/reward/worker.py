@@ -2,8 +2,7 @@
 
 Requests and replies are frames (a length, then that many bytes) on one socket, so user code may
 print. Requests are pickled. Replies are JSON: the trainer must not unpickle what a process that
-runs user code sends. There is no torch here, so that a worker starts in a fraction of a second,
-also after a kill.
+runs user code sends. There is no torch here, so that a worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from headrace.types import Completion, DropReason, Score
 
 HEADER = struct.Struct("!I")
 LAST_WORDS_S = 5.0
+_IN_REPLY = ("reward", "parts", "failure", "detail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +72,9 @@ def unpack_completion(blob: bytes) -> Completion:
     return Completion(prompt=prompt, text=text, fields=fields, num_tokens=num_tokens, finish=finish)
 
 
-def score_to_json(item: int, score: Score) -> dict[str, Any]:
-    return {
-        "item": item,
-        "reward": score.reward,
-        "parts": dict(score.parts),
-        "failure": score.failure,
-        "detail": score.detail,
-    }
-
-
 def score_from_json(reply: dict[str, Any]) -> tuple[int, Score]:
     reason = None if reply["failure"] is None else DropReason(reply["failure"])
-    return reply["item"], Score(reward=reply["reward"], parts=reply["parts"], failure=reason, detail=reply["detail"])
+    return reply["item"], Score(**{name: reply[name] for name in _IN_REPLY} | {"failure": reason})
 
 
 def main(fd: int) -> None:
@@ -115,7 +105,8 @@ def _serve(function: RewardFunction, setup: Setup, requests: BinaryIO, sock: soc
 
 
 def _reply(item: int, score: Score) -> bytes:
-    return frame(json.dumps(score_to_json(item, score)).encode())
+    reply = {"item": item} | {name: getattr(score, name) for name in _IN_REPLY}
+    return frame(json.dumps(reply, default=dict).encode())
 
 
 # User code may raise anything, SystemExit too: that is a failure of its item, and not the end of
