@@ -19,26 +19,26 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
 MAX_SETTINGS = 94
 MAX_README_LINES = 150
-MAX_LONG_LINES = 0.075
+MAX_LONG_LINES = 0.065
 # Lines of each room. Core trains; lens (the last four) looks at what core wrote.
 ROOMS = {
-    "(files)": 2_500,
-    "buffer": 385,
+    "(files)": 2_620,
+    "buffer": 360,
     "episode": 40,
-    "kernels": 1_185,
-    "learner": 1_365,
-    "ledger": 1_450,
-    "loop": 1_500,
-    "place": 1_600,
-    "policy": 2_270,
-    "prompts": 660,
-    "publish": 1_290,
-    "reward": 1_155,
-    "rollout": 2_700,
-    "cli": 1_170,
-    "dashboard": 2_110,
-    "insight": 4_030,
-    "runs": 1_130,
+    "kernels": 1_165,
+    "learner": 1_295,
+    "ledger": 1_350,
+    "loop": 1_480,
+    "place": 1_590,
+    "policy": 2_025,
+    "prompts": 610,
+    "publish": 1_200,
+    "reward": 1_075,
+    "rollout": 2_530,
+    "cli": 1_160,
+    "dashboard": 2_095,
+    "insight": 4_025,
+    "runs": 1_125,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 

@@ -98,7 +98,7 @@ def calibrate(run_dir: Path) -> Calibration:
         running, answers["num_tokens"], elsewhere, ROW_TOKENS * mean_token_s / workers
     )
     optimizer_s, pass_s, token_s = training_speed(*passes, num_steps, like_pass_s=PASS_STEPS * decode_s)
-    groups = _Groups.of(answers)
+    groups = _AnswerGroups.of(answers)
     forward_s = token_s / 3  # the backward pass has twice the products
     prefill_s, prefill_token_s = _prefill(groups.prompt_tokens, running, of("rollout"), forward_s)
     scored = answers.where(np.isfinite(answers["scored_s"]))
@@ -140,14 +140,14 @@ def _passes(spans: Columns) -> tuple[Numbers, Numbers]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _AnswerGroups:
     """The answers that came to their own end, group by group; `begins` are the indices of their first ones."""
 
     answers: Columns
     begins: Ints
 
     @classmethod
-    def of(cls, answers: Columns) -> _Groups:
+    def of(cls, answers: Columns) -> _AnswerGroups:
         own = answers.where(answers["finish"] != FinishReason.ABORT)
         own = own.where(np.lexsort((own["attempt"], own["serial"])))
         other = (np.diff(own["serial"], prepend=-1) != 0) | (np.diff(own["attempt"], prepend=-1) != 0)
