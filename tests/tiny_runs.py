@@ -110,7 +110,6 @@ class Workshop:
             "rollout.max_new_tokens=12",
             'rollout.stop=["a", "e", "i", "o", "u", "1", "2", "3"]',
             f"reward.function={self.directory / 'rewards.py'}:{reward}",
-            *(["reward.workers=0"] if reward in ("score", "dense", "dull", "constant") else []),
             "learner.lr=1e-3",
             "loop.steps=3",
             "loop.groups_per_step=4",
