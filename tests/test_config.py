@@ -90,7 +90,7 @@ def test_section_is_not_a_setting(toml):
         ("loop.steps=many", 'loop.steps: expected a whole number at least 0; got "many" (command line)'),
         ("loop.steps=2.5", "loop.steps: expected a whole number at least 0; got 2.5 (command line)"),
         ("loop.steps=true", "loop.steps: expected a whole number at least 0; got true (command line)"),
-        ("rollout.top_p=1.5", "rollout.top_p: expected a number from 1e-06 to 1; got 1.5 (command line)"),
+        ("rollout.top_p=1.5", "rollout.top_p: expected a number at least 1e-06 and at most 1; got 1.5 (command line)"),
         (
             "learner.schedule=cosin",
             'learner.schedule: expected one of "constant", "linear", "cosine"; got "cosin" (command line)',

@@ -266,7 +266,7 @@ def _type_text(field: FieldInfo, value: Any = None) -> str:
     }
     if bounds.get("le") == MOST and not (isinstance(value, int | float) and value > MOST):
         del bounds["le"]
-    if {"ge", "le"} <= bounds.keys():
+    if value is None and {"ge", "le"} <= bounds.keys():  # for a table, in fewer words
         return f"{_annotation_text(field.annotation)} from {bounds['ge']:,} to {bounds['le']:,}"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = " and ".join(f"{words[name]} {bounds[name]:,}" for name in words if name in bounds)
