@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Item, Replay
 
 LR = 1e-3
+# What another order of sums moves a weight by, in steps; 2.8e-3 was seen on Neoverse-N1. A wrong gradient moves it by 1.
+ROUNDING = 1e-3 if platform.machine() == "x86_64" else 4e-3
 Maker = Callable[..., Policy]
 
 
@@ -72,8 +75,7 @@ def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None =
 def assert_same(found: Outcome, expected: Outcome) -> None:
     for name, weight in expected.weights.items():
         gap = (found.weights[name] - weight).abs().max()
-        # rounding moves a weight by up to 3e-3 LR (seen on Neoverse-N1); a gradient that is off, by about LR
-        assert gap < 1e-2 * LR, f"{name} differs by {gap}"
+        assert gap < ROUNDING * LR, f"{name} differs by {gap}"
     assert found.weights.keys() == expected.weights.keys()
     for mine, theirs in zip(found.stats, expected.stats, strict=True):
         for name in ("loss", "grad_norm", "lr", "entropy", "kl_reference", "clipped_share"):
