@@ -22,7 +22,7 @@ from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Item, Replay
 
 LR = 1e-3
-# What another order of sums moves a weight by, in steps; 2.8e-3 was seen on Neoverse-N1. A wrong gradient moves it by 1.
+# What another order of sums moves a weight by, in steps; 2.8e-3 was seen on Neoverse-N1. A wrong gradient moves it 1.
 ROUNDING = 1e-3 if platform.machine() == "x86_64" else 4e-3
 Maker = Callable[..., Policy]
 
