@@ -269,7 +269,7 @@ class Actor:
             self.answers.append(answer)
         return futures
 
-    def under_way(self) -> dict[int, dict[int, Trajectory]]:
+    async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         found: dict[int, dict[int, Trajectory]] = {}
         for answer in self.answers:
             found.setdefault(answer.serial, {})[answer.index] = answer.trajectory(FinishReason.ABORT)
@@ -388,6 +388,10 @@ class CheckpointsOnDisk:
     def write(self, version: int, weights: int, facts: Any) -> None:
         self._alive()
         self._world.checkpoints[version] = (weights, facts)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self._world.checkpoints)
 
     def newest(self, on_damage: Callable[[str], None]) -> Any:
         version = max(self._world.checkpoints)

@@ -68,8 +68,8 @@ class Sampler(Protocol):
         """End what is left of these groups; what they have sampled comes as `news`."""
         ...
 
-    def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished answers have sampled so far."""
+    async def tell_under_way(self) -> None:
+        """The next `news` tells what unfinished answers have sampled, too."""
         ...
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:

@@ -88,6 +88,7 @@ class ScriptedSampler:
         self._begun: list[tuple[int, int]] = []
         self._finished: list[Trajectory] = []
         self._news = asyncio.Event()
+        self._asked_under_way = False
 
     async def take(self, orders: Sequence[Order]) -> None:
         """Answer at once."""
@@ -107,16 +108,24 @@ class ScriptedSampler:
         self._news.clear()
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
+        under_way: dict[int, dict[int, Trajectory]] | None = {} if self._asked_under_way else None
+        self._asked_under_way = False
         return News(
-            sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, spans=(), counts=EngineCounts()
+            sampled_tokens=self._sampled_tokens,
+            begun=begun,
+            finished=finished,
+            spans=(),
+            counts=EngineCounts(),
+            under_way=under_way,
         )
 
     async def abort(self, serials: Sequence[int]) -> None:
         """Nothing is ever under way."""
 
-    def under_way(self) -> dict[int, dict[int, Trajectory]]:
+    async def tell_under_way(self) -> None:
         """Nothing is ever under way."""
-        return {}
+        self._asked_under_way = True
+        self._news.set()
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
         """There is no model to ask."""

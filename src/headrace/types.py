@@ -372,6 +372,7 @@ class News:
     finished: tuple[Trajectory, ...]
     spans: tuple[StageSpan, ...]
     counts: EngineCounts
+    under_way: Mapping[int, Mapping[int, Trajectory]] | None = None  # by serial and index, if that was asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

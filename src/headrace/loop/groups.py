@@ -106,7 +106,7 @@ class Groups:
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have come to."""
-        found = await self._stages.device.run(self._stages.pool.under_way)
+        found = await self._stages.pool.under_way()
         finished = {
             serial: {
                 i: f.result() for i, f in enumerate(futures) if f.done() and not f.cancelled() and not f.exception()

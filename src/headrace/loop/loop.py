@@ -103,7 +103,8 @@ class Loop:
         """Start groups whenever the buffer has room; first what a restart has to start again."""
         prompts = self.stages.prompts
         async with asyncio.TaskGroup() as tasks:
-            for a in self._again:
+            while self._again:
+                a = self._again.pop(0)
                 serial = a.attempt.serial
                 tasks.create_task(self.groups.start(serial, prompts.at(serial), a.attempt.number, a.so_far))
             while True:

@@ -77,6 +77,7 @@ class RolloutWorker:
         self._finished: list[Trajectory] = []
         self._failure: Exception | None = None
         self._news = asyncio.Event()
+        self._asked_under_way = False
         self.actor = RolloutActor(
             self.engine,
             device,
@@ -115,6 +116,7 @@ class RolloutWorker:
         if self._running is not None and self._running.done():
             self._running.result()  # raises what ended it
         self._news.clear()
+        under_way = await self._under_way() if self._asked_under_way else None
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
         return News(
@@ -123,15 +125,23 @@ class RolloutWorker:
             finished=finished,
             spans=tuple(self._clock.drain()) if self._keeps_spans else (),
             counts=self.engine.counts,
+            under_way=under_way,
         )
 
     async def abort(self, serials: Sequence[int]) -> None:
         """End what is left of these groups."""
         self.actor.abort(serials)
 
-    def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished answers have sampled so far."""
-        return self.actor.under_way()
+    async def tell_under_way(self) -> None:
+        """The next `news` tells what unfinished answers have sampled, too."""
+        self._asked_under_way = True
+        self._news.set()
+
+    async def _under_way(self) -> dict[int, dict[int, Trajectory]]:
+        self._asked_under_way = False
+        found = await self._device.run(self.actor.under_way)
+        await asyncio.sleep(0)  # what the device finished before that is now in `_finished`
+        return found
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
         """The most likely next token and its log-prob."""

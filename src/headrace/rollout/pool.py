@@ -33,6 +33,7 @@ class _Member:
     counts: EngineCounts = field(default_factory=EngineCounts)
     leaves: asyncio.Event | None = None  # retiring: no new orders; set when none is left
     following: asyncio.Task[None] | None = None
+    under_way: asyncio.Future[Mapping[int, Mapping[int, Trajectory]]] | None = None  # asked for
 
 
 class RolloutPool:
@@ -183,10 +184,14 @@ class RolloutPool:
         """Wait for a failure: workers sample by themselves."""
         await asyncio.shield(self._failed())
 
-    def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
+    async def under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """By serial and index, what unfinished requests have sampled: tokens that are booked when it returns."""
+        for member in self._members:
+            if member.under_way is None:
+                member.under_way = asyncio.get_running_loop().create_future()
+                member.worker.ask(Sampler.tell_under_way)
         found: dict[int, dict[int, Trajectory]] = {}
-        for groups in _results([worker.ask(Sampler.under_way) for worker in self.workers]):
+        for groups in await asyncio.gather(*(m.under_way for m in self._members if m.under_way is not None)):
             for serial, group in groups.items():
                 found.setdefault(serial, {}).update(group)
         return found
@@ -213,6 +218,7 @@ class RolloutPool:
             member.following.cancel()
         if member.leaves is not None:
             member.leaves.set()
+        self._tell_under_way(member, {})
         self._past = self._past + member.counts
 
     def _give(self, order: Order) -> None:
@@ -253,6 +259,13 @@ class RolloutPool:
                 future.set_result(trajectory)
         if member.leaves is not None and not member.orders:
             member.leaves.set()
+        if news.under_way is not None:
+            self._tell_under_way(member, news.under_way)
+
+    def _tell_under_way(self, member: _Member, found: Mapping[int, Mapping[int, Trajectory]]) -> None:
+        if member.under_way is not None and not member.under_way.done():
+            member.under_way.set_result(found)
+        member.under_way = None
 
     def _failed(self) -> asyncio.Future[None]:
         if self._failure is None:
