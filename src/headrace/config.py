@@ -55,7 +55,9 @@ class ModelSection(SettingsSection):
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
     )
     device: str = setting("auto", "cpu, cuda or cuda:1; auto takes a GPU when there is one")
-    threads: NonNegativeInt = setting(0, "CPU threads for torch; 0 leaves torch's own choice", most=512)
+    threads: NonNegativeInt = setting(
+        0, "CPU threads for torch; 0 takes as many as are measured to be fastest", most=512
+    )
     exact: bool = setting(False, "same bits in engine and learner; slower")
 
 

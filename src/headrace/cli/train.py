@@ -16,19 +16,14 @@ from headrace.cli.paper import Paper
 from headrace.config_file import explain, to_toml
 from headrace.ledger.files import scale as scale_run
 from headrace.runs.report import Table
-from headrace.threads import choose_wait_policy
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")]
 
 
 def prepare_process() -> None:
-    """Make the choices that hold for this whole process; a library must not make them when it is imported.
-
-    SIGTERM, with which clusters preempt, does what Ctrl-C does.
-    """
+    """SIGTERM, with which clusters preempt, does what Ctrl-C does. For commands only, not for who imports headrace."""
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    choose_wait_policy()
 
 
 @app.command()

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
 from headrace.ledger.files import START
+from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, GIB, memory_for, room
+from headrace.place.threads import ThreadChoice
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
@@ -27,9 +31,17 @@ def model_of(config: Config, run_dir: Path) -> ModelSection:
     return section
 
 
-def load(config: Config, section: ModelSection) -> Policy:
-    """The policy, with adapters if they are what is trained."""
-    return load_policy(section, Lora.of(config.learner, config.run.seed))
+def load(device: DeviceThread, config: Config, section: ModelSection) -> Policy:
+    """The policy, with adapters if they are what is trained. `device` computes with `model.threads` from here on."""
+    if section.threads:
+        torch.set_num_threads(section.threads)
+    policy = device.call(load_policy, section, Lora.of(config.learner, config.run.seed))
+    if not section.threads and policy.device.type == "cpu":
+        choice = device.call(ThreadChoice, policy.model.get_input_embeddings().weight.shape[1])
+        device.call(choice.choose)
+        if not section.exact:  # bits depend on the number of threads
+            device.do_between(choice.choose_if_due)
+    return policy
 
 
 def room_for_prompts(config: Config, max_context: int) -> int:

@@ -25,6 +25,7 @@ class DeviceThread:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._between: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._thread.start()
 
@@ -45,6 +46,10 @@ class DeviceThread:
             self._queue.put((future, work, args, named))
         return future
 
+    def do_between(self, work: Callable[[], None]) -> None:
+        """Call `work` after each piece of work, too."""
+        self._between = work
+
     def close(self, *, wait: bool = True) -> None:
         """Wait for the work under way, unless it hangs."""
         self._queue.put(None)
@@ -55,6 +60,7 @@ class DeviceThread:
         while (item := self._queue.get()) is not None:
             _do(*item)
             del item  # while waiting for more, hold on to nothing
+            self._between()
 
 
 def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -62,10 +62,8 @@ class LearnerRank:
 
     def __init__(self, device: DeviceThread, spec: RankSpec) -> None:
         self._spec = spec
-        if spec.config.model.threads:
-            torch.set_num_threads(spec.config.model.threads)
         with memory_for("the model", MODEL):
-            self.policy = device.call(load, spec.config, spec.model)
+            self.policy = load(device, spec.config, spec.model)
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None

@@ -51,8 +51,6 @@ class RolloutWorker:
 
     def __init__(self, device: DeviceThread, spec: RolloutSpec, rank: LearnerRank | None = None) -> None:
         config = spec.config
-        if config.model.threads:
-            torch.set_num_threads(config.model.threads)
         self._name, self._device = spec.name, device
         self._clock = spec.clock or StageClock(start_s=time.time() - spec.epoch_s)
         self._keeps_spans = spec.clock is None
@@ -62,7 +60,7 @@ class RolloutWorker:
             self.policy = rank.policy
         else:
             with memory_for("the model", MODEL):
-                self.policy = device.call(load, config, spec.model)
+                self.policy = load(device, config, spec.model)
             weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
         self.engine = make_engine(

@@ -1,0 +1,66 @@
+"""How many CPU threads torch computes with: as many as are measured to be fastest, now.
+
+The threads of one operation wait for each other. Alone on its cores a model is faster with all of them. When another
+process takes a core, every operation waits for the thread that has to share it, and fewer threads are faster. Load
+averages do not tell which case it is; a short measurement does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+ROWS = 256  # tokens of a probe: more than a decode step has, fewer than a micro-batch
+ROUNDS = 3  # each thread count is tried this often, in turns
+ROUND_S = 0.01
+SHARE = 0.01  # of all time that measuring may take
+EVERY_S = 5.0  # but not more often than this
+
+
+class ThreadChoice:
+    """The fastest thread count for products of `width` columns. Use it in the thread that computes."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        measure: Callable[[Callable[[], object]], float] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        most = torch.get_num_threads()
+        self.candidates = sorted({most, *(2**i for i in range(most.bit_length()))} & set(range(1, most + 1)))
+        self._measure, self._now = measure or _seconds_per_call, now
+        self._x, self._up = torch.zeros(ROWS, width), torch.zeros(width, 3 * width)
+        self._next_s = 0.0
+
+    def choose(self) -> None:
+        """Measure all candidates and set the fastest."""
+        begun_s = self._now()
+        seconds = dict.fromkeys(self.candidates, 0.0)
+        for _ in range(ROUNDS if len(seconds) > 1 else 0):
+            for count in seconds:
+                torch.set_num_threads(count)
+                seconds[count] += self._measure(self._probe)
+        torch.set_num_threads(min(seconds, key=seconds.__getitem__))
+        ended_s = self._now()
+        self._next_s = ended_s + max(EVERY_S, (ended_s - begun_s) / SHARE)
+
+    def choose_if_due(self) -> None:
+        """Conditions may have changed since the last time."""
+        if self._now() >= self._next_s:
+            self.choose()
+
+    @torch.no_grad()
+    def _probe(self) -> torch.Tensor:
+        return torch.nn.functional.silu(self._x @ self._up) @ self._up.T
+
+
+def _seconds_per_call(work: Callable[[], object]) -> float:
+    work()  # the threads of another count have to start
+    begun_s, calls = time.perf_counter(), 0
+    while (now_s := time.perf_counter()) < begun_s + ROUND_S:
+        work()
+        calls += 1
+    return (now_s - begun_s) / calls
