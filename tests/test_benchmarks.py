@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -103,3 +104,20 @@ def test_drawn_lengths_have_the_mean_and_spread_asked_for(benchmark: Callable[[s
     assert drawn.max() <= 4096
     assert float(drawn.mean()) == pytest.approx(505, rel=0.05)  # the cap takes a little off
     assert float(drawn.std() / drawn.mean()) == pytest.approx(0.93, abs=0.08)
+
+
+def test_the_demo_needs_little_arithmetic(benchmark: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """TFLOP of every recorded run of the demo as it is now: per token counted here, times the tokens of the record."""
+    demo = benchmark("demo")
+    recorded = json.loads((Path(__file__).parent.parent / demo.OUT).read_text())
+    settings = tomllib.loads(demo.DEMO.read_text())
+    assert recorded["settings"] == settings, "the demo has changed: run benchmarks/demo.py again"
+    flops, runs = demo.count_flops(), recorded["runs"]
+    tera = [flops.tera(run, settings) for run in runs]
+    with capsys.disabled():
+        print(f"\nthe demo: {min(tera):.2f} to {max(tera):.2f} TFLOP in {len(tera)} recorded runs")
+    assert {(run["seed"], run["max_lag"]) for run in runs} == {(seed, lag) for seed in range(5) for lag in (0, 4)}
+    assert max(tera) <= demo.MAX_TFLOP
+    assert max(run["score_before"] for run in runs) < demo.BELOW
+    assert min(run["score_after"] for run in runs) > demo.ABOVE
+    assert max(run["first_step_share"] for run in runs) <= demo.FIRST_STEP
