@@ -3,6 +3,7 @@
     python benchmarks/cpu.py                 # everything, about ten minutes on two quiet cores
     python benchmarks/cpu.py --only tail --steps 5 --repeats 1 --out /tmp/cpu.json
     python benchmarks/cpu.py --report        # write the page again from the JSON, without measuring
+    python benchmarks/cpu.py --against DIR   # only Headrace, in turns with that of another checkout of this repository
 
 This process only starts others and waits: each contender runs in its own, one after the other, again in each repeat.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,9 +43,11 @@ def main() -> None:
         return _prepare(Path(arguments.where), arguments.threads)
     if arguments.role == "contender":
         return _contend(arguments.name, Job(**json.loads(arguments.job)), Path(arguments.where))
+    if arguments.steps <= SKIPPED:
+        raise SystemExit(f"--steps must be more than {SKIPPED}: that many are skipped as warm-up")
+    if arguments.against:
+        return compare(arguments)
     if not arguments.report:
-        if arguments.steps <= SKIPPED:
-            raise SystemExit(f"--steps must be more than {SKIPPED}: so many are skipped as warm-up")
         results = measure(arguments)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
@@ -60,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="and cores")
     parser.add_argument("--models", type=Path, help="keep the models here, and use those that are here already")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON; the page is written beside it")
+    parser.add_argument("--against", type=Path, help="another checkout, e.g. a git worktree of an older commit")
     parser.add_argument("--report", action="store_true", help="only write the page from the JSON")
     roles = parser.add_subparsers(dest="role", metavar="")  # what this script starts itself as
     prepare = roles.add_parser("prepare")
@@ -104,27 +109,51 @@ def _run_all(regimes: list[str], models: Path, arguments: argparse.Namespace) ->
     for repeat in range(arguments.repeats):
         for regime in regimes:
             for name in CONTENDERS + (ONCE if repeat == 0 else ()):
-                job = Job(
-                    model=str(models / regime),
-                    prompts=str(models / "prompts.jsonl"),
-                    max_new_tokens=MAX_NEW_TOKENS[regime],
-                    steps=arguments.steps,
-                    threads=arguments.threads,
-                    seed=repeat,
-                )
-                run = {"contender": name, "repeat": repeat, **_run(name, job)}
+                run = {"contender": name, "repeat": repeat, **_run(name, _job(models, regime, arguments, repeat))}
                 runs[regime].append(run)
                 speed = f"{run['tokens_per_s']:7.0f} tok/s {run['peak_rss_bytes'] / 2**20:6.0f} MiB"
                 print(f"{regime:5s} {repeat} {name:14s} {speed}", flush=True)
     return runs
 
 
-def _run(name: str, job: Job) -> dict[str, Any]:
+def compare(arguments: argparse.Namespace) -> None:
+    """Print the speed of engine and loop as a share of the other checkout's, both run in turns, with medians."""
+    checkouts = {"there": arguments.against.resolve(), "here": ROOT}
+    with tempfile.TemporaryDirectory() as scratch:
+        models = (arguments.models or Path(scratch)).resolve()
+        if not (models / "facts.json").exists():
+            _start(["--threads", str(arguments.threads), "prepare", str(models)], arguments.threads)
+        for regime in [arguments.only] if arguments.only else list(MAX_NEW_TOKENS):
+            for name in ("engine", "headrace"):
+                speeds: dict[str, list[float]] = {where: [] for where in checkouts}
+                for repeat in range(arguments.repeats):
+                    for where, root in checkouts.items():
+                        job = _job(models, regime, arguments, repeat)
+                        speeds[where].append(_run(name, job, root)["tokens_per_s"])
+                here, there = statistics.median(speeds["here"]), statistics.median(speeds["there"])
+                tried = {where: [round(speed) for speed in found] for where, found in speeds.items()}
+                print(
+                    f"{regime:5s} {name:8s} {here / there:.3f} of the other checkout's speed: {tried} tok/s", flush=True
+                )
+
+
+def _job(models: Path, regime: str, arguments: argparse.Namespace, repeat: int) -> Job:
+    return Job(
+        model=str(models / regime),
+        prompts=str(models / "prompts.jsonl"),
+        max_new_tokens=MAX_NEW_TOKENS[regime],
+        steps=arguments.steps,
+        threads=arguments.threads,
+        seed=repeat,
+    )
+
+
+def _run(name: str, job: Job, root: Path = ROOT) -> dict[str, Any]:
     """One contender in a process of its own, and what it measured, boiled down."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "record.json"
-        _start(["contender", name, json.dumps(asdict(job)), str(result)], job.threads)
+        _start(["contender", name, json.dumps(asdict(job)), str(result)], job.threads, root)
         record = json.loads(result.read_text())
     tokens = [sum(lengths) for lengths in record["lengths"]]
     counted = [length for lengths in record["lengths"][SKIPPED:] for length in lengths]
@@ -144,10 +173,11 @@ def _run(name: str, job: Job) -> dict[str, Any]:
     }
 
 
-def _start(arguments: list[str], threads: int) -> None:
-    """This script again, in another process."""
+def _start(arguments: list[str], threads: int, root: Path = ROOT) -> None:
+    """This script again, in another process, with the package of the checkout `root`."""
     environment = {
         **os.environ,
+        "PYTHONPATH": str(root / "src"),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -155,7 +185,7 @@ def _start(arguments: list[str], threads: int) -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    command = [sys.executable, str(root / "benchmarks" / "cpu.py"), *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout}\n{shlex.join(arguments[:2])} failed with exit code {done.returncode}")
