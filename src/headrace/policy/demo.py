@@ -17,16 +17,16 @@ MAX_POSITIONS = 1024
 
 @quiet_transformers()
 def build_demo(directory: Path, seed: int) -> None:
-    """Write a Qwen3 model of about two million random weights, and its character tokenizer."""
+    """Write a Qwen3 model of 0.4 million random weights, and its character tokenizer."""
     tokenizer = character_tokenizer()
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=576,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,
