@@ -5,7 +5,6 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.insight.equation import (
     Placement,
-    binding_stage,
     dollars_per_million_tokens,
     exposed,
     step_s,
@@ -60,7 +59,7 @@ def test_the_exposed_seconds_add_up_to_the_step(placement: Placement):
     ],
 )
 def test_the_stage_that_binds_is_the_one_that_adds_most(times: StageTimes, placement: Placement, stage: str):
-    assert binding_stage(times, placement) == stage
+    assert exposed(times, placement).wall == stage
 
 
 def test_a_negative_stage_time_is_refused_by_its_symbol():

@@ -1,16 +1,16 @@
 """The goodput equation: how five stage times make one step, and which of them is the bottleneck.
 
-    goodput = B·K·L̄·useful / τstep        τstep = sum or max of τR τV τref τT τS, by what overlaps
+    goodput = B·K·L̄·useful / τstep     τstep = sum or max of τR τV τref τT τS, by what overlaps
 
-τR rollout, τV reward, τref reference, τT train, τS publish. Where one resource does everything, they add up. What runs
-on resources of its own hides behind what takes longer. A stage's time is what it adds to its own side of the loop: a
-reward that is computed while other answers are still being generated belongs in τV only as far as it comes after them.
+τR rollout, τV reward, τref reference, τT train, τS publish. Where one resource does everything,
+they add up. What runs on resources of its own hides behind what takes longer. A stage's time is
+what it adds to its own side of the loop: a reward that is computed while other answers are still
+being generated belongs in τV only as far as it comes after them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.errors import ConfigError
@@ -27,12 +27,12 @@ SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
 
 
 class Placement(StrEnum):
-    """Which stages may run at the same time."""
+    """Which stages may run at the same time: `PLACEMENT_WORDS` says it for each."""
 
-    COLOCATED = "colocated"  # one resource takes turns: nothing does
-    STREAMED = "streamed"  # own pools, max_lag = 0: training on a step's first groups, with generating its last
-    OVERLAPPED = "overlapped"  # own pools, max_lag = 1: training of a step, with rollout, reward, reference of the next
-    ASYNCHRONOUS = "asynchronous"  # as much lag as it takes: everything with everything
+    COLOCATED = "colocated"
+    STREAMED = "streamed"
+    OVERLAPPED = "overlapped"
+    ASYNCHRONOUS = "asynchronous"
 
 
 PLACEMENT_WORDS = {
@@ -52,7 +52,7 @@ class Bottleneck(StrEnum):
     REWARD = "reward latency"
     TAIL = "long tail"
     SPARSE = "sparse reward"
-    OBSERVABILITY = "agent observability"  # of other systems: in this one every trajectory can be rebuilt
+    OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
 
 
 BOTTLENECK_OF_STAGE = {
@@ -64,71 +64,67 @@ BOTTLENECK_OF_STAGE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """What a bottleneck looks like and what to try, the first first."""
 
-    sign: str
-    moves: tuple[str, ...]
+    def __init__(self, sign: str, *moves: str) -> None:
+        self.sign, self.moves = sign, moves
 
 
 ADVICE = {
     Bottleneck.GENERATION: Advice(
-        sign="decoding takes most of the step: the engine is busy, the learner waits for it",
-        moves=(
-            "more sequences at a time (rollout.max_running), if memory for their cache is left",
-            "rollout.speculate=8, where answers repeat their prompt, each other or earlier epochs",
-            "one version of lag (loop.max_lag=1), so that training hides behind generation",
-            "more or faster devices for generation",
-        ),
+        "decoding takes most of the step: the engine is busy, the learner waits for it",
+        "more sequences at a time (rollout.max_running), if memory for their cache is left",
+        "rollout.speculate=8, where answers repeat their prompt, each other or earlier epochs",
+        "one version of lag (loop.max_lag=1), so that training hides behind generation",
+        "more or faster devices for generation",
     ),
     Bottleneck.SYNC: Advice(
-        sign="new weights reach the engines slowly: publishing takes a large part of every step",
-        moves=(
-            "engine and learner in one process, where both fit: they share the weights, and nothing is sent",
-            "send what changed instead of everything, or an adapter",
-            "more prompts per step (loop.groups_per_step), so that there are fewer versions to publish",
-            "nodes that pass the weights on, so that the learner sends them once",
-        ),
+        "new weights reach the engines slowly: publishing takes a large part of every step",
+        "engine and learner in one process, where both fit: they share the weights, and nothing is sent",
+        "send what changed instead of everything, or an adapter",
+        "more prompts per step (loop.groups_per_step), so that there are fewer versions to publish",
+        "nodes that pass the weights on, so that the learner sends them once",
     ),
     Bottleneck.LEARNER: Advice(
-        sign="the gradient takes most of the step: engines wait for new weights",
-        moves=(
-            "fuller passes (learner.micro_batch_tokens), as far as memory goes",
-            "no recomputed activations (learner.checkpoint_activations=false), if memory is left",
-            "one version of lag (loop.max_lag=1), so that generation hides behind training",
-            "more devices for the learner",
-        ),
+        "the gradient takes most of the step: engines wait for new weights",
+        "fuller passes (learner.micro_batch_tokens), as far as memory goes",
+        "no recomputed activations (learner.checkpoint_activations=false), if memory is left",
+        "one version of lag (loop.max_lag=1), so that generation hides behind training",
+        "more devices for the learner",
     ),
     Bottleneck.REWARD: Advice(
-        sign="finished answers wait for their verdicts, and the devices with them",
-        moves=(
-            "more processes that score (reward.workers)",
-            "one version of lag (loop.max_lag=1 or more), so that the devices work meanwhile",
-            "an async reward function, when it waits for a network rather than computes",
-            "a shorter reward.timeout_s, if a few verdicts take much longer than the others",
-        ),
+        "finished answers wait for their verdicts, and the devices with them",
+        "more processes that score (reward.workers)",
+        "one version of lag (loop.max_lag=1 or more), so that the devices work meanwhile",
+        "an async reward function, when it waits for a network rather than computes",
+        "a shorter reward.timeout_s, if a few verdicts take much longer than the others",
     ),
     Bottleneck.TAIL: Advice(
-        sign="most answers are done, and a few long ones keep everybody waiting",
-        moves=(
-            "lag (loop.max_lag=2 or more): others are generated beside the long ones, and training does not wait",
-            "a limit on the time of one answer (rollout.max_wall_s) with rollout.on_wall='park': it goes on later",
-            "a lower rollout.max_new_tokens, with reward.overlong_tokens so that the policy learns to be brief",
-        ),
+        "most answers are done, and a few long ones keep everybody waiting",
+        "lag (loop.max_lag=2 or more): others are generated beside the long ones, and training does not wait",
+        "a limit on the time of one answer (rollout.max_wall_s) with rollout.on_wall='park': it goes on later",
+        "a lower rollout.max_new_tokens, with reward.overlong_tokens so that the policy learns to be brief",
     ),
     Bottleneck.SPARSE: Advice(
-        sign="most groups are dropped because all their answers got the same reward",
-        moves=(
-            "easier prompts first, or prompts filtered by how often they are solved (buffer.filters)",
-            "more answers per prompt (rollout.samples), so that one of them succeeds",
-            "a reward with parts, that tells half-right answers from wrong ones",
-        ),
+        "most groups are dropped because all their answers got the same reward",
+        "easier prompts first, or prompts filtered by how often they are solved (buffer.filters)",
+        "more answers per prompt (rollout.samples), so that one of them succeeds",
+        "a reward with parts, that tells half-right answers from wrong ones",
     ),
     Bottleneck.OBSERVABILITY: Advice(
-        sign="trajectories cannot be rebuilt: tokens, log-probs or versions are missing",
-        moves=("generate through this system's engine: it records all of them where they are sampled",),
+        "trajectories cannot be rebuilt: tokens, log-probs or versions are missing",
+        "generate through this system's engine: it records all of them where they are sampled",
     ),
+}
+
+
+# Stages that follow each other; the longest of these chains is the step.
+_CHAINS: dict[Placement, tuple[tuple[str, ...], ...]] = {
+    Placement.COLOCATED: (STAGES,),
+    Placement.STREAMED: (STAGES,),
+    Placement.OVERLAPPED: (("rollout", "reward", "reference", "publish"), ("train", "publish")),
+    Placement.ASYNCHRONOUS: (("rollout",), ("reward",), ("reference", "train", "publish")),
 }
 
 
@@ -136,29 +132,25 @@ def exposed(times: StageTimes, placement: Placement) -> StageTimes:
     """The seconds that each stage adds to the step; what hides behind other stages adds none.
 
     colocated       τR + τV + τref + τT + τS
-    streamed        the same sum, if all groups end together; less, the more evenly they end: `simulate` says how much
+    streamed        the same sum, if all groups end together; less, the more evenly they end
     overlapped      max(τR + τV + τref, τT) + τS
     asynchronous    max(τR, τV, τref + τT + τS)
 
-    With no lag allowed a strict max is impossible: no answer may be sampled before the last update, and no update made
-    before the last answer, so rollout and training of one step follow each other. But a gradient is a sum over groups,
-    and the learner may add up those of finished groups while others are being generated. With one version of lag the
-    next step's answers need not wait for the update. `overlapped` is generation batch by batch with the reference on
-    its side, as in most systems. With more lag the slowest side sets the pace; there the sides are those of this
-    system, whose learner computes the reference's log-probs and waits until its weights are published.
+    With no lag allowed a strict max is impossible: no answer may be sampled before the last update,
+    and no update made before the last answer, so rollout and training of one step follow each
+    other. But a gradient is a sum over groups, and the learner may add up those of finished groups
+    while others are being generated; `simulate` says how much that saves. With one version of lag
+    the next step's answers need not wait for the update. `overlapped` is generation batch by batch
+    with the reference on its side, as in most systems. With more lag the slowest side sets the
+    pace; there the sides are those of this system, whose learner computes the reference's log-probs
+    and waits until its weights are published.
     """
     for stage in STAGES:
         seconds = getattr(times, stage)
         if not 0.0 <= seconds < math.inf:
             raise ConfigError(f"{SYMBOLS[stage]} is {seconds:g}; it must be a number of at least 0")
-    sides: tuple[tuple[str, ...], ...] = (STAGES,)
-    always: tuple[str, ...] = ()
-    if placement is Placement.OVERLAPPED:
-        sides, always = (("rollout", "reward", "reference"), ("train",)), ("publish",)
-    elif placement is Placement.ASYNCHRONOUS:
-        sides = (("rollout",), ("reward",), ("reference", "train", "publish"))
-    slowest = max(sides, key=lambda side: sum(getattr(times, stage) for stage in side))
-    return StageTimes(**{stage: getattr(times, stage) for stage in (*slowest, *always)})
+    longest = max(_CHAINS[placement], key=lambda chain: sum(getattr(times, stage) for stage in chain))
+    return StageTimes(**{stage: getattr(times, stage) for stage in longest})
 
 
 def step_s(times: StageTimes, placement: Placement) -> float:
@@ -167,13 +159,8 @@ def step_s(times: StageTimes, placement: Placement) -> float:
     return sum(float(getattr(shown, stage)) for stage in STAGES)
 
 
-def binding_stage(times: StageTimes, placement: Placement) -> str:
-    """The stage that adds most to the step. Shortening one that adds nothing changes nothing."""
-    return exposed(times, placement).wall
-
-
 def dollars_per_million_tokens(goodput_tokens_per_s: float, dollars_per_hour: float) -> float:
-    """What a million trained tokens cost on machines of `dollars_per_hour` in all; infinite if there are none."""
+    """What a million trained tokens cost where all devices together cost `dollars_per_hour`."""
     if goodput_tokens_per_s == 0.0:
         return math.inf
     return dollars_per_hour / 3600.0 / goodput_tokens_per_s * 1e6

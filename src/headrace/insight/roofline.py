@@ -1,31 +1,34 @@
 """How long a device takes, how much memory a stage needs, and how long new weights travel.
 
-A decode step reads every weight once and every running sequence's cache once, for one token each: it is bound by
-bandwidth, and a batch shares the reading of the weights. Prefill, reference and training handle many tokens per weight
-they read, and are bound by computing: 2 operations per token and weight forward, 6 forward and backward, and attention
-on top of it, which grows with the context.
+A decode step reads every weight and every running sequence's cache once, for one token each: it is
+bound by bandwidth, and a batch shares the reading of the weights. Prefill, reference and training
+handle many tokens per weight they read, and are bound by computing: 2 operations per token and
+weight forward, 6 forward and backward, and attention on top of it, which grows with the context.
 
-Memory: N weights take 2N bytes to decode with, 16N to train, and a cache grows by the token. Training state per weight
-is 2 bytes for itself, 2 for its gradient and 12 for the optimizer (a float32 copy and the two averages of AdamW).
-Training all in float32 needs no copy and comes to 16 as well.
+Memory: N weights take 2N bytes to decode with, 16N to train, and a cache grows by the token.
+Training state per weight is 2 bytes for itself, 2 for its gradient and 12 for the optimizer (a
+float32 copy and the two averages of AdamW). Training all in float32 needs no copy and comes to 16
+as well.
 
 A new version reaches the engines in four operations, each bytes x copies / bandwidth:
 
-    gather      shards of the learner's devices become whole tensors where they are sent from     links of a node
-    cast        to the numbers on the wire, or to what has changed                                 memory
-    broadcast   a copy for every engine                                                            network
-    reshard     into the engine's own layout                                                       links and memory
+    gather      shards become whole tensors where they are sent from      links of a node
+    cast        to the numbers on the wire, or to what has changed        memory
+    broadcast   a copy for every engine                                   network
+    reshard     into the engine's own layout                              links and memory
 
-What helps: send less (fewer bytes a number; only what changed; only an adapter); send in buckets, so that the four run
-at the same time and the slowest sets the pace; relay, so that the learner sends once and engines pass buckets on; send
-from many devices.
+What helps: send less (fewer bytes a number; only what changed; only an adapter); send in buckets,
+so that the four run at the same time and the slowest sets the pace; relay, so that the learner
+sends once and engines pass buckets on; send from many devices.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
+from functools import partial
+from operator import add
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -33,35 +36,28 @@ from pydantic.dataclasses import dataclass as checked
 
 from headrace.insight.hardware import Accelerator, ModelShape
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-
 TRAINING_BYTES_PER_PARAM = 16
+USABLE_SHARE = 0.9  # of a device's memory: the rest is for buffers, fragments and the driver
+CHANGED_SHARE = 0.02  # of bfloat16 weights in a step of RL, as others found at learning rates near 3e-6
+CHANGED_BYTES = 2.1  # of a changed weight, with its place: 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%
 LAYER_NUMBERS = 17
-"""Numbers that a layer keeps of each token for its backward pass, in multiples of its width: norms, projections,
-attention and the feed-forward part, without the attention matrix itself, which kernels compute again. A rule of thumb:
-of the memory that training took on one H200 (docs/results/gpu.md) it accounts for 90 to 95%, with
-`learner.checkpoint_activations` for 70 to 90%."""
-
-USABLE_SHARE = 0.9
-"""Of a device's memory: the rest is for buffers, fragments and the driver."""
-
-CHANGED_SHARE = 0.02
-"""Of bfloat16 weights in a step of RL: at learning rates near 3e-6, others found at least 98% the same to the bit."""
-
-CHANGED_BYTES = 2.1
-"""Of a changed weight: where it is and by how much it moved. 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%."""
+"""Numbers that a layer keeps of each token for its backward pass, in multiples of its width: norms,
+projections, attention and the feed-forward part, without the attention matrix itself, which kernels
+compute again. A rule of thumb: of the memory that training took on one H200 (docs/results/gpu.md)
+it accounts for 90 to 95%, with `learner.checkpoint_activations` for 70 to 90%."""
 
 
 @checked(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """What is reached of a device's datasheet.
 
-    The defaults for decoding are those of Headrace's engine on one H200 with models of 28 layers (docs/results/gpu.md).
-    Its learner reached an MFU of 0.46 and 0.55 there; spread over many GPUs 0.35 to 0.45 is usual.
+    The defaults for decoding are those of Headrace's engine on one H200 with models of 28 layers
+    (docs/results/gpu.md). Its learner reached an MFU of 0.46 and 0.55 there; spread over many GPUs
+    0.35 to 0.45 is usual.
     """
 
     bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
-    layer_overhead_s: NonNegativeFloat = 38e-6  # of a decode step, whatever its batch: launches, small kernels, waiting
+    layer_overhead_s: NonNegativeFloat = 38e-6  # of any decode step: launches, small kernels, waiting
     mfu: PositiveFloat = 0.4  # of the matrix products'
 
 
@@ -77,7 +73,7 @@ def decode_step_s(
     tensor_parallel: int = 1,
     efficiency: Efficiency = MEASURED,
 ) -> float:
-    """One token for each of `batch` sequences of that mean length, on an engine of `tensor_parallel` devices."""
+    """One token for each of `batch` sequences, on an engine of `tensor_parallel` devices."""
     read_bytes = model.params_read(batch) * device.number_bytes
     read_bytes += batch * context_tokens * model.kv_bytes_per_token(device.number_bytes)
     read_s = read_bytes / (device.memory_bytes_per_s * efficiency.bandwidth)
@@ -92,37 +88,23 @@ def forward_s(
     num_tokens: float,
     sequence_tokens: float,
     num_devices: int = 1,
+    passes: int = 1,
     efficiency: Efficiency = MEASURED,
 ) -> float:
     """Prefill, or the reference's log-probs. A token attends to half of its sequence on average."""
-    flops = 2 * model.num_active_params + 2 * model.num_layers * model.attention_size * sequence_tokens
-    return num_tokens * flops / (num_devices * device.flops_per_s * efficiency.mfu)
+    attention = 2 * model.num_layers * model.attention_size * sequence_tokens
+    flops = 2 * model.num_active_params + attention
+    return passes * (num_tokens * flops / (num_devices * device.flops_per_s * efficiency.mfu))
 
 
-def train_s(
-    model: ModelShape,
-    device: Accelerator,
-    *,
-    num_tokens: float,
-    sequence_tokens: float,
-    num_devices: int = 1,
-    efficiency: Efficiency = MEASURED,
-) -> float:
-    """Forward and backward on `num_tokens`, prompts included; what is recomputed to save memory is not counted."""
-    return 3 * forward_s(
-        model,
-        device,
-        num_tokens=num_tokens,
-        sequence_tokens=sequence_tokens,
-        num_devices=num_devices,
-        efficiency=efficiency,
-    )
+train_s = partial(forward_s, passes=3)
+"""Forward and backward, on prompts too; what is recomputed to save memory is not counted."""
 
 
 # ---- memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryBill:
     """Bytes on one device, by what they are for. Bills of stages that share a device add up."""
 
@@ -136,26 +118,19 @@ class MemoryBill:
         return self.weight_bytes + self.training_bytes + self.kv_bytes + self.activation_bytes
 
     def __add__(self, other: MemoryBill) -> MemoryBill:
-        return MemoryBill(
-            weight_bytes=self.weight_bytes + other.weight_bytes,
-            training_bytes=self.training_bytes + other.training_bytes,
-            kv_bytes=self.kv_bytes + other.kv_bytes,
-            activation_bytes=self.activation_bytes + other.activation_bytes,
-        )
+        return MemoryBill(*map(add, astuple(self), astuple(other)))
 
-    def fits(self, device: Accelerator, usable_share: float = USABLE_SHARE) -> bool:
-        """Whether one device can hold it."""
-        return self.total_bytes <= usable_share * device.memory_bytes
+    def fits(self, device: Accelerator) -> bool:
+        return self.total_bytes <= USABLE_SHARE * device.memory_bytes
 
 
 def actor_bill(
     model: ModelShape, device: Accelerator, *, num_running: float, context_tokens: float, tensor_parallel: int = 1
 ) -> MemoryBill:
-    """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences of that length."""
-    kv_bytes = num_running * context_tokens * model.kv_bytes_per_token(device.number_bytes)
-    return MemoryBill(
-        weight_bytes=model.weight_bytes(device.number_bytes) / tensor_parallel, kv_bytes=kv_bytes / tensor_parallel
-    )
+    """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences."""
+    weights = model.weight_bytes(device.number_bytes)
+    cached = num_running * context_tokens * model.kv_bytes_per_token(device.number_bytes)
+    return MemoryBill(weight_bytes=weights / tensor_parallel, kv_bytes=cached / tensor_parallel)
 
 
 def learner_bill(
@@ -166,14 +141,16 @@ def learner_bill(
     num_shards: int = 1,
     checkpoint_activations: bool = False,
 ) -> MemoryBill:
-    """One of the `num_shards` devices that the training state is spread over; each has micro-batches of its own.
+    """One of the `num_shards` devices that the training state is spread over; each has
+    micro-batches of its own.
 
-    With `checkpoint_activations` only every layer's input is kept, and one layer at a time is computed again.
+    With `checkpoint_activations` only every layer's input is kept, and one layer at a time is
+    computed again.
     """
-    width_bytes = device.number_bytes * (model.hidden_size + model.attention_size) / 2
-    layers_bytes = width_bytes * model.num_layers * LAYER_NUMBERS
+    layer_bytes = device.number_bytes * (model.hidden_size + model.attention_size) / 2 * LAYER_NUMBERS
+    layers_bytes = layer_bytes * model.num_layers
     if checkpoint_activations:
-        layers_bytes = device.number_bytes * model.hidden_size * model.num_layers + width_bytes * LAYER_NUMBERS
+        layers_bytes = device.number_bytes * model.hidden_size * model.num_layers + layer_bytes
     return MemoryBill(
         training_bytes=TRAINING_BYTES_PER_PARAM * model.num_params / num_shards,
         activation_bytes=micro_batch_tokens * layers_bytes,
@@ -206,7 +183,7 @@ class Transfer:
     tensor_parallel: PositiveInt = 1  # devices of an engine
     encoding: WireFormat = WireFormat.FULL
     wire_bytes: PositiveInt | None = None  # of a weight: 1 is float8; None for the device's own
-    changed_share: Share = CHANGED_SHARE  # with delta
+    changed_share: Annotated[float, Field(ge=0, le=1)] = CHANGED_SHARE  # with delta
     adapter_rank: PositiveInt = 16  # with adapter, on the attention's four matrices
     bucket_bytes: PositiveFloat | None = None  # None: everything at once
     relay: bool = False  # engines pass on what they receive
@@ -225,7 +202,7 @@ class SyncTimes:
 
     @property
     def total_s(self) -> float:
-        """From the first byte to the last: a pipeline takes its slowest part, and one bucket's time in the others."""
+        """A pipeline takes its slowest part, and one bucket's time in the others."""
         parts = (self.gather_s, self.cast_s, self.broadcast_s, self.reshard_s)
         return max(parts) + (sum(parts) - max(parts)) / self.num_buckets
 
@@ -241,34 +218,28 @@ def payload_bytes(model: ModelShape, device: Accelerator, transfer: Transfer) ->
         case WireFormat.ADAPTER:
             query_and_output = 2 * (model.hidden_size + model.attention_size)
             key_and_value = 2 * model.hidden_size + model.kv_size
-            return number_bytes * transfer.adapter_rank * model.num_layers * (query_and_output + key_and_value)
+            numbers = transfer.adapter_rank * model.num_layers * (query_and_output + key_and_value)
+            return number_bytes * numbers
 
 
 def sync_times(model: ModelShape, device: Accelerator, transfer: Transfer) -> SyncTimes:
     """The four operations of one new version, at the datasheet's speeds."""
     payload = payload_bytes(model, device, transfer)
-    part = payload / min(transfer.num_senders, transfer.num_learners)  # that each sender sends of each copy
+    learners, tp = transfer.num_learners, transfer.tensor_parallel
+    link, memory = device.link_bytes_per_s, device.memory_bytes_per_s
+    part = payload / min(transfer.num_senders, learners)  # that each sender sends of each copy
     bucket = min(part, transfer.bucket_bytes or part)
-    # Who sends a part has 1/num_learners of the weights itself, and the rest comes from its neighbours.
-    gather_s = (part - payload / transfer.num_learners) / device.link_bytes_per_s
-    wire = device.link_bytes_per_s if transfer.same_node else device.network_bytes_per_s
-    # A relay that has received a bucket passes it on while the next arrives, so further copies cost a bucket each.
+    cast, weights = 0.0, model.weight_bytes(device.number_bytes)  # cast: read and written
+    if transfer.encoding is WireFormat.DELTA:
+        cast = 2 * weights + payload  # the new ones beside the old
+    elif transfer.encoding is WireFormat.FULL and payload != weights:
+        cast = weights + payload
+    # A relay passes a bucket on while the next arrives, so further copies cost a bucket each.
     sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
-    tp = transfer.tensor_parallel
     return SyncTimes(
-        gather_s=gather_s,
-        cast_s=_cast_bytes(model, device, transfer, payload) / transfer.num_learners / device.memory_bytes_per_s,
-        broadcast_s=sent / wire,
-        reshard_s=payload * (tp - 1) / tp / device.link_bytes_per_s + 2 * payload / tp / device.memory_bytes_per_s,
+        gather_s=(part - payload / learners) / link,  # a sender has a part of the weights itself
+        cast_s=cast / learners / memory,
+        broadcast_s=sent / (link if transfer.same_node else device.network_bytes_per_s),
+        reshard_s=payload * (tp - 1) / tp / link + 2 * payload / tp / memory,
         num_buckets=math.ceil(part / bucket),
     )
-
-
-def _cast_bytes(model: ModelShape, device: Accelerator, transfer: Transfer, payload: float) -> float:
-    """Read and written by all learners together, before anything is sent."""
-    weights = model.weight_bytes(device.number_bytes)
-    if transfer.encoding is WireFormat.DELTA:
-        return 2 * weights + payload  # the new ones beside the old
-    if transfer.encoding is WireFormat.FULL and transfer.wire_bytes not in (None, device.number_bytes):
-        return weights + payload
-    return 0.0

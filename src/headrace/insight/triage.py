@@ -1,8 +1,9 @@
 """What holds a run back, what to change first, and what that would bring.
 
-A run's ledger gives the machine's speeds (calibration.py). The simulator then answers two kinds of questions with the
-real buffer and lag policy: how long a step would be if one stage took no time, which names the bottleneck, and how long
-it would be with another setting, which ranks the moves. What is typed by hand goes through the equation alone.
+A run's ledger gives the machine's speeds (calibration.py). The simulator then answers two kinds of
+questions with the real buffer and lag policy: how long a step would be if one stage took no time,
+which names the bottleneck, and how long it would be with another setting, which ranks the moves.
+What is typed by hand goes through the equation alone.
 """
 
 from __future__ import annotations
@@ -10,23 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import Calibration, calibrate
-from headrace.insight.equation import (
-    BOTTLENECK_OF_STAGE,
-    PLACEMENT_WORDS,
-    Bottleneck,
-    Placement,
-    binding_stage,
-    step_s,
-)
+from headrace.insight.equation import BOTTLENECK_OF_STAGE, PLACEMENT_WORDS, Bottleneck, Placement, exposed, step_s
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
+from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6
@@ -34,6 +27,8 @@ LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one ov
 TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the bottleneck
 STEPS = 24  # simulated
 NO_TIME_S = 1e-9
+ENGINE_SECONDS = ("decode_s", "decode_row_s", "context_s", "prefill_s", "prefill_token_s")  # of `Machine`
+LEARNER_SECONDS = ("train_token_s", "train_pass_s", "optimizer_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,7 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
     """Read a run that has a complete step."""
     calibration = calibrate(run_dir)
     reading = read(run_dir, last_steps=last_steps)
-    work, machine = calibration.workload, calibration.machine
-    now = _simulated(work, machine, calibration.max_lag)
+    now = _simulated(calibration.workload, calibration.machine, calibration.max_lag)
     without = _without_each(calibration)
     return Triage(
         reading=reading,
@@ -86,78 +80,71 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
 
 def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
     """From stage times alone; every move is one number made smaller, or another placement."""
-    now_s = step_s(times, placement)
+    steps_s = {other: step_s(times, other) for other in Placement}
+    now_s = steps_s[placement]
     if not now_s:
         raise ConfigError("every stage takes 0 s: give at least one of them a time")
-    stage = binding_stage(times, placement)
-    found = []
-    for halved in STAGES:
-        if getattr(times, halved):
-            faster_s = step_s(replace(times, **{halved: getattr(times, halved) / 2}), placement)
-            found.append(Move(text=f"{halved} in half the time", settings=(), step_s=faster_s, gain=now_s / faster_s))
-    for other in Placement:
-        other_s = step_s(times, other)
-        found.append(Move(text=f"{other}: {PLACEMENT_WORDS[other]}", settings=(), step_s=other_s, gain=now_s / other_s))
+    changed_s = {
+        f"{stage} in half the time": step_s(replace(times, **{stage: taken_s / 2}), placement)
+        for stage in STAGES
+        if (taken_s := getattr(times, stage))
+    }
+    changed_s |= {f"{other}: {PLACEMENT_WORDS[other]}": steps_s[other] for other in Placement}
     return TypedTriage(
         times=times,
         placement=placement,
-        step_s={other: step_s(times, other) for other in Placement},
-        bottleneck=BOTTLENECK_OF_STAGE[stage],
-        moves=_ranked(found),
+        step_s=steps_s,
+        bottleneck=BOTTLENECK_OF_STAGE[exposed(times, placement).wall],
+        moves=_ranked(
+            Move(text=text, settings=(), step_s=then_s, gain=now_s / then_s) for text, then_s in changed_s.items()
+        ),
     )
+
+
+def _simulated(work: Workload, machine: Machine, max_lag: int) -> Simulated:
+    return simulate(work, machine, max_lag=max_lag, steps=STEPS)
 
 
 def _without_each(calibration: Calibration) -> dict[Bottleneck, float]:
     """How long a step would be if one thing cost nothing."""
     work, machine = calibration.workload, calibration.machine
-    idle = replace(machine, decode_s=NO_TIME_S, decode_row_s=0.0, context_s=0.0, prefill_s=0.0, prefill_token_s=0.0)
+    engine: dict[str, Any] = dict.fromkeys(ENGINE_SECONDS, 0.0) | {"decode_s": NO_TIME_S}
+    learner: dict[str, Any] = dict.fromkeys((*LEARNER_SECONDS, "reference_token_s"), 0.0)
     cases: dict[Bottleneck, tuple[Workload, Machine]] = {
-        Bottleneck.GENERATION: (work, idle),
+        Bottleneck.GENERATION: (work, replace(machine, **engine)),
         Bottleneck.REWARD: (replace(work, reward_s=LogNormal(mean=0.0)), machine),
-        Bottleneck.LEARNER: (
-            work,
-            replace(machine, train_token_s=0.0, train_pass_s=0.0, optimizer_s=0.0, reference_token_s=0.0),
-        ),
+        Bottleneck.LEARNER: (work, replace(machine, **learner)),
         Bottleneck.SYNC: (work, replace(machine, publish_s=0.0)),
-        Bottleneck.TAIL: (replace(work, tokens=_all_alike(work.tokens)), machine),
+        Bottleneck.TAIL: (replace(work, tokens=LogNormal(mean=work.tokens.mean)), machine),
         Bottleneck.SPARSE: (replace(work, no_signal_share=0.0), machine),
     }
     return {name: _simulated(*case, calibration.max_lag).step_s for name, case in cases.items()}
 
 
-def _all_alike(tokens: LogNormal | Recorded) -> LogNormal:
-    """The same number of tokens, spread evenly."""
-    if isinstance(tokens, Recorded):
-        return LogNormal(mean=tokens.mean)
-    rng = np.random.default_rng(0)
-    return LogNormal(mean=float(tokens.draw(rng, 4096).mean()))
-
-
 def _bottleneck(without: dict[Bottleneck, float], now_s: float) -> Bottleneck:
     """What costs most; of generation, whether it is the work or a few long answers."""
     saved = {name: now_s - without_s for name, without_s in without.items()}
-    found = max((name for name in saved if name is not Bottleneck.TAIL), key=lambda name: saved[name])
-    if found is Bottleneck.GENERATION and saved[Bottleneck.TAIL] > TAIL_SHARE * saved[Bottleneck.GENERATION]:
+    tail_s = saved.pop(Bottleneck.TAIL)
+    found = max(saved, key=lambda name: saved[name])
+    if found is Bottleneck.GENERATION and tail_s > TAIL_SHARE * saved[found]:
         return Bottleneck.TAIL
     return found
 
 
 def _moves(calibration: Calibration, config: Config, now: Simulated) -> Iterator[Move]:
     """Every change that can be simulated, with what it would bring."""
+
+    def move(text: str, settings: tuple[str, ...], then: Simulated) -> Move:
+        return Move(text=text, settings=settings, step_s=then.step_s, gain=then.goodput / now.goodput)
+
     for text, settings in _setting_moves(config):
         changed = _with(config, settings)
-        then = _simulated(*calibration.of(changed), changed.loop.max_lag)
-        yield _move(text, settings, then, now)
-    work, machine, lag = calibration.workload, calibration.machine, calibration.max_lag
-    faster_engine = replace(machine, decode_s=machine.decode_s / 2, decode_row_s=machine.decode_row_s / 2)
-    yield _move("generation twice as fast (a faster device)", (), _simulated(work, faster_engine, lag), now)
-    faster_learner = replace(
-        machine,
-        train_token_s=machine.train_token_s / 2,
-        train_pass_s=machine.train_pass_s / 2,
-        optimizer_s=machine.optimizer_s / 2,
-    )
-    yield _move("training twice as fast (a faster device)", (), _simulated(work, faster_learner, lag), now)
+        yield move(text, settings, _simulated(*calibration.of(changed), changed.loop.max_lag))
+    machine = calibration.machine
+    for side, names in (("generation", ENGINE_SECONDS[:2]), ("training", LEARNER_SECONDS)):
+        halved: dict[str, Any] = {name: getattr(machine, name) / 2 for name in names}
+        then = _simulated(calibration.workload, replace(machine, **halved), calibration.max_lag)
+        yield move(f"{side} twice as fast (a faster device)", (), then)
 
 
 def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -168,12 +155,11 @@ def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "let generation run ahead of training", (f"loop.max_lag={more}",)
     if rows < config.loop.groups_per_step * config.rollout.samples * (lag + 1):
         yield "decode more sequences at a time", (f"rollout.max_running={rows * 2}",)
-    yield "fuller passes of the learner", (f"learner.micro_batch_tokens={config.learner.micro_batch_tokens * 4}",)
+    fuller = config.learner.micro_batch_tokens * 4
+    yield "fuller passes of the learner", (f"learner.micro_batch_tokens={fuller}",)
     if lag == 0:
-        yield (
-            "both more lag and more processes that score",
-            ("loop.max_lag=1", f"reward.workers={workers * 2}"),
-        )
+        both = ("loop.max_lag=1", f"reward.workers={workers * 2}")
+        yield "both more lag and more processes that score", both
 
 
 def _with(config: Config, settings: tuple[str, ...]) -> Config:
@@ -186,20 +172,10 @@ def _with(config: Config, settings: tuple[str, ...]) -> Config:
     return config
 
 
-def _move(text: str, settings: tuple[str, ...], then: Simulated, now: Simulated) -> Move:
-    return Move(text=text, settings=settings, step_s=then.step_s, gain=then.goodput / now.goodput)
-
-
-def _simulated(work: Workload, machine: Machine, max_lag: int) -> Simulated:
-    return simulate(work, machine, max_lag=max_lag, steps=STEPS)
-
-
 def _ranked(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Settings before other devices, the best first; of moves that change the same settings only the smallest that
-    brings about as much.
-    """
+    """Settings before other devices, the best first; of like ones the smallest that is as good."""
     kept: list[Move] = []
-    for move in moves:  # those that change the same settings come smallest first, and two together after each alone
+    for move in moves:  # of the same settings the smallest comes first, and two after each alone
         changed = _keys(move)
         least = max((k.gain for k in kept if _keys(k) and _keys(k) <= changed), default=1.0) * LEAST_GAIN
         if move.gain >= (least if changed else LEAST_GAIN):
