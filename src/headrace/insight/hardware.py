@@ -1,8 +1,10 @@
-"""What devices can do and what they cost, and the few numbers of a model that its speed and memory depend on.
+"""What devices can do and what they cost, and the few numbers of a model that its speed and memory
+depend on.
 
-Speeds and sizes are the datasheets' (matrix products of dense bfloat16, one direction of each link); what a program
-reaches of them is a matter of efficiency, in `roofline.py`. Prices are typical on-demand list prices of 2026, a device
-and hour. Providers differ by a factor of three and change them often, so write your own into a file:
+Speeds and sizes are the datasheets' (matrix products of dense bfloat16, one direction of each
+link); what a program reaches of them is a matter of efficiency, in `roofline.py`. Prices are
+typical on-demand list prices of 2026, a device and hour. Providers differ by a factor of three and
+change them often, so write your own into a file:
 
     [H100]
     dollars_per_hour = 2.10
@@ -75,11 +77,9 @@ def built_in() -> dict[str, Accelerator]:
 def find_device(name: str, hardware: Hardware | None = None) -> Accelerator:
     """The device of that name, however it is spelt: H100, h100, rtx4090, RTX-4090."""
     known = built_in() if hardware is None else hardware
-    match = _known_as(name, known)
-    if match is None:
-        raise ConfigError(
-            f"there is no device {name!r} in the table; it has {', '.join(known)}. A hardware file can add one."
-        )
+    if (match := _known_as(name, known)) is None:
+        listed = ", ".join(known)
+        raise ConfigError(f"there is no device {name!r} in the table; it has {listed}. A hardware file can add one.")
     return known[match]
 
 
@@ -129,18 +129,17 @@ def _tables(path: Path) -> dict[str, Any]:
 
 def _known_as(name: str, known: Hardware) -> str | None:
     """The spelling in the table."""
-    spelt = {_letters(other): other for other in known}
-    return spelt.get(_letters(name))
 
+    def letters(name: str) -> str:
+        return "".join(filter(str.isalnum, name.casefold()))
 
-def _letters(name: str) -> str:
-    return "".join(letter for letter in name.casefold() if letter.isalnum())
+    return {letters(other): other for other in known}.get(letters(name))
 
 
 # ---- models
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A dense model, or a mixture of experts."""
 
@@ -155,16 +154,13 @@ class ModelShape:
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_experts and not 0 < self.experts_per_token < self.num_experts:
-            raise ModelError(
-                f"{self.name}: a token is sent to {self.experts_per_token} of {self.num_experts} experts; "
-                "it must be at least 1, and fewer than there are"
-            )
-        if not 0 < self.num_active_params <= self.num_params:
-            raise ModelError(
-                f"{self.name}: {self.num_active_params:g} of {self.num_params:g} weights are active; "
-                "it must be more than none and at most all"
-            )
+        experts, active = self.num_experts, self.num_active_params
+        if experts and not 0 < self.experts_per_token < experts:
+            problem = f"a token is sent to {self.experts_per_token} of {experts} experts"
+            raise ModelError(f"{self.name}: {problem}; it must be at least 1, and fewer than there are")
+        if not 0 < active <= self.num_params:
+            problem = f"{active:g} of {self.num_params:g} weights are active"
+            raise ModelError(f"{self.name}: {problem}; it must be more than none and at most all")
 
     def weight_bytes(self, number_bytes: int = 2) -> float:
         return number_bytes * self.num_params
@@ -175,8 +171,8 @@ class ModelShape:
     def params_read(self, num_tokens: float) -> float:
         """Weights that a forward pass of `num_tokens` tokens reads at least once.
 
-        A dense model's are all read. Of E experts, a token that picks k leaves out each with probability 1 - k/E, so
-        n tokens read E·(1 - (1 - k/E)^n) of them, if they pick evenly.
+        A dense model's are all read. Of E experts, a token that picks k leaves out each with
+        probability 1 - k/E, so n tokens read E·(1 - (1 - k/E)^n) of them, if they pick evenly.
         """
         if not self.num_experts:
             return self.num_params
@@ -185,44 +181,28 @@ class ModelShape:
         return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
 
 
-def _shape(
-    name: str, params: float, layers: int, hidden: int, attention: int, kv: int, active: float = 0, experts: int = 0
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        num_params=params,
-        num_active_params=active or params,
-        num_layers=layers,
-        hidden_size=hidden,
-        attention_size=attention,
-        kv_size=kv,
-        num_experts=experts,
-        experts_per_token=8 if experts else 0,
-    )
-
-
 # Published shapes: Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B.
 DENSE = (
-    _shape("0.5B", 0.494e9, 24, 896, 896, 256),
-    _shape("0.6B", 0.596e9, 28, 1024, 2048, 2048),
-    _shape("1.5B", 1.54e9, 28, 1536, 1536, 512),
-    _shape("1.7B", 1.72e9, 28, 2048, 2048, 2048),
-    _shape("3B", 3.09e9, 36, 2048, 2048, 512),
-    _shape("4B", 4.02e9, 36, 2560, 4096, 2048),
-    _shape("7B", 7.62e9, 28, 3584, 3584, 1024),
-    _shape("8B", 8.03e9, 32, 4096, 4096, 2048),
-    _shape("14B", 14.8e9, 40, 5120, 5120, 2048),
-    _shape("32B", 32.8e9, 64, 5120, 8192, 2048),
-    _shape("70B", 70.6e9, 80, 8192, 8192, 2048),
-    _shape("405B", 405.9e9, 126, 16384, 16384, 2048),
+    ModelShape("0.5B", 0.494e9, 0.494e9, 24, 896, 896, 256),
+    ModelShape("0.6B", 0.596e9, 0.596e9, 28, 1024, 2048, 2048),
+    ModelShape("1.5B", 1.54e9, 1.54e9, 28, 1536, 1536, 512),
+    ModelShape("1.7B", 1.72e9, 1.72e9, 28, 2048, 2048, 2048),
+    ModelShape("3B", 3.09e9, 3.09e9, 36, 2048, 2048, 512),
+    ModelShape("4B", 4.02e9, 4.02e9, 36, 2560, 4096, 2048),
+    ModelShape("7B", 7.62e9, 7.62e9, 28, 3584, 3584, 1024),
+    ModelShape("8B", 8.03e9, 8.03e9, 32, 4096, 4096, 2048),
+    ModelShape("14B", 14.8e9, 14.8e9, 40, 5120, 5120, 2048),
+    ModelShape("32B", 32.8e9, 32.8e9, 64, 5120, 8192, 2048),
+    ModelShape("70B", 70.6e9, 70.6e9, 80, 8192, 8192, 2048),
+    ModelShape("405B", 405.9e9, 405.9e9, 126, 16384, 16384, 2048),
 )
 
 # Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache holds a compressed vector of 512 + 64 numbers.
 MIXTURES = (
-    _shape("30B-A3B", 30.5e9, 48, 2048, 4096, 1024, 3.35e9, 128),
-    _shape("235B-A22B", 235e9, 94, 4096, 8192, 1024, 22e9, 128),
-    _shape("671B-A37B", 671e9, 61, 7168, 20480, 576, 37e9, 256),
-    _shape("1T-A32B", 1e12, 61, 7168, 10240, 576, 32e9, 384),
+    ModelShape("30B-A3B", 30.5e9, 3.35e9, 48, 2048, 4096, 1024, 128, 8),
+    ModelShape("235B-A22B", 235e9, 22e9, 94, 4096, 8192, 1024, 128, 8),
+    ModelShape("671B-A37B", 671e9, 37e9, 61, 7168, 20480, 576, 256, 8),
+    ModelShape("1T-A32B", 1e12, 32e9, 61, 7168, 10240, 576, 384, 8),
 )
 
 MOST_PARAMS = 1e15
@@ -235,7 +215,8 @@ def model_shape(text: str) -> ModelShape:
     if SIZE.fullmatch(text.strip()):
         return sized_shape(text)
     if not Path(text).exists():
-        raise ModelError(f"{text!r} is neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json")
+        either = "neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json"
+        raise ModelError(f"{text!r} is {either}")
     return read_config(Path(text))
 
 
@@ -256,17 +237,14 @@ def sized_shape(text: str) -> ModelShape:
 
 
 def _stretched(known: tuple[ModelShape, ...], num_params: float) -> ModelShape:
-    """The nearest known shape; if its size is another, as much deeper and wider (weights go with depth x width²)."""
+    """The nearest known shape, deeper and wider if its size is another: weights go with depth x width²."""
     near = min(known, key=lambda shape: abs(math.log(shape.num_params / num_params)))
     factor = (num_params / near.num_params) ** (1 / 3)
     if abs(math.log(num_params / near.num_params)) < 0.1:  # the name is rounded: Qwen2.5-7B has 7.62B
         return near
-    return replace(
-        near,
-        num_layers=max(1, round(near.num_layers * factor)),
-        hidden_size=max(1, round(near.hidden_size * factor)),
-        attention_size=max(1, round(near.attention_size * factor)),
-    )
+    sizes = (near.num_layers, near.hidden_size, near.attention_size)
+    layers, hidden, attention = (max(1, round(size * factor)) for size in sizes)
+    return replace(near, num_layers=layers, hidden_size=hidden, attention_size=attention)
 
 
 def read_config(path: Path) -> ModelShape:
@@ -289,44 +267,37 @@ def read_config(path: Path) -> ModelShape:
 
 
 def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shape that the fields of `transformers`' configuration describe; norms and biases are not counted."""
+    """The shape that a configuration of `transformers` describes; norms and biases are not counted."""
     hidden, num_layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    num_experts = int(_first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0)
-    per_token = int(_first(config, "num_experts_per_tok") or 0) if num_experts else 0
+    num_experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    per_token = _number(config, "num_experts_per_tok") if num_experts else 0
     attention, attention_size, kv_size = _attention(config, hidden)
-    num_dense = int(_first(config, "first_k_dense_replace") or 0) if num_experts else num_layers
-    expert = 3 * hidden * int(_first(config, "moe_intermediate_size") or config["intermediate_size"])
-    shared = expert * int(_first(config, "n_shared_experts") or 0) + hidden * num_experts  # and the router
-    outside = num_layers * attention + num_dense * 3 * hidden * int(_first(config, "intermediate_size") or 0)
-    outside += (num_layers - num_dense) * shared
+    num_dense = _number(config, "first_k_dense_replace") if num_experts else num_layers
+    num_mixed = num_layers - num_dense
+    expert = 3 * hidden * (_number(config, "moe_intermediate_size") or int(config["intermediate_size"]))
+    shared = expert * _number(config, "n_shared_experts") + hidden * num_experts  # and the router
+    outside = num_layers * attention + num_dense * 3 * hidden * _number(config, "intermediate_size")
+    outside += num_mixed * shared
     outside += (1 if config.get("tie_word_embeddings") else 2) * hidden * int(config["vocab_size"])
-    return ModelShape(
-        name=name,
-        num_params=outside + (num_layers - num_dense) * num_experts * expert,
-        num_active_params=outside + (num_layers - num_dense) * per_token * expert,
-        num_layers=num_layers,
-        hidden_size=hidden,
-        attention_size=attention_size,
-        kv_size=kv_size,
-        num_experts=num_experts,
-        experts_per_token=per_token,
-    )
+    params = (outside + num_mixed * number * expert for number in (num_experts, per_token))
+    return ModelShape(name, *params, num_layers, hidden, attention_size, kv_size, num_experts, per_token)
 
 
 def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
     """Weights of one layer's attention, its queries' size, and the numbers that it caches per token."""
     heads = int(config["num_attention_heads"])
     if config.get("kv_lora_rank"):  # a compressed cache
-        rope, plain, value = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        cached, rank = int(config["kv_lora_rank"]), int(_first(config, "q_lora_rank") or 0)
-        query = heads * (plain + rope)
+        sizes = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+        rope, plain, value, cached = (int(config[key]) for key in sizes)
+        rank, query = _number(config, "q_lora_rank"), heads * (plain + rope)
         weights = hidden * rank + rank * query if rank else hidden * query
         weights += hidden * (cached + rope) + cached * heads * (plain + value) + heads * value * hidden
         return weights, heads * (plain + rope + value) // 2, cached + rope
-    head = int(_first(config, "head_dim") or hidden // heads)
-    kv_heads = int(_first(config, "num_key_value_heads") or heads)
+    head = _number(config, "head_dim") or hidden // heads
+    kv_heads = _number(config, "num_key_value_heads") or heads
     return 2 * hidden * heads * head + 2 * hidden * kv_heads * head, heads * head, 2 * kv_heads * head
 
 
-def _first(config: Mapping[str, Any], *keys: str) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    """The first of these that the configuration says; 0 if it says none."""
+    return int(next((config[key] for key in keys if config.get(key) is not None), 0))

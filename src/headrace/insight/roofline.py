@@ -125,7 +125,7 @@ class MemoryBill:
 
 
 def actor_bill(
-    model: ModelShape, device: Accelerator, *, num_running: float, context_tokens: float, tensor_parallel: int = 1
+    model: ModelShape, device: Accelerator, num_running: float, context_tokens: float, tensor_parallel: int = 1
 ) -> MemoryBill:
     """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences."""
     weights = model.weight_bytes(device.number_bytes)
@@ -136,9 +136,9 @@ def actor_bill(
 def learner_bill(
     model: ModelShape,
     device: Accelerator,
-    *,
     micro_batch_tokens: float,
     num_shards: int = 1,
+    *,
     checkpoint_activations: bool = False,
 ) -> MemoryBill:
     """One of the `num_shards` devices that the training state is spread over; each has

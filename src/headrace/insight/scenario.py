@@ -57,7 +57,6 @@ class Layout:
 
     @property
     def turns(self) -> bool:
-        """Whether rollout and learner take turns."""
         return self.colocated or self.gpus == 1
 
     @property
@@ -72,20 +71,23 @@ class Layout:
 
 def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Machine]:
     """What a recipe would do on a layout; what is typed outranks what a run's ledger says."""
-    if layout.learner_gpus < 1:
+    learner = layout.learner_gpus
+    if learner < 1:
         raise ConfigError(
-            f"{layout.gpus} GPUs with {layout.rollout_workers} rollout workers of {layout.gpus_per_worker} leave none "
-            "to train; lower --rollout-share, or share them with --colocated"
+            f"{layout.gpus} GPUs with {layout.rollout_workers} rollout workers of {layout.gpus_per_worker} "
+            "leave none to train; lower --rollout-share, or share them with --colocated"
         )
     work, one = _typed_only(config, typed) if run is None else calibrate(run).of(config)
-    work = _with_typed_answers(work, typed)
-    if typed.publish_s:
-        one = replace(one, publish_s=typed.publish_s)
-    if run is not None:
-        one = with_speeds(one, typed)
-    learner = layout.learner_gpus
+    if typed.mean_tokens:
+        work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
+    if typed.prompt_tokens:
+        work = replace(work, prompt_tokens=typed.prompt_tokens)
+    if typed.reward_p95_s or typed.reward_s:
+        work = replace(work, reward_s=verdict_s(typed.reward_s, typed.reward_p95_s))
+    one = with_speeds(one, typed)
     return work, replace(
         one,
+        publish_s=typed.publish_s or one.publish_s,
         straggler_share=typed.straggler_share,
         straggler_factor=typed.straggler_factor,
         worker_mtbf_s=typed.worker_mtbf_s or math.inf,
@@ -100,33 +102,29 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
 
 def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Accelerator) -> Typed:
     """What was typed, and the rest by the datasheet; answers are half as long as they may be, if nobody says."""
-    mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
-    prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
-    transfer = full_transfer(
-        device,
-        num_gpus=layout.gpus,
-        num_engines=layout.rollout_workers,
-        num_learners=layout.learner_gpus,
-        tensor_parallel=layout.gpus_per_worker,
-    )
     known = speeds(
         model,
         device,
         rows=config.rollout.max_running,
-        prompt_tokens=prompt_tokens,
-        mean_tokens=mean_tokens,
+        prompt_tokens=typed.prompt_tokens or DEFAULT_PROMPT_TOKENS,
+        mean_tokens=typed.mean_tokens or config.rollout.max_new_tokens / 2,
         gpus_per_worker=layout.gpus_per_worker,
     )
+    publish_s = 0.0
+    if not layout.turns:
+        engines, learners = layout.rollout_workers, layout.learner_gpus
+        transfer = full_transfer(device, layout.gpus, engines, learners, layout.gpus_per_worker)
+        publish_s = sync_times(model, device, transfer).total_s
     return replace(
         typed,
-        mean_tokens=mean_tokens,
-        prompt_tokens=prompt_tokens,
+        mean_tokens=known.mean_tokens,
+        prompt_tokens=known.prompt_tokens,
         decode_s=typed.decode_s or (known.decode_s if not typed.rollout_tokens_s else 0.0),
         rollout_tokens_s=typed.rollout_tokens_s or known.rollout_tokens_s,
         context_s=0.0 if typed.rollout_tokens_s else known.context_s,
         train_tokens_s=typed.train_tokens_s or known.train_tokens_s,
         prefill_token_s=known.prefill_token_s,
-        publish_s=typed.publish_s or (0.0 if layout.turns else sync_times(model, device, transfer).total_s),
+        publish_s=typed.publish_s or publish_s,
     )
 
 
@@ -145,8 +143,8 @@ def speeds(
     through its answers takes what the datasheet says, whether reading or computing binds it.
     """
 
-    def decode_s(batch: int, context_tokens: float = 0.0) -> float:
-        return decode_step_s(model, device, batch=batch, context_tokens=context_tokens, tensor_parallel=gpus_per_worker)
+    def decode_s(batch: int, context: float = 0.0) -> float:
+        return decode_step_s(model, device, batch=batch, context_tokens=context, tensor_parallel=gpus_per_worker)
 
     half_way, alone_s = prompt_tokens + mean_tokens / 2, decode_s(1)
     context_s = (decode_s(1, 1e6) - alone_s) / 1e6
@@ -165,7 +163,7 @@ def speeds(
 
 
 def full_transfer(
-    device: Accelerator, *, num_gpus: int, num_engines: int, num_learners: int, tensor_parallel: int
+    device: Accelerator, num_gpus: int, num_engines: int, num_learners: int, tensor_parallel: int
 ) -> Transfer:
     """All weights, in buckets, sent by several learners' devices and passed on from engine to engine."""
     return Transfer(
@@ -180,23 +178,22 @@ def full_transfer(
 
 
 def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Machine]:
+    """The recipe's step, and a machine whose speeds are still to be set."""
     needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
     needed |= {"--train-tokens-s": typed.train_tokens_s}
-    missing = [name for name, value in needed.items() if not value]
-    if missing:
+    if missing := ", ".join(name for name, value in needed.items() if not value):
         raise ConfigError(
-            f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN to take "
+            f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to take "
             "them from a run's ledger, or --params 7B to work them out"
         )
     blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
-    machine = Machine(
+    return workload_of(config, blank), Machine(
         rollout_workers=1,
         rows_per_worker=config.rollout.max_running,
         decode_s=1.0,
         pass_tokens=config.learner.micro_batch_tokens,
         reward_workers=config.reward.workers,
     )
-    return workload_of(config, blank), with_speeds(machine, typed)
 
 
 def verdict_s(mean_s: float, p95_s: float) -> LogNormal:
@@ -206,30 +203,25 @@ def verdict_s(mean_s: float, p95_s: float) -> LogNormal:
     return LogNormal(mean_s)
 
 
-def _with_typed_answers(work: Workload, typed: Typed) -> Workload:
-    if typed.mean_tokens:
-        work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
-    if typed.prompt_tokens:
-        work = replace(work, prompt_tokens=typed.prompt_tokens)
-    if typed.reward_p95_s or typed.reward_s:
-        work = replace(work, reward_s=verdict_s(typed.reward_s, typed.reward_p95_s))
-    return work
-
-
 def with_speeds(machine: Machine, typed: Typed) -> Machine:
     """The machine with the speeds of `typed`: those of one rollout worker, and of one GPU that trains."""
     if typed.rollout_tokens_s:
-        full_s = machine.rows_per_worker / typed.rollout_tokens_s  # a step with every row
+        rows = machine.rows_per_worker
+        full_s = rows / typed.rollout_tokens_s  # a step with every row
         alone_s = typed.decode_s or full_s
         if alone_s > full_s * (1 + 1e-9):  # rounding apart
             raise ConfigError(
-                f"{typed.rollout_tokens_s:g} tokens a second with {machine.rows_per_worker} rows make a decode step of "
+                f"{typed.rollout_tokens_s:g} tokens a second with {rows} rows make a decode step of "
                 f"{full_s:.4g} s; with a single row it cannot take longer ({alone_s:g} s)"
             )
-        row_s = max(0.0, full_s - alone_s) / max(1, machine.rows_per_worker - 1)
-        machine = replace(machine, decode_s=alone_s - row_s, decode_row_s=row_s)
-    if typed.rollout_tokens_s:
-        machine = replace(machine, context_s=typed.context_s, prefill_token_s=typed.prefill_token_s)
+        row_s = max(0.0, full_s - alone_s) / max(1, rows - 1)
+        machine = replace(
+            machine,
+            decode_s=alone_s - row_s,
+            decode_row_s=row_s,
+            context_s=typed.context_s,
+            prefill_token_s=typed.prefill_token_s,
+        )
     if typed.train_tokens_s:
         machine = replace(machine, train_token_s=1 / typed.train_tokens_s, train_pass_s=0.0)
     return machine
