@@ -1,13 +1,13 @@
 """What a run's ledger says about its speed and its health, as one record: what triage needs.
 
-The first steps of a run are unlike the others (caches fill, programs are compiled), so by default the numbers are
-about the steps after them. Nothing is written, and the run may go on meanwhile.
+The first steps of a run are unlike the others (caches fill, programs are compiled), so by default the
+numbers are about the steps after them. Nothing is written, and the run may go on meanwhile.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,11 @@ from headrace.config import Config
 from headrace.errors import RunError
 from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
-from headrace.runs.columns import (
-    Columns,
-    Intervals,
-    Numbers,
-    RowColumns,
-    StepTimes,
-    read_spans,
-    read_trajectories,
-    reading,
-    union,
-)
+from headrace.runs.columns import Columns, Numbers, RowColumns, StepTimes, read_spans, read_trajectories, reading, union
 from headrace.runs.facts import RunState, read_run
 from headrace.types import STAGES, BoolArray, FinishReason, StageTimes
 
-DEVICE, REWARD = "device", "reward"  # pools: engine and learner take turns on the one, the other scores
+DEVICE, REWARD = "device", "reward"  # pools: engine and learner take turns on the one
 MOST_SPANS = 100_000  # of a longer run only the last steps are looked at this closely
 MOST_ANSWERS = 200_000  # of a longer run the newest
 TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to wait for
@@ -90,14 +80,14 @@ class Occupancy:
 
     @property
     def overlap_share(self) -> float:
-        """Of the sum of the stage times; 0 is one after the other, 0.5 is two stages side by side all the time."""
+        """Of the sum of the stage times: 0.5 is two stages side by side all the time."""
         total_s = self.busy_s + self.overlap_s
         return self.overlap_s / total_s if total_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One run. `num_steps` and the restarts are of all of it, the rest is about its `measured_steps`."""
+    """One run. `num_steps` and restarts are of all of it, the rest is about its `measured_steps`."""
 
     run_dir: Path
     config: Config
@@ -115,7 +105,8 @@ class Reading:
     dropped_tokens: Mapping[str, int]
     answer_tokens: Spread | None  # sampled, per answer
     tail_s: Spread | None  # of each step: from the end of 95 in 100 answers to the end of the last
-    verdict_s: Spread | None  # from an answer's end to its verdict, with what it waited for a worker
+    verdict_s: Spread | None  # from an answer's end to its verdict, the wait for a worker included
+
     no_signal_share: float | None  # of the groups: all their answers earned the same
     lag_mean: float | None  # over trained tokens
     lag_max: int | None
@@ -125,7 +116,6 @@ class Reading:
 
     @property
     def goodput_tokens_per_s(self) -> float | None:
-        """Trained tokens per second."""
         return self.trained_tokens / self.wall_s if self.wall_s else None
 
     @property
@@ -136,42 +126,43 @@ class Reading:
 
     @property
     def tail_share(self) -> float | None:
-        """Of a step's time, in which only its last answers (one in twenty) were still being generated."""
+        """Of a step's time, in which only its last answers (one in twenty) were being generated."""
         if self.tail_s is None or self.step_s is None or not self.step_s.mean:
             return None
         return min(1.0, self.tail_s.mean / self.step_s.mean)
 
 
 def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -> Reading:
-    """What is known of a run; what is not known yet is None.
-
-    Measured are the steps after `after_step` (all of them, if there are no more), or of these the last `last_steps`.
-    """
+    """Measured are the steps after `after_step` (all, if there are no more), or their `last_steps`."""
     facts = read_run(run_dir)
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
     config = run_config(run_dir)
     with reading(run_dir) as connection:
-        (num_steps, last_step) = connection.execute("SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows").fetchone()
+        counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
+        num_steps, last_step = connection.execute(counted).fetchone()
         after = after_step if last_step > after_step else 0
         if last_steps is not None:
             after = max(after, last_step - last_steps)
         rows = RowColumns.read(connection, after_step=after)
         times = StepTimes.read(connection, rows)
         since_s = float(times.starts_s[0]) if times and after else 0.0
-        answers = complete(read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS))
-        occupancy = read_occupancy(connection, times, reward_workers=config.reward.workers) if times else None
-        restarts = connection.execute("SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts").fetchone()
-    tokens, signal = rows.column("trained_tokens"), signal_of(answers)
+        found = read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
+        occupancy = read_occupancy(connection, times, config.reward.workers) if times else None
+        restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
+        num_restarts, redone_steps = connection.execute(restarted).fetchone()
+    # those that came to their own end: the length of others says nothing about how long answers are
+    answers = found.where(~np.isin(found["finish"], ("", FinishReason.ABORT)))
+    tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
     return Reading(
         run_dir=run_dir,
         config=config,
         num_steps=num_steps,
-        num_restarts=restarts[0],
-        redone_steps=restarts[1],
+        num_restarts=num_restarts,
+        redone_steps=redone_steps,
         measured_steps=range(last_step + 1 - len(rows), last_step + 1),
-        wall_s=float(np.nansum(rows.column("wall_s"))),
-        step_s=Spread.of(rows.column("wall_s")),
+        wall_s=float(np.nansum(wall_s)),
+        step_s=Spread.of(wall_s),
         stage_s=_stages(rows, np.mean),
         stage_p50_s=_stages(rows, np.median),
         stage_p95_s=_stages(rows, lambda values: np.quantile(values, 0.95)),
@@ -196,7 +187,13 @@ def _stages(rows: RowColumns, combine: Callable[[Numbers], Any]) -> StageTimes |
     return StageTimes(**{stage: float(combine(rows.stage(stage))) for stage in STAGES})
 
 
-def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_workers: int) -> Occupancy | None:
+def length(starts_s: Numbers, ends_s: Numbers) -> float:
+    """Seconds that lie in any of the intervals."""
+    starts, ends = union((starts_s, ends_s))
+    return float((ends - starts).sum())
+
+
+def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_workers: int) -> Occupancy | None:
     """What the stages did in these steps, or in the last of them if there are very many spans.
 
     Everything is measured on the time that rows count, `StepTimes.measured`.
@@ -209,20 +206,17 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_w
     starts_s, ends_s = times.measured(spans["start_s"]), times.measured(spans["end_s"])
 
     def busy_s(of: BoolArray) -> float:
-        starts, ends = union((starts_s[of], ends_s[of]))
-        return float((ends - starts).sum())
+        return length(starts_s[of], ends_s[of])
 
-    def pools(name: str, of_pool: BoolArray) -> list[PoolUse]:
+    def pools(name: str, of_pool: BoolArray) -> Iterator[PoolUse]:
         workers = np.unique(spans["worker"][of_pool])
-        num_workers = reward_workers if name == REWARD and len(workers) == 1 else 1
-        found = []
+        num = reward_workers if name == REWARD and len(workers) == 1 else 1
         for worker in workers:
             own = of_pool & (spans["worker"] == worker)
-            work_s = at_most((starts_s[own], ends_s[own]), num_workers)
-            idle_share = 1.0 - work_s / (times.wall_s * num_workers) if times.wall_s else 0.0
-            idle_share = min(1.0, max(0.0, idle_share))
-            found.append(PoolUse(name=name, worker=str(worker), num_workers=num_workers, idle_share=idle_share))
-        return found
+            work_s = at_most((starts_s[own], ends_s[own]), num)
+            idle = 1.0 - work_s / (times.wall_s * num) if times.wall_s else 0.0
+            idle = min(1.0, max(0.0, idle))
+            yield PoolUse(name=name, worker=str(worker), num_workers=num, idle_share=idle)
 
     works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
     return Occupancy(
@@ -235,11 +229,6 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, *, reward_w
     )
 
 
-def complete(trajectories: Columns) -> Columns:
-    """Those that came to their own end: the length of others says nothing about how long answers are."""
-    return trajectories.where(~np.isin(trajectories["finish"], ("", FinishReason.ABORT)))
-
-
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
     known = np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])
@@ -250,12 +239,12 @@ def signal_of(answers: Columns) -> BoolArray:
     if not len(rewards):
         return np.zeros(0, np.bool_)
     several = np.diff(begins, append=len(rewards)) > 1
-    found: BoolArray = (np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins))[several]
-    return found
+    differ: BoolArray = np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins)
+    return differ[several]
 
 
 def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
-    """Of each step the seconds between the end of all but its last answers and the end of its very last.
+    """Of each step the seconds from when all but its last answers have ended to the end of the last.
 
     The last are one in twenty, and at least one. A step's answers are those that finished in it.
     """
@@ -263,14 +252,13 @@ def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
     finished_s = np.sort(finished_s[known])
     ends = np.searchsorted(finished_s, times.ends_s, side="right")
     counts = ends - np.searchsorted(finished_s, times.starts_s, side="right")
-    several = counts >= 2
     num_tail = np.maximum(1, np.floor(TAIL_SHARE * counts)).astype(np.int64)
-    last, before = ends[several] - 1, ends[several] - 1 - num_tail[several]
-    tails: Numbers = finished_s[last] - finished_s[before]
+    last, num_tail = ends[counts >= 2] - 1, num_tail[counts >= 2]
+    tails: Numbers = finished_s[last] - finished_s[last - num_tail]
     return tails
 
 
-def at_most(intervals: Intervals, limit: int) -> float:
+def at_most(intervals: tuple[Numbers, Numbers], limit: int) -> float:
     """Sum of the intervals' lengths, where at any moment no more than `limit` of them count."""
     moments = np.concatenate(intervals)
     order = np.argsort(moments, kind="stable")

@@ -1,7 +1,8 @@
-"""A run as a timeline that ui.perfetto.dev and chrome://tracing open: the trace event format, as a JSON object.
+"""A run as a timeline that ui.perfetto.dev and chrome://tracing open: the trace event format in
+JSON.
 
-Each stage of each worker has a track, and another one where its spans overlap: on one track spans must lie inside each
-other or apart. Times are microseconds on the run's clock.
+Each stage of each worker has a track, and another one where its spans overlap: on one track spans
+must lie inside each other or apart. Times are microseconds on the run's clock.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens"
 
 
 def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Write a run's timeline, also while the run goes on; returns the file and how many events it has."""
+    """Write a run's timeline, also of one that goes on; returns the file and its number of events."""
     path = out or run_dir / TRACE_FILE
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
@@ -45,8 +46,9 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps({"run": str(run_dir.resolve())}))
-            file.write(', "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
+            run = json.dumps({"run": str(run_dir.resolve())})
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {run}, "traceEvents": [\n')
+            file.write(",\n".join(map(json.dumps, events)) + "\n]}\n")
         unfinished.replace(path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
@@ -57,12 +59,9 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
 
 def trace_events(connection: sqlite3.Connection) -> list[Event]:
     """All events by time; a track's names come before its first event."""
-    rows, spans = RowColumns.read(connection), read_spans(connection)
-    times = StepTimes.read(connection, rows)
-    found = [*_stage_events(spans), *_version_events(spans), *_restart_events(connection)]
-    found += _account_events(connection)
-    if times is not None:
-        found += [*_step_events(rows, times), *_step_counters(rows, times)]
+    spans = read_spans(connection)
+    found = [*_stage_events(spans), *_marks(connection, spans)]
+    found += [*_account_events(connection), *_step_events(connection)]
     return list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
 
 
@@ -70,17 +69,21 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
     """Processes and threads by number; before the first event of each, its name."""
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}
+
+    def named(kind: str, tid: int, name: str, sort_index: int) -> Iterator[Event]:
+        event: Event = {"ph": "M", "pid": pids[process], "tid": tid}
+        yield {"name": f"{kind}_name", **event, "args": {"name": name}}
+        yield {"name": f"{kind}_sort_index", **event, "args": {"sort_index": sort_index}}
+
     for event in events:
         process, thread = event["pid"], event["tid"]
         if process not in pids:
-            pid = pids[process] = len(pids) + 1
-            yield _name("process_name", pid, 0, name=process)
-            order = next(i for i, kind in enumerate((_RUN, DEVICE, REWARD)) if process.startswith(kind))
-            yield _name("process_sort_index", pid, 0, sort_index=order)
+            pids[process] = len(pids) + 1
+            order = (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
+            yield from named("process", 0, process, order)
         if (process, thread) not in tids:
             tid = tids[process, thread] = len(tids) + 1
-            yield _name("thread_name", pids[process], tid, name=thread)
-            yield _name("thread_sort_index", pids[process], tid, sort_index=tid)
+            yield from named("thread", tid, thread, tid)
         yield event | {"pid": pids[process], "tid": tids[process, thread]}
 
 
@@ -89,10 +92,12 @@ def _stage_events(spans: Columns) -> Iterator[Event]:
     spans = spans.where(np.lexsort((-spans["end_s"], spans["start_s"])))
     names = ("stage", "worker", "version", "start_s", "end_s", "detail")
     tracks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # until when each is taken
-    for stage, worker, version, start_s, end_s, detail in zip(*(spans[name].tolist() for name in names), strict=True):
+    columns = [spans[name].tolist() for name in names]
+    for stage, worker, version, start_s, end_s, detail in zip(*columns, strict=True):
         start_us, end_us = _us(start_s), max(_us(start_s), _us(end_s))
         taken_us = tracks[stage, worker]
-        number = next((i for i, until_us in enumerate(taken_us) if until_us <= start_us), len(taken_us))
+        free = (i for i, until_us in enumerate(taken_us) if until_us <= start_us)
+        number = next(free, len(taken_us))
         taken_us[number : number + 1] = [end_us]
         args: Event = {"version": None if math.isnan(version) else int(version)}
         yield {
@@ -107,67 +112,50 @@ def _stage_events(spans: Columns) -> Iterator[Event]:
         }
 
 
-def _version_events(spans: Columns) -> Iterator[Event]:
-    """A mark where each version was published."""
+def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
+    """Where each version was published, and where the run was resumed."""
     published = spans.where(spans["stage"] == "publish")
-    for version, end_s in zip(published["version"].tolist(), published["end_s"].tolist(), strict=True):
-        yield _mark(f"version {version:.0f}", end_s, "p", {"version": int(version)})
-
-
-def _restart_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    for version, end_s in zip(published["version"], published["end_s"].tolist(), strict=True):
+        yield _event(f"version {version:.0f}", "i", end_s, {"version": int(version)}, s="p")
     names = [f.name for f in fields(Restart)]
     for values in connection.execute(f"SELECT {', '.join(names)} FROM restarts ORDER BY at_s, number"):
         restart = dict(zip(names, values, strict=True))
-        yield _mark(f"restart {restart.pop('number')}", restart.pop("at_s"), "g", restart)
+        yield _event(f"restart {restart.pop('number')}", "i", restart.pop("at_s"), restart, s="g")
 
 
-def _step_events(rows: RowColumns, times: StepTimes) -> Iterator[Event]:
-    """Every step, from the row before it to its own."""
-    columns = {name: rows.column(name) for name in _STEP_NUMBERS}
+def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    """Every step, and lag, reward and goodput as they stand at its end."""
+
+    rows = RowColumns.read(connection)
+    times = StepTimes.read(connection, rows)
+    if times is None:
+        return
     first = int(rows.column("step")[0])
-    spans = zip(times.steps.tolist(), times.starts_s.tolist(), times.ends_s.tolist(), strict=True)
-    for step, start_s, end_s in spans:
-        yield {
-            "name": f"step {step}",
-            "cat": "step",
-            "ph": "X",
-            "ts": _us(start_s),
-            "dur": _us(end_s) - _us(start_s),
-            "pid": _RUN,
-            "tid": _STEPS,
-            "args": {name: _finite(values[step - first]) for name, values in columns.items()},
-        }
-
-
-def _step_counters(rows: RowColumns, times: StepTimes) -> Iterator[Event]:
-    """Lag, reward and goodput, as they stand at the end of every step."""
-    first = int(rows.column("step")[0])
-    lag_mean, lag_max, reward = (rows.column(name) for name in ("lag_mean", "lag_max", "reward_mean"))
-    trained, wall_s = rows.column("trained_tokens"), rows.column("wall_s")
-    for step, end_s in zip(times.steps.tolist(), times.ends_s.tolist(), strict=True):
-        i = step - first
-        yield _counter("lag", end_s, {"mean": _finite(lag_mean[i]), "max": _finite(lag_max[i])})
-        yield _counter("reward", end_s, {"mean": _finite(reward[i])})
-        if wall_s[i] > 0:
-            yield _counter("goodput, tokens per second", end_s, {"trained": round(float(trained[i] / wall_s[i]), 3)})
+    for i, step in enumerate(times.steps.tolist()):
+        start_s, end_s = float(times.starts_s[i]), float(times.ends_s[i])
+        names = (*_STEP_NUMBERS, "lag_max", "wall_s")
+        row = {name: float(rows.column(name)[step - first]) for name in names}
+        known = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        args, dur = {name: known[name] for name in _STEP_NUMBERS}, _us(end_s) - _us(start_s)
+        yield _event(f"step {step}", "X", start_s, args, cat="step", dur=dur)
+        yield _event("lag", "C", end_s, {"mean": known["lag_mean"], "max": known["lag_max"]})
+        yield _event("reward", "C", end_s, {"mean": known["reward_mean"]})
+        if row["wall_s"] > 0:
+            goodput = round(row["trained_tokens"] / row["wall_s"], 3)
+            yield _event("goodput, tokens per second", "C", end_s, {"trained": goodput})
 
 
 def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """What is in flight and what is buffered, whenever it changes."""
     held = {("in_flight", "trajectories"): 0, ("in_flight", "tokens"): 0, ("buffered", "tokens"): 0}
-    titles = {
-        ("in_flight", "trajectories"): "trajectories in flight",
-        ("in_flight", "tokens"): "tokens in flight",
-        ("buffered", "tokens"): "tokens buffered",
-    }
     written = dict(held)
     due_s = last_s = 0.0
 
     def changed(at_s: float) -> Iterator[Event]:
-        for key, amount in held.items():
-            if written.get(key) != amount:
-                written[key] = amount
-                yield _counter(titles[key], at_s, {key[1]: amount})
+        for (account, unit), amount in held.items():
+            if written[account, unit] != amount:
+                written[account, unit] = amount
+                yield _event(f"{unit} {account.replace('_', ' ')}", "C", at_s, {unit: amount})
 
     found = connection.execute("SELECT at_s, debit, credit, tokens, trajectories FROM transfers ORDER BY id")
     for at_s, debit, credit, tokens, trajectories in found:
@@ -182,23 +170,12 @@ def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
     yield from changed(last_s)
 
 
-def _counter(name: str, at_s: float, values: dict[str, float | None]) -> Event:
-    known = {key: value for key, value in values.items() if value is not None}
-    return {"name": name, "ph": "C", "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": known}
-
-
-def _mark(name: str, at_s: float, scope: str, args: dict[str, Any]) -> Event:
-    return {"name": name, "ph": "i", "s": scope, "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": args}
-
-
-def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+def _event(name: str, kind: str, at_s: float, args: Event, **more: Any) -> Event:
+    """An event of the run as a whole; a counter has the values that are known."""
+    if kind == "C":
+        args = {key: value for key, value in args.items() if value is not None}
+    return {"name": name, "ph": kind, "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": args, **more}
 
 
 def _us(at_s: float) -> int:
     return round(at_s * 1e6)
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
-    return float(value) if math.isfinite(value) else None

@@ -1,12 +1,13 @@
 """What a simulation is told: what a step consists of, and how long things take on which machines.
 
-Nothing here was measured; the numbers come from a run's ledger (calibration.py), from a model of the hardware
-(roofline.py), or from whoever asks.
+The numbers come from a run's ledger (calibration.py), from a model of the hardware (roofline.py),
+or from whoever asks.
 
-Lengths of a policy's answers are close to log-normal, and long tails cost time: who waits for a whole group waits for
-the longest of K answers, who waits for a whole batch for the longest of B·K. The maximum of n log-normal lengths is
-computed from its definition, E[max] = ∫ (1 - F(x)^n) dx, with x laid out by its logarithm. (The closed form that is
-often quoted, mean·exp(s·√(2 ln n) - s²/2), is 1.2 to 1.65 times too long at the sizes in use.)
+Lengths of a policy's answers are close to log-normal, and long tails cost time: who waits for a
+whole group waits for the longest of K answers, who waits for a whole batch for the longest of B·K.
+The maximum of n log-normal lengths is computed from its definition, E[max] = ∫ (1 - F(x)^n) dx.
+(The closed form that is often quoted, mean·exp(s·√(2 ln n) - s²/2), is 1.2 to 1.65 times too long
+at the sizes in use.)
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from headrace.errors import ConfigError
 
 Numbers = npt.NDArray[np.float64]
 
+# Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers
 LOWEST_Z, Z_ABOVE_SIGMA, NUM_CELLS = -9.0, 13.0, 4000
-"""Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers."""
-
-_Z95 = 1.6448536269514722  # 95 in 100 numbers of a normal distribution lie below this many standard deviations
+_Z95 = 1.6448536269514722  # 95 in 100 normally distributed numbers are below this
 _LARGEST_RATIO = math.exp(_Z95**2 / 2)  # of a log-normal's p95 to its mean
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Numbers with this mean and coefficient of variation (standard deviation / mean; 0: always the mean).
+    """Numbers with this mean and coefficient of variation (standard deviation / mean; 0: all the
+    same).
 
-    What is above `cap` is cut to it: `mean` and `cv` are those before the cut, `cut_mean` is what is left of the mean.
+    What is above `cap` is cut to it: `mean` and `cv` are those before the cut, `cut_mean` the mean
+    after it.
     """
 
     mean: float
@@ -42,19 +44,15 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.mean < math.inf and 0.0 <= self.cv < math.inf and self.cap > 0.0):
-            raise ConfigError(
-                f"mean {self.mean:g}, cv {self.cv:g}, cap {self.cap:g}: mean and cv are numbers of at least 0, and a "
-                "cap is above 0"
-            )
+            given = f"mean {self.mean:g}, cv {self.cv:g}, cap {self.cap:g}"
+            raise ConfigError(f"{given}: mean and cv are numbers of at least 0, and a cap is above 0")
 
     @classmethod
     def of_p95(cls, mean: float, p95: float) -> LogNormal:
         """With 95 in 100 numbers below `p95`."""
         if not 0 < mean <= p95 <= mean * _LARGEST_RATIO:
-            raise ConfigError(
-                f"a log-normal with mean {mean:g} has its p95 between {mean:g} and {mean * _LARGEST_RATIO:g}; "
-                f"{p95:g} is not"
-            )
+            between = f"between {mean:g} and {mean * _LARGEST_RATIO:g}"
+            raise ConfigError(f"a log-normal with mean {mean:g} has its p95 {between}; {p95:g} is not")
         sigma = _Z95 - math.sqrt(max(0.0, _Z95**2 - 2 * math.log(p95 / mean)))
         return cls(mean=mean, cv=math.sqrt(math.expm1(sigma**2)))
 
@@ -70,7 +68,6 @@ class LogNormal:
 
     @property
     def cut_mean(self) -> float:
-        """Mean after the cut."""
         return self.expected_max(1)
 
     def draw(self, rng: np.random.Generator, count: int) -> Numbers:
@@ -96,19 +93,11 @@ def _expected_max(lengths: LogNormal, n: int) -> float:
         return lengths.cap
     highest_z = min(lengths.sigma + Z_ABOVE_SIGMA, (math.log(lengths.cap) - lengths.mu) / lengths.sigma)
     z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
-    longer = -np.expm1(n * _log_cdf(z)) * lengths.sigma * np.exp(lengths.mu + lengths.sigma * z)
-    return start + _simpson(longer, float(z[1] - z[0]))
-
-
-def _log_cdf(z: Numbers) -> Numbers:
-    """ln Φ(z), with all its digits at both ends."""
     beyond = np.array([math.erfc(abs(x) / math.sqrt(2)) / 2 for x in z])
-    logarithm: Numbers = np.where(z > 0, np.log1p(-beyond), np.log(beyond))
-    return logarithm
-
-
-def _simpson(values: Numbers, width: float) -> float:
-    return float(values[0] + 4 * values[1:-1:2].sum() + 2 * values[2:-1:2].sum() + values[-1]) * width / 3
+    log_cdf = np.where(z > 0, np.log1p(-beyond), np.log(beyond))  # with all its digits at both ends
+    y = -np.expm1(n * log_cdf) * lengths.sigma * np.exp(lengths.mu + lengths.sigma * z)
+    simpson = float(y[0] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum() + y[-1])
+    return start + simpson * float(z[1] - z[0]) / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +123,7 @@ class Workload:
     groups_per_step: int
     samples: int
     tokens: LogNormal | Recorded  # that an answer has
-    reward_s: LogNormal | Recorded = LogNormal(mean=0.0)  # that a verdict takes, once a reward worker has the answer
+    reward_s: LogNormal | Recorded = LogNormal(mean=0.0)  # that a worker takes for a verdict
     prompt_tokens: float = 0.0
     no_signal_share: float = 0.0  # of the groups: all their rewards are equal, so they are dropped
     max_new_tokens: int = 0  # answers of this length were cut; 0: none is
@@ -142,21 +131,21 @@ class Workload:
     min_share: float = 1.0  # as buffer.min_share
 
     def __post_init__(self) -> None:
-        if self.groups_per_step < 1 or self.samples < 1:
-            raise ConfigError(f"a step of {self.groups_per_step} groups with {self.samples} answers trains on nothing")
-        if not 0 <= self.no_signal_share < 1:
-            raise ConfigError(
-                f"the share of groups without signal is {self.no_signal_share:g}; it lies between 0 and 1"
-            )
+        groups, samples, barren = self.groups_per_step, self.samples, self.no_signal_share
+        if groups < 1 or samples < 1:
+            raise ConfigError(f"a step of {groups} groups with {samples} answers trains on nothing")
+        if not 0 <= barren < 1:
+            raise ConfigError(f"the share of groups without signal is {barren:g}; it lies between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Who does the work, and how fast.
 
-    A rollout worker is one engine, on one or more GPUs; the learner is one pool that works as one. With `colocated`
-    they take turns on the same devices, as in one process; else they are apart. With `batchwise` generation goes batch
-    by batch: the next one begins when the last answer of this one is scored. Else free rows are filled at once.
+    A rollout worker is one engine, on one or more GPUs; the learner is one pool that works as one.
+    With `colocated` they take turns on the same devices, as in one process. With `batchwise` the
+    next batch of answers begins when the last of this one is scored; else free rows are filled at
+    once.
     """
 
     rollout_workers: int
@@ -182,11 +171,9 @@ class Machine:
     repair_s: float = 0.0  # until it is back
 
     def __post_init__(self) -> None:
-        if self.rollout_workers < 1 or self.rows_per_worker < 1:
-            raise ConfigError(
-                f"{self.rollout_workers} rollout workers with {self.rows_per_worker} rows each generate nothing"
-            )
-        if self.decode_s < 0 or self.decode_row_s < 0 or self.decode_s + self.decode_row_s <= 0:
-            raise ConfigError(
-                f"a decode step takes {self.decode_s:g} s and {self.decode_row_s:g} s for each row; it takes some time"
-            )
+        workers, rows, step_s, row_s = self.rollout_workers, self.rows_per_worker, self.decode_s, self.decode_row_s
+        if workers < 1 or rows < 1:
+            raise ConfigError(f"{workers} rollout workers with {rows} rows each generate nothing")
+        if step_s < 0 or row_s < 0 or step_s + row_s <= 0:
+            takes = f"{step_s:g} s and {row_s:g} s for each row"
+            raise ConfigError(f"a decode step takes {takes}; it takes some time")
