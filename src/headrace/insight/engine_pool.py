@@ -1,15 +1,18 @@
 """Rollout workers in a simulation, and the virtual clock that they run on.
 
-Only the starts and ends of answers are events, not the tokens between them. All rows of a worker advance together, one
-token in each decode step, and a step's seconds follow from the number of rows and the length of their contexts. So a
-worker is a counter of decode steps: an answer of n tokens that starts at step s ends at s + n - 1 (its first token
-comes with its prompt). When rows come or go, only the counter's speed changes.
+Only the starts and ends of answers are events, not the tokens between them. All rows of a worker
+advance together, one token in each decode step, and a step's seconds follow from the number of rows
+and the length of their contexts. So a worker is a counter of decode steps: an answer of n tokens
+that starts at step s ends at s + n - 1 (its first token comes with its prompt). When rows come or
+go, only the counter's speed changes.
 
-The pool has a clock of its own that stands still while it is paused: then nothing has to be scheduled again.
+The pool has a clock of its own that stands still while it is paused: then nothing has to be
+scheduled again.
 
-The virtual clock is an asyncio event loop whose time jumps: where another would wait for the next timer, this one is
-there at once. So code that waits, like the buffer, runs unchanged, and hours of it pass in seconds. What happens
-depends on the order of timers alone, never on how quick this machine is.
+The virtual clock is an asyncio event loop whose time jumps: where another would wait for the next
+timer, this one is there at once. So code that waits, like the buffer, runs unchanged, and hours of
+it pass in seconds. What happens depends on the order of timers alone, never on how quick this
+machine is.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise StalledError("the simulation stands still: everybody waits, and nothing is left that could happen")
+            waits = "everybody waits, and nothing is left that could happen"
+            raise StalledError(f"the simulation stands still: {waits}")
         self.now_s += max(0.0, timeout)
         return []
 
@@ -62,7 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, to_s: float) -> bool:
         """Go on to a later moment, if nothing else is to happen before; whether it did.
 
-        What has one event after another to deal with is spared the way through the event loop between them.
+        This spares who has one event after another the way through the event loop between them.
         """
         timers = self._scheduled  # type: ignore[attr-defined]
         if self._ready or (timers and timers[0].when() <= to_s):  # type: ignore[attr-defined]
@@ -72,7 +76,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine, without waiting. Call it where no event loop runs, or in a thread of its own."""
+    """The result of a coroutine, without waiting. Call it where no event loop runs."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
@@ -81,7 +85,7 @@ def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
 class GroupPart:
     """Answers of one group that start together on one worker."""
 
-    owner: object  # the group it belongs to
+    owner: Any  # the group it belongs to, of whatever class
     lengths: Sequence[int]  # of those that run or wait
     worker: SimulatedEngine | None = None  # None while it waits
 
@@ -131,48 +135,42 @@ class SimulatedEngine:
             return seconds / first_s
         return (math.sqrt(first_s**2 + 2 * growth_s * seconds) - first_s) / growth_s
 
-    def hold(self, seconds: float) -> None:
-        """Decode nothing for `seconds`, after what holds it already."""
-        self.hold_s = max(self.at_s, self.hold_s) + seconds
-
     def so_far(self, row: Running) -> float:
         """Tokens that a running row has."""
         return row[3] - (row[0] - self.steps)
 
 
 class EnginePool:
-    """Starts parts in order, on the worker with the fewest rows, as soon as it has room for all their answers.
+    """Starts parts in order, on the worker with the fewest rows, once it has room for all their
+    answers.
 
-    `on_begin(part)` hears that a part has its rows, `on_end(part, length)` of every answer that is complete,
-    `on_lost(part, tokens)` what a failing worker had sampled of an answer; that answer is started again.
+    `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that
+    is complete, `on_lost(tokens)` what a failing worker had sampled of an answer, which is started
+    again.
     """
 
     def __init__(
         self,
         machine: Machine,
         rng: np.random.Generator,
-        *,
         prompt_tokens: float,
-        on_begin: Callable[[GroupPart], None],
-        on_end: Callable[[GroupPart, int], None],
-        on_lost: Callable[[GroupPart, float], None],
+        on_begin: Callable[[Any], None],
+        on_end: Callable[[Any, int], None],
+        on_lost: Callable[[float], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
-        self._machine, self._rng, self._prompt_tokens = machine, rng, prompt_tokens
+        self._machine, self._prompt_tokens, workers = machine, prompt_tokens, machine.rollout_workers
         self._prefill_s = machine.prefill_s + machine.prefill_token_s * prompt_tokens
         self._on_begin, self._on_end, self._on_lost = on_begin, on_end, on_lost
-        slow = set(rng.permutation(machine.rollout_workers)[: round(machine.straggler_share * machine.rollout_workers)])
-        factor = machine.straggler_factor
-        self.workers = [
-            SimulatedEngine(i, by := factor if i in slow else 1.0, by * machine.context_s)
-            for i in range(machine.rollout_workers)
-        ]
+        slow = set(rng.permutation(workers)[: round(machine.straggler_share * workers)])
+        factors = [machine.straggler_factor if i in slow else 1.0 for i in range(workers)]
+        self.workers = [SimulatedEngine(i, by, by * machine.context_s) for i, by in enumerate(factors)]
         self.num_failures = 0
         self._waiting: deque[GroupPart] = deque()
-        self._events: list[tuple[float, int, int]] = []  # when, worker, its stamp: others than the newest are void
-        self._by_load = [(0, i) for i in range(machine.rollout_workers)]  # a heap; void where the rows are others now
+        self._events: list[tuple[float, int, int]] = []  # when, worker, stamp; void if not its newest
+        self._by_load = [(0, i) for i in range(workers)]  # a heap; void where the rows are others now
         self._numbers = count()
         self._num_rows = 0
         self._active_s, self._active_since_s = 0.0, 0.0  # while any worker had a row
@@ -186,20 +184,16 @@ class EnginePool:
 
     @property
     def active_s(self) -> float:
-        """Seconds in which anything was generated."""
         return self._active_s + (self.now() - self._active_since_s if self._num_rows else 0.0)
 
-    def advanced(self) -> list[SimulatedEngine]:
-        """All workers, with their decode steps counted up to now."""
-        now_s = self.now()
+    def advance(self) -> None:
         for worker in self.workers:
-            worker.advance(now_s)
-        return self.workers
+            worker.advance(self.now())
 
     def submit(self, owner: object, lengths: Sequence[int]) -> list[GroupPart]:
         """Queue the answers to a prompt; where one worker cannot hold them all they are split."""
-        at_once = self._machine.rows_per_worker
-        parts = [GroupPart(owner, lengths[start : start + at_once]) for start in range(0, len(lengths), at_once)]
+        rows = self._machine.rows_per_worker
+        parts = [GroupPart(owner, lengths[i : i + rows]) for i in range(0, len(lengths), rows)]
         self._waiting.extend(parts)
         self._poke()
         return parts
@@ -235,7 +229,7 @@ class EnginePool:
         worker.advance(self.now())
         lost: dict[GroupPart, list[int]] = {}
         for row in worker.ends:
-            self._on_lost(row[2], worker.so_far(row))
+            self._on_lost(worker.so_far(row))
             lost.setdefault(row[2], []).append(row[3])
         for part, lengths in lost.items():
             part.lengths, part.worker = lengths, None
@@ -293,7 +287,7 @@ class EnginePool:
             worker.level -= self._level(ended[-1])
         self._rows_changed(worker, -len(ended))
         for _, _, part, length in ended:
-            self._on_end(part, length)
+            self._on_end(part.owner, length)
 
     def _start_waiting(self, now_s: float) -> None:
         while self._waiting:
@@ -303,8 +297,9 @@ class EnginePool:
                 return
             self._waiting.popleft()
             worker.advance(now_s)
-            worker.hold(self._prefill_s * worker.slow)
-            worker.busy_s += self._prefill_s * worker.slow
+            prefill_s = self._prefill_s * worker.slow
+            worker.hold_s = max(worker.at_s, worker.hold_s) + prefill_s  # after what holds it already
+            worker.busy_s += prefill_s
             worker.sampled += len(part.lengths)
             part.worker = worker
             for length in part.lengths:
@@ -312,10 +307,9 @@ class EnginePool:
                 heapq.heappush(worker.ends, row)
                 worker.level += self._level(row)
             self._rows_changed(worker, len(part.lengths))
-            self._on_begin(part)
+            self._on_begin(part.owner)
 
     def _freest(self) -> SimulatedEngine | None:
-        """The worker with the fewest rows, if any is up."""
         while self._by_load:
             num_rows, number = self._by_load[0]
             worker = self.workers[number]
@@ -341,7 +335,8 @@ class EnginePool:
         self._num_rows += change
         if self._num_rows == 0 and change < 0:
             self._active_s += self.now() - self._active_since_s
-        worker.step_s = worker.slow * (self._machine.decode_s + self._machine.decode_row_s * len(worker.ends))
+        row_s = self._machine.decode_row_s * len(worker.ends)
+        worker.step_s = worker.slow * (self._machine.decode_s + row_s)
         if not worker.down:
             heapq.heappush(self._by_load, (len(worker.ends), worker.number))
         self._schedule(worker)
@@ -350,8 +345,8 @@ class EnginePool:
         worker.stamp += 1
         if worker.ends:
             start_s = max(worker.at_s, worker.hold_s)
-            at_s = start_s + worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
-            heapq.heappush(self._events, (at_s, worker.number, worker.stamp))
+            end_s = start_s + worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
+            heapq.heappush(self._events, (end_s, worker.number, worker.stamp))
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -70,7 +70,6 @@ Hardware = Mapping[str, Accelerator]
 
 
 def built_in() -> dict[str, Accelerator]:
-    """The table, by name."""
     return {device.name: device for device in BUILT_IN}
 
 
@@ -128,7 +127,6 @@ def _tables(path: Path) -> dict[str, Any]:
 
 
 def _known_as(name: str, known: Hardware) -> str | None:
-    """The spelling in the table."""
 
     def letters(name: str) -> str:
         return "".join(filter(str.isalnum, name.casefold()))
@@ -248,7 +246,6 @@ def _stretched(known: tuple[ModelShape, ...], num_params: float) -> ModelShape:
 
 
 def read_config(path: Path) -> ModelShape:
-    """The shape in a model's config.json, its weights counted."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

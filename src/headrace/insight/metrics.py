@@ -72,7 +72,6 @@ def _of_run(facts: RunFacts) -> Iterator[Family]:
 
 
 def _of_books(books: Books) -> Iterator[Family]:
-    """Tokens and trajectories of every account."""
     for unit in ("tokens", "trajectories"):
         dropped: dict[Labels, float] = {
             (("reason", reason),): getattr(held, unit) for reason, held in sorted(books.dropped.items())

@@ -151,7 +151,6 @@ def search(question: Question, target_goodput: float) -> tuple[Question, list[La
 
 
 def _splits(question: Question) -> Iterator[Split]:
-    """All devices together, and ways to part them."""
     total = question.num_devices
     lagging = {0: Placement.STREAMED, 1: Placement.OVERLAPPED}
     apart = lagging.get(question.max_lag, Placement.ASYNCHRONOUS)
@@ -231,7 +230,6 @@ class _Candidate:
 
     @cached_property
     def machine(self) -> Machine:
-        """What the simulator is told."""
         question, learners = self.question, self.split.learner_devices
         known = speeds(
             self.model,
@@ -278,7 +276,6 @@ class _Candidate:
         return machine.decode_s + row_s * machine.rows_per_worker
 
     def plan(self) -> LayoutPlan:
-        """What a simulation of it comes to."""
         question, split = self.question, self.split
         run, parts = self._simulated()
         goodput = run.goodput * parts * question.useful

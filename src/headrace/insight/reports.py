@@ -95,7 +95,6 @@ def _stage_table(reading: Reading) -> Table:
 
 
 def _moves(moves: Sequence[Move], bottleneck: Bottleneck, now_s: float, *more: str) -> Section:
-    """How it is, and each change with what it would bring."""
     rows = [("as it is", seconds(now_s), "1.00x")]
     for move in moves:
         text = f"{move.text}: {' '.join(move.settings)}" if move.settings else move.text
@@ -117,7 +116,6 @@ def idle_shares(reading: Reading) -> Iterator[tuple[str, float]]:
 
 
 def _losses(reading: Reading) -> Iterator[str]:
-    """What tokens and time were lost to."""
     dropped = sorted(reading.dropped_tokens.items(), key=lambda kept: -kept[1])
     decided = reading.trained_tokens + sum(reading.dropped_tokens.values())
     if reading.useful_share is not None:
@@ -136,7 +134,6 @@ def _losses(reading: Reading) -> Iterator[str]:
 
 
 def _health(reading: Reading) -> Iterator[str]:
-    """How old and how even the data was."""
     mean, most, outside = reading.lag_mean, reading.lag_max, reading.ratio_outside
     if mean is not None:
         yield f"Trained tokens were {mean:.2f} versions old on average, {most} at most."
@@ -192,7 +189,6 @@ def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequenc
 
 
 def _layout(question: Question, plan: LayoutPlan) -> Iterator[tuple[str, str]]:
-    """What a plan consists of, and what it comes to."""
     chosen, learners = plan.layout, plan.layout.learner_devices
     engines = f"{count(chosen.num_engines, 'engine')} of {chosen.tensor_parallel}"
     generate = f"{chosen.rollout_devices} generate ({engines}, {plan.num_running} sequences at a time each)"
@@ -255,7 +251,6 @@ def simulation_report(work: Workload, machine: Machine, layout: Layout, found: S
 
 
 def _lessons(found: Sequence[Simulated]) -> Iterator[str]:
-    """What a newcomer should see in the table."""
     first, longest = found[0], found[0].stage_s.wall
     busy = f"{longest} is busy for {seconds(getattr(first.stage_s, longest), 4)} of it"
     at = f"At max_lag = {first.max_lag} a step takes {seconds(first.step_s, 4)}"

@@ -244,7 +244,6 @@ def seconds(text: str, option: str = "") -> float:
 
 
 def lags(text: str) -> list[int]:
-    """'0,1,4' as numbers."""
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         raise ConfigError(f"--max-lag {text}: write one or more whole numbers, such as 0,1,4,8")
     return [int(part) for part in text.split(",")]

@@ -1,8 +1,10 @@
-"""A run on a virtual clock: the real buffer, sieve and lag policy between a producer and a learner made of seconds.
+"""A run on a virtual clock: the real buffer, sieve and lag policy between a producer and a learner
+made of seconds.
 
-The two coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation, scoring, training and
-publishing take comes from a `Workload` and a `Machine`. What is admitted, waited for, dropped or trained on is decided
-by the code that decides it in training.
+The two coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation,
+scoring, training and publishing take comes from a `Workload` and a `Machine`. What is admitted,
+waited for, dropped or trained on is decided by the code that decides it in training.
+
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,7 +38,6 @@ class SimulatedStep:
     stage_s: StageTimes
     trained_tokens: int
     lags: Mapping[int, int]  # trained tokens by lag
-    buffered_groups: int  # at its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,6 @@ class Simulated:
 
     @property
     def counted(self) -> tuple[SimulatedStep, ...]:
-        """The steps that means are over."""
         return self.steps[self.num_filling :]
 
     @property
@@ -67,14 +67,13 @@ class Simulated:
         return float(np.mean([step.wall_s for step in self.counted]))
 
     def step_quantile_s(self, share: float) -> float:
-        """Seconds that such a share of the steps stays below."""
         return float(np.quantile([step.wall_s for step in self.counted], share))
 
     @property
     def stage_s(self) -> StageTimes:
         """Mean seconds that each stage is busy in a step."""
-        means = {stage: float(np.mean([getattr(s.stage_s, stage) for s in self.counted])) for stage in STAGES}
-        return StageTimes(**means)
+        several = {stage: [getattr(step.stage_s, stage) for step in self.counted] for stage in STAGES}
+        return StageTimes(**{stage: float(np.mean(taken)) for stage, taken in several.items()})
 
     @property
     def goodput(self) -> float:
@@ -82,7 +81,6 @@ class Simulated:
 
     @property
     def lag_shares(self) -> dict[int, float]:
-        """Share of the trained tokens with each lag."""
         tokens: Counter[int] = Counter()
         for step in self.counted:
             tokens.update(step.lags)
@@ -106,11 +104,11 @@ def simulate(workload: Workload, machine: Machine, *, max_lag: int, steps: int =
     """A run of `steps` steps. The same arguments give the same result."""
     if steps < 1 or max_lag < 0:
         raise ConfigError(f"{steps} steps with max_lag = {max_lag} cannot be simulated")
-    return run_virtually(_run(workload, machine, max_lag, steps, seed))
 
+    async def run() -> Simulated:
+        return await _Simulation(workload, machine, max_lag, seed).run(steps)
 
-async def _run(workload: Workload, machine: Machine, max_lag: int, steps: int, seed: int) -> Simulated:
-    return await _Simulation(workload, machine, max_lag, seed).run(steps)
+    return run_virtually(run())
 
 
 class _Busy:
@@ -139,7 +137,6 @@ class _RewardPool:
         self._worker_s = 0.0
 
     def score(self, now_s: float, seconds: float) -> float:
-        """When the verdict is there."""
         end_s = now_s + seconds
         if self._free_s and seconds:  # a verdict that is known already needs no worker
             end_s = max(now_s, self._free_s[0]) + seconds
@@ -194,14 +191,8 @@ class _Simulation:
             on_buffered=lambda group: None,
             on_drop=self._on_drop,
         )
-        self.pool = EnginePool(
-            machine,
-            np.random.default_rng([seed, 1]),
-            prompt_tokens=workload.prompt_tokens,
-            on_begin=self._on_begin,
-            on_end=self._on_end,
-            on_lost=self._on_lost,
-        )
+        tell = self._on_begin, self._on_end, self._on_lost
+        self.pool = EnginePool(machine, np.random.default_rng([seed, 1]), workload.prompt_tokens, *tell)
         self.rewards = _RewardPool(machine.reward_workers)
         self.stage_busy = {stage: _Busy() for stage in STAGES}
         self.dropped: defaultdict[str, float] = defaultdict(float)
@@ -210,35 +201,26 @@ class _Simulation:
         self._running: dict[int, _UnderWay] = {}
         self._none_running = asyncio.Event()
         self._none_running.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: asyncio.Future[None] = self.loop.create_future()
+        self._tasks = asyncio.TaskGroup()
         self._prompt = Prompt(id="p", text="", token_ids=np.empty(0, np.int32))
-        self._blank = _blank_tokens(1)
+        self._blank = np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32)
         self._row_start_s = 0.0
         self._row_stages = StageTimes()
 
     async def run(self, steps: int) -> Simulated:
         """Both sides until the learner is done, then the books."""
-        learning = self._spawn(self._learn(steps))
-        self._spawn(self._produce())
-        if self.machine.worker_mtbf_s < math.inf:
-            self._spawn(self._fail())
-        await asyncio.wait([learning, self._failure], return_when=asyncio.FIRST_COMPLETED)
-        if self._failure.done():
-            await self._failure
-        return self._result()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """A task of the run; an error in it is the run's."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        try:
+            async with self._tasks:
+                endless = [self._tasks.create_task(self._produce())]
+                if self.machine.worker_mtbf_s < math.inf:
+                    endless.append(self._tasks.create_task(self._fail()))
+                await self._learn(steps)
+                found = self._result()
+                for task in endless:
+                    task.cancel()
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return found
 
     # ---- producing
 
@@ -266,30 +248,27 @@ class _Simulation:
         self._none_running.clear()
         group.parts = self.pool.submit(group, lengths)
 
-    def _on_begin(self, part: GroupPart) -> None:
-        group: _UnderWay = part.owner  # type: ignore[assignment]
+    def _on_begin(self, group: _UnderWay) -> None:
         if group.version < 0:
             group.version = self.version
             self.buffer.begin(group.serial, self.version)
 
-    def _on_end(self, part: GroupPart, length: int) -> None:
+    def _on_end(self, group: _UnderWay, length: int) -> None:
         """An answer is complete: it is scored at once, whatever its group does."""
-        group: _UnderWay = part.owner  # type: ignore[assignment]
         group.num_left -= 1
         group.done_tokens += length
-        group.scored_s = max(group.scored_s, self.rewards.score(self.loop.time(), group.reward_s[group.num_left]))
+        scored_s = self.rewards.score(self.loop.time(), group.reward_s[group.num_left])
+        group.scored_s = max(group.scored_s, scored_s)
         if not group.num_left:
-            self.loop.call_at(group.scored_s, lambda: self._spawn(self._put(group)))
+            self.loop.call_at(group.scored_s, lambda: self._tasks.create_task(self._put(group)))
 
-    def _on_lost(self, part: GroupPart, tokens: float) -> None:
+    def _on_lost(self, tokens: float) -> None:
         self.dropped[DropReason.REDONE] += tokens
 
     async def _put(self, group: _UnderWay) -> None:
-        """A group is scored."""
-        if group.over:
-            return
-        self._forget(group)
-        await self.buffer.put(self._group(group))
+        if not group.over:
+            self._forget(group)
+            await self.buffer.put(self._group(group))
 
     def _forget(self, group: _UnderWay) -> None:
         group.over = True
@@ -298,7 +277,6 @@ class _Simulation:
             self._none_running.set()
 
     async def _abort(self, serial: int) -> None:
-        """A group that can no longer be trained on."""
         group = self._running.get(serial)
         if group is None:  # it is just being put into the buffer, which finds out by itself
             return
@@ -312,9 +290,10 @@ class _Simulation:
             self.dropped[str(reason)] += trajectory.num_sampled_tokens
 
     def _group(self, group: _UnderWay) -> Group:
-        """The record that the buffer knows. Of an answer's spans it asks for the oldest alone, and there is one."""
-        if max(group.lengths) > len(self._blank[0]):
-            self._blank = _blank_tokens(2 * max(group.lengths))
+        """The record that the buffer knows. Of an answer's spans it asks for the oldest alone."""
+        if (longest := max(group.lengths)) > len(self._blank[0]):  # all answers share these: nobody looks at them
+            size = 2 * longest
+            self._blank = np.zeros(size, np.int32), np.ones(size, np.bool_), np.zeros(size, np.float32)
         token_ids, sampled, logprobs = self._blank
         cut_at = self.workload.max_new_tokens or math.inf
         trajectories = tuple(
@@ -354,9 +333,10 @@ class _Simulation:
         machine, pending, taken = self.machine, 0.0, []
         while (group := await self.buffer.next()) is not None:
             taken.append(group)
-            await self._work("reference", self._reference_s(group.num_sampled_tokens))
-            for length in [t.num_sampled_tokens for t in group.trajectories]:
-                tokens = length + self.workload.prompt_tokens
+            all_tokens = group.num_sampled_tokens + self.workload.samples * self.workload.prompt_tokens
+            await self._work("reference", machine.reference_token_s * all_tokens)
+            for trajectory in group.trajectories:
+                tokens = trajectory.num_sampled_tokens + self.workload.prompt_tokens
                 if pending and machine.pass_tokens and pending + tokens > machine.pass_tokens:
                     await self._train(pending)
                     pending = 0.0
@@ -369,10 +349,8 @@ class _Simulation:
 
     async def _train(self, tokens: float) -> None:
         if tokens:
-            await self._work("train", self.machine.train_pass_s + tokens * self.machine.train_token_s)
-
-    def _reference_s(self, sampled_tokens: int) -> float:
-        return self.machine.reference_token_s * (sampled_tokens + self.workload.samples * self.workload.prompt_tokens)
+            token_s = self.machine.train_token_s
+            await self._work("train", self.machine.train_pass_s + tokens * token_s)
 
     async def _work(self, stage: str, seconds: float) -> None:
         """The learner's `seconds` for a stage; colocated, rollout stops for them."""
@@ -387,7 +365,6 @@ class _Simulation:
             self.pool.resume()
 
     async def _fail(self) -> None:
-        """Workers die, independently of each other."""
         workers = self.pool.workers
         while True:
             await asyncio.sleep(self._rng.exponential(self.machine.worker_mtbf_s / len(workers)))
@@ -409,14 +386,14 @@ class _Simulation:
                 stage_s=StageTimes(**stages),
                 trained_tokens=lags.total(),
                 lags=dict(lags),
-                buffered_groups=len(self.buffer.buffered),
             )
         )
         self._row_start_s, self._row_stages = now_s, replace(self._row_stages, **busy)
 
     def _result(self) -> Simulated:
         wall_s, machine = self.loop.time(), self.machine
-        engines = self.pool.advanced()
+        self.pool.advance()
+        engines = self.pool.workers
         in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
         in_flight += sum(group.done_tokens for group in self._running.values())
         return Simulated(
@@ -434,8 +411,3 @@ class _Simulation:
             in_flight_tokens=round(in_flight),
             num_failures=self.pool.num_failures,
         )
-
-
-def _blank_tokens(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, which of them were sampled (all) and log-probs, for as many answers as ask: nobody looks at them."""
-    return np.zeros(count, np.int32), np.ones(count, np.bool_), np.zeros(count, np.float32)

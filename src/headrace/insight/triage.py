@@ -64,7 +64,6 @@ class TypedTriage:
 
 
 def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
-    """Read a run that has a complete step."""
     calibration = calibrate(run_dir)
     reading = read(run_dir, last_steps=last_steps)
     now = _simulated(calibration.workload, calibration.machine, calibration.max_lag)

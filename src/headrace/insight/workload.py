@@ -63,7 +63,6 @@ class LogNormal:
 
     @property
     def mu(self) -> float:
-        """Mean of the logarithm."""
         return math.log(self.mean) - self.sigma**2 / 2
 
     @property
@@ -80,7 +79,6 @@ class LogNormal:
         return _expected_max(self, n)
 
     def tail(self, n: int) -> float:
-        """The longest of `n` over the average."""
         return self.expected_max(n) / self.cut_mean
 
 
