@@ -6,13 +6,11 @@ and the length of their contexts. So a worker is a counter of decode steps: an a
 that starts at step s ends at s + n - 1 (its first token comes with its prompt). When rows come or
 go, only the counter's speed changes.
 
-The pool has a clock of its own that stands still while it is paused: then nothing has to be
-scheduled again.
+The pool has a clock of its own that stands still while it is paused: nothing is scheduled again.
 
 The virtual clock is an asyncio event loop whose time jumps: where another would wait for the next
 timer, this one is there at once. So code that waits, like the buffer, runs unchanged, and hours of
-it pass in seconds. What happens depends on the order of timers alone, never on how quick this
-machine is.
+it pass in seconds. What happens depends on the order of timers alone, not on this machine's speed.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class GroupPart:
     worker: SimulatedEngine | None = None  # None while it waits
 
 
-Running = tuple[float, int, GroupPart, int]  # the worker's step at which it ends, a number, its part, its length
+Running = tuple[float, int, GroupPart, int]  # the step at which it ends, a number, its part, its length
 
 
 @dataclass(slots=True, eq=False)
@@ -141,12 +139,10 @@ class SimulatedEngine:
 
 
 class EnginePool:
-    """Starts parts in order, on the worker with the fewest rows, once it has room for all their
-    answers.
+    """Starts parts in order, on the worker with the fewest rows, once it has room for all of a part.
 
-    `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that
-    is complete, `on_lost(tokens)` what a failing worker had sampled of an answer, which is started
-    again.
+    `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that is
+    complete, `on_lost(tokens)` what a failing worker had sampled of an answer that is started again.
     """
 
     def __init__(
@@ -186,10 +182,6 @@ class EnginePool:
     def active_s(self) -> float:
         return self._active_s + (self.now() - self._active_since_s if self._num_rows else 0.0)
 
-    def advance(self) -> None:
-        for worker in self.workers:
-            worker.advance(self.now())
-
     def submit(self, owner: object, lengths: Sequence[int]) -> list[GroupPart]:
         """Queue the answers to a prompt; where one worker cannot hold them all they are split."""
         rows = self._machine.rows_per_worker
@@ -215,7 +207,8 @@ class EnginePool:
     def pause(self) -> None:
         """Stop all workers while the learner has the devices."""
         self._paused_s, self._paused = self.now(), True
-        self._disarm()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def resume(self) -> None:
         self._paused = False
@@ -257,7 +250,8 @@ class EnginePool:
         self._poked = False
         if self._paused:
             return
-        self._disarm()
+        if self._timer is not None:
+            self._timer.cancel()
         while True:
             now_s = self.now()
             while self._events and self._events[0][0] <= now_s + _SAME_S:
@@ -290,15 +284,18 @@ class EnginePool:
             self._on_end(part.owner, length)
 
     def _start_waiting(self, now_s: float) -> None:
-        while self._waiting:
-            worker = self._freest()
-            part = self._waiting[0]
-            if worker is None or len(worker.ends) + len(part.lengths) > self._machine.rows_per_worker:
+        while self._waiting and self._by_load:
+            num_rows, number = self._by_load[0]
+            worker, part = self.workers[number], self._waiting[0]
+            if len(worker.ends) != num_rows or worker.down:
+                heapq.heappop(self._by_load)
+                continue
+            if num_rows + len(part.lengths) > self._machine.rows_per_worker:
                 return
             self._waiting.popleft()
             worker.advance(now_s)
             prefill_s = self._prefill_s * worker.slow
-            worker.hold_s = max(worker.at_s, worker.hold_s) + prefill_s  # after what holds it already
+            worker.hold_s = max(worker.at_s, worker.hold_s) + prefill_s
             worker.busy_s += prefill_s
             worker.sampled += len(part.lengths)
             part.worker = worker
@@ -308,15 +305,6 @@ class EnginePool:
                 worker.level += self._level(row)
             self._rows_changed(worker, len(part.lengths))
             self._on_begin(part.owner)
-
-    def _freest(self) -> SimulatedEngine | None:
-        while self._by_load:
-            num_rows, number = self._by_load[0]
-            worker = self.workers[number]
-            if len(worker.ends) == num_rows and not worker.down:
-                return worker
-            heapq.heappop(self._by_load)
-        return None
 
     def _set_rows(self, worker: SimulatedEngine, rows: list[Running]) -> None:
         change = len(rows) - len(worker.ends)
@@ -339,16 +327,8 @@ class EnginePool:
         worker.step_s = worker.slow * (self._machine.decode_s + row_s)
         if not worker.down:
             heapq.heappush(self._by_load, (len(worker.ends), worker.number))
-        self._schedule(worker)
-
-    def _schedule(self, worker: SimulatedEngine) -> None:
         worker.stamp += 1
         if worker.ends:
             start_s = max(worker.at_s, worker.hold_s)
             end_s = start_s + worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
             heapq.heappush(self._events, (end_s, worker.number, worker.stamp))
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

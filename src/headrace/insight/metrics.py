@@ -34,9 +34,8 @@ def metrics_text(run_dir: Path) -> str:
     with reading(run_dir) as connection:
         rows = RowColumns.read(connection)
         accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts").fetchall()
-        restarts, redone, lost = connection.execute(
-            "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0) FROM restarts"
-        ).fetchone()
+        restarted = "COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0)"
+        restarts, redone, lost = connection.execute(f"SELECT {restarted} FROM restarts").fetchone()
     books = Books.of({name: (tokens, trajectories) for name, tokens, trajectories in accounts})
     found: dict[str, str] = {}
     for family in (
@@ -47,23 +46,23 @@ def metrics_text(run_dir: Path) -> str:
         ("redone_steps_total", "Steps that restarts took again.", redone),
         ("lost_tokens_total", "Tokens that were gone with a process that died.", lost),
     ):
-        found.setdefault(family[0], family_text(*family))  # the accounts know their totals better than the rows
+        found.setdefault(family[0], family_text(*family))  # accounts know their totals better than rows
     return "".join(found.values())
 
 
 def family_text(name: str, help: str, samples: float | Mapping[Labels, float]) -> str:
     """One family of samples as the format wants it; by its name it is a counter or a gauge."""
-    name = f"headrace_{name}"
-    lines = [f"# HELP {name} {_escaped(help)}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+    name, kind = f"headrace_{name}", "counter" if name.endswith("_total") else "gauge"
+    text = f"# HELP {name} {_escaped(help)}\n# TYPE {name} {kind}\n"
     for labels, value in (samples if isinstance(samples, Mapping) else {(): samples}).items():
-        inside = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
-        lines.append(f"{name}{{{inside}}} {_number(value)}" if inside else f"{name} {_number(value)}")
-    return "".join(f"{line}\n" for line in lines)
+        inside = ",".join(f'{label}="{_escaped(said, quote=True)}"' for label, said in labels)
+        text += f"{name}{{{inside}}} {_number(value)}\n" if inside else f"{name} {_number(value)}\n"
+    return text
 
 
 def _of_run(facts: RunFacts) -> Iterator[Family]:
-    labels = (("run", facts.path.resolve().name), ("state", str(facts.state)), ("version", __version__))
-    yield "info", "The run, how it stands, and the version that tells it.", {labels: 1.0}
+    run = {"run": facts.path.resolve().name, "state": str(facts.state), "version": __version__}
+    yield "info", "The run, how it stands, and the version that tells it.", {tuple(run.items()): 1.0}
     yield "running", "Whether a process trains the run.", facts.state is RunState.RUNNING
     yield "step", "Steps that are complete.", facts.steps
     yield "steps_wanted", "Steps that the run is to take.", facts.wanted_steps
@@ -73,12 +72,10 @@ def _of_run(facts: RunFacts) -> Iterator[Family]:
 
 def _of_books(books: Books) -> Iterator[Family]:
     for unit in ("tokens", "trajectories"):
-        dropped: dict[Labels, float] = {
-            (("reason", reason),): getattr(held, unit) for reason, held in sorted(books.dropped.items())
-        }
-        title = unit.capitalize()
+        title, reasons = unit.capitalize(), sorted(books.dropped.items())
         yield f"generated_{unit}_total", f"{title} generated.", getattr(books.generated, unit)
         yield f"trained_{unit}_total", f"{title} trained on.", getattr(books.trained, unit)
+        dropped = {(("reason", reason),): float(getattr(held, unit)) for reason, held in reasons}
         yield f"dropped_{unit}_total", f"{title} not trained on, by reason.", dropped
         yield f"buffered_{unit}", f"{title} scored and not yet trained on.", getattr(books.buffered, unit)
         yield f"in_flight_{unit}", f"{title} being generated or scored.", getattr(books.in_flight, unit)
@@ -86,7 +83,7 @@ def _of_books(books: Books) -> Iterator[Family]:
 
 def _of_rows(rows: RowColumns) -> Iterator[Family]:
     stage_s = rows.stage_total_s()
-    by_stage: dict[Labels, float] = {(("stage", stage),): getattr(stage_s, stage) for stage in STAGES}
+    by_stage = {(("stage", stage),): float(getattr(stage_s, stage)) for stage in STAGES}
     yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():
         values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"
@@ -96,11 +93,12 @@ def _of_rows(rows: RowColumns) -> Iterator[Family]:
             yield metric.exported or name, f"{help}, of the last step.", float(values[-1])
     if not len(rows):
         return
-    yield "step_seconds", "Seconds of the last step.", float(rows.column("wall_s")[-1])
-    wall_s = rows.column("wall_s")[-RECENT_STEPS:].sum()
-    if wall_s > 0:
-        goodput = float(rows.column("trained_tokens")[-RECENT_STEPS:].sum() / wall_s)
-        yield "goodput_tokens_per_second", f"Trained tokens per second, last {RECENT_STEPS} steps.", goodput
+    wall_s, trained_tokens = rows.column("wall_s"), rows.column("trained_tokens")
+    yield "step_seconds", "Seconds of the last step.", float(wall_s[-1])
+    if (recent_s := wall_s[-RECENT_STEPS:].sum()) > 0:
+        goodput = float(trained_tokens[-RECENT_STEPS:].sum() / recent_s)
+        said = f"Trained tokens per second, last {RECENT_STEPS} steps."
+        yield "goodput_tokens_per_second", said, goodput
 
 
 def _escaped(text: str, *, quote: bool = False) -> str:

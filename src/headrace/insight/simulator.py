@@ -14,7 +14,7 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Simulated:
     steps: tuple[SimulatedStep, ...]
     num_filling: int  # steps at the start that are in no mean
     wall_s: float
-    rollout_busy: float  # share of its workers' seconds; of what is colocated, rollout and learner share one device
+    rollout_busy: float  # share of its workers' seconds; colocated, it and the learner share one device
     learner_busy: float
     reward_busy: float  # NaN where there is a worker for every answer
     generated_tokens: int
@@ -81,9 +81,7 @@ class Simulated:
 
     @property
     def lag_shares(self) -> dict[int, float]:
-        tokens: Counter[int] = Counter()
-        for step in self.counted:
-            tokens.update(step.lags)
+        tokens = sum((Counter(step.lags) for step in self.counted), Counter[int]())
         return {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
 
     @property
@@ -146,7 +144,7 @@ class _RewardPool:
         return end_s
 
     def busy_share(self, now_s: float) -> float:
-        """Of the workers' seconds so far; what they will do later with what has come already does not count."""
+        """Of the workers' seconds so far; what they will do later does not count."""
         if not self._free_s:
             return math.nan
         later_s = sum(max(0.0, free_s - now_s) for free_s in self._free_s)
@@ -196,7 +194,6 @@ class _Simulation:
         self.rewards = _RewardPool(machine.reward_workers)
         self.stage_busy = {stage: _Busy() for stage in STAGES}
         self.dropped: defaultdict[str, float] = defaultdict(float)
-        self.trained_tokens = 0
         self.steps: list[SimulatedStep] = []
         self._running: dict[int, _UnderWay] = {}
         self._none_running = asyncio.Event()
@@ -204,8 +201,7 @@ class _Simulation:
         self._tasks = asyncio.TaskGroup()
         self._prompt = Prompt(id="p", text="", token_ids=np.empty(0, np.int32))
         self._blank = np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32)
-        self._row_start_s = 0.0
-        self._row_stages = StageTimes()
+        self._booked_s, self._booked = 0.0, dict.fromkeys(STAGES, 0.0)  # at the last step's end
 
     async def run(self, steps: int) -> Simulated:
         """Both sides until the learner is done, then the books."""
@@ -291,8 +287,8 @@ class _Simulation:
 
     def _group(self, group: _UnderWay) -> Group:
         """The record that the buffer knows. Of an answer's spans it asks for the oldest alone."""
-        if (longest := max(group.lengths)) > len(self._blank[0]):  # all answers share these: nobody looks at them
-            size = 2 * longest
+        if max(group.lengths) > len(self._blank[0]):  # all answers share these: nobody looks at them
+            size = 2 * max(group.lengths)
             self._blank = np.zeros(size, np.int32), np.ones(size, np.bool_), np.zeros(size, np.float32)
         token_ids, sampled, logprobs = self._blank
         cut_at = self.workload.max_new_tokens or math.inf
@@ -330,27 +326,28 @@ class _Simulation:
 
     async def _accumulate(self) -> list[Group]:
         """The gradient of one step, pass by pass as groups arrive."""
-        machine, pending, taken = self.machine, 0.0, []
+        machine, prompt_tokens = self.machine, self.workload.prompt_tokens
+        pending, taken = 0.0, []
+
+        async def train() -> None:
+            nonlocal pending
+            if pending:
+                await self._work("train", machine.train_pass_s + pending * machine.train_token_s)
+            pending = 0.0
+
         while (group := await self.buffer.next()) is not None:
             taken.append(group)
-            all_tokens = group.num_sampled_tokens + self.workload.samples * self.workload.prompt_tokens
-            await self._work("reference", machine.reference_token_s * all_tokens)
+            tokens = group.num_sampled_tokens + self.workload.samples * prompt_tokens
+            await self._work("reference", machine.reference_token_s * tokens)
             for trajectory in group.trajectories:
-                tokens = trajectory.num_sampled_tokens + self.workload.prompt_tokens
-                if pending and machine.pass_tokens and pending + tokens > machine.pass_tokens:
-                    await self._train(pending)
-                    pending = 0.0
+                tokens = trajectory.num_sampled_tokens + prompt_tokens
+                if machine.pass_tokens and pending + tokens > machine.pass_tokens:
+                    await train()
                 pending += tokens
             if not machine.pass_tokens:
-                await self._train(pending)
-                pending = 0.0
-        await self._train(pending)
+                await train()
+        await train()
         return taken
-
-    async def _train(self, tokens: float) -> None:
-        if tokens:
-            token_s = self.machine.train_token_s
-            await self._work("train", self.machine.train_pass_s + tokens * token_s)
 
     async def _work(self, stage: str, seconds: float) -> None:
         """The learner's `seconds` for a stage; colocated, rollout stops for them."""
@@ -378,22 +375,16 @@ class _Simulation:
             lags[group.lag(self.version - 1)] += group.num_sampled_tokens
         busy = {stage: self.stage_busy[stage].until(now_s) for stage in STAGES}
         busy |= {"rollout": self.pool.active_s, "reward": self.rewards.busy.until(now_s)}
-        stages = {stage: busy[stage] - getattr(self._row_stages, stage) for stage in STAGES}
-        self.trained_tokens += lags.total()
-        self.steps.append(
-            SimulatedStep(
-                wall_s=now_s - self._row_start_s,
-                stage_s=StageTimes(**stages),
-                trained_tokens=lags.total(),
-                lags=dict(lags),
-            )
-        )
-        self._row_start_s, self._row_stages = now_s, replace(self._row_stages, **busy)
+        stage_s = StageTimes(**{stage: busy[stage] - self._booked[stage] for stage in STAGES})
+        wall_s, tokens = now_s - self._booked_s, lags.total()
+        step = SimulatedStep(wall_s=wall_s, stage_s=stage_s, trained_tokens=tokens, lags=dict(lags))
+        self.steps.append(step)
+        self._booked_s, self._booked = now_s, busy
 
     def _result(self) -> Simulated:
-        wall_s, machine = self.loop.time(), self.machine
-        self.pool.advance()
-        engines = self.pool.workers
+        wall_s, engines = self.loop.time(), self.pool.workers
+        for engine in engines:
+            engine.advance(self.pool.now())
         in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
         in_flight += sum(group.done_tokens for group in self._running.values())
         return Simulated(
@@ -401,12 +392,12 @@ class _Simulation:
             steps=tuple(self.steps),
             num_filling=min(self.max_lag + 1, len(self.steps) // 2),
             wall_s=wall_s,
-            rollout_busy=sum(engine.busy_s for engine in engines) / (wall_s * machine.rollout_workers),
-            learner_busy=sum(self.stage_busy[stage].until(wall_s) for stage in ("reference", "train")) / wall_s,
+            rollout_busy=sum(engine.busy_s for engine in engines) / (wall_s * len(engines)),
+            learner_busy=sum(self.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s,
             reward_busy=self.rewards.busy_share(wall_s),
             generated_tokens=round(sum(engine.sampled for engine in engines)),
-            trained_tokens=self.trained_tokens,
-            dropped_tokens={str(reason): round(tokens) for reason, tokens in sorted(self.dropped.items())},
+            trained_tokens=sum(step.trained_tokens for step in self.steps),
+            dropped_tokens={str(reason): round(self.dropped[reason]) for reason in sorted(self.dropped)},
             buffered_tokens=sum(group.num_sampled_tokens for group in self.buffer.buffered),
             in_flight_tokens=round(in_flight),
             num_failures=self.pool.num_failures,
