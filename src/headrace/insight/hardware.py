@@ -1,21 +1,7 @@
-"""What devices can do and what they cost, and the few numbers of a model that its speed and memory
-depend on.
+"""What devices can do and cost, and the few numbers of a model that its speed and memory depend on.
 
-Speeds and sizes are the datasheets' (matrix products of dense bfloat16, one direction of each
-link); what a program reaches of them is a matter of efficiency, in `roofline.py`. Prices are
-typical on-demand list prices of 2026, a device and hour. Providers differ by a factor of three and
-change them often, so write your own into a file:
-
-    [H100]
-    dollars_per_hour = 2.10
-
-    [MI300X]                      # a device that is not in the table needs every number
-    memory_bytes = 192e9
-    memory_bytes_per_s = 5.3e12
-    flops_per_s = 1307e12
-    link_bytes_per_s = 448e9
-    network_bytes_per_s = 50e9
-    dollars_per_hour = 2.50
+The devices are in hardware.toml. What a program reaches of a datasheet is a matter of efficiency, in
+`roofline.py`. Prices change often: a file of the same form changes the table and adds to it.
 """
 
 from __future__ import annotations
@@ -49,56 +35,42 @@ class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf
     number_bytes: PositiveInt = 2  # of a weight: 2 is bfloat16, 4 float32
 
 
-def _known(name: str, *numbers: float, **more: int) -> Accelerator:
-    given = dict(zip(list(Accelerator.model_fields)[1:], numbers, strict=False))
-    return Accelerator(name=name, **given, **more)  # type: ignore[arg-type]
-
-
-# The A100 and H100 nodes have one network card of 200 and 400 Gbit/s per GPU. The 4090 has PCIe 4.0 and an assumed
-# network of 10 Gbit/s. The core is one of a server: 3 GHz, two 8-wide fused multiply-adds a cycle, its part of the
-# memory and of a network of 25 Gbit/s.
-BUILT_IN = (
-    _known("A100", 80e9, 2.039e12, 312e12, 300e9, 25e9, 1.5),
-    _known("H100", 80e9, 3.35e12, 989e12, 450e9, 50e9, 3.0),
-    _known("H200", 141e9, 4.8e12, 989e12, 450e9, 50e9, 3.5),
-    _known("B200", 180e9, 8e12, 2250e12, 900e9, 50e9, 5.0),
-    _known("RTX 4090", 24e9, 1.008e12, 165e12, 32e9, 1.25e9, 0.5, num_per_node=4),
-    _known("CPU", 4e9, 10e9, 96e9, 10e9, 0.2e9, 0.05, num_per_node=16, number_bytes=4),
-)
-
+BUILT_IN = Path(__file__).with_name("hardware.toml")
 Hardware = Mapping[str, Accelerator]
 
 
 def built_in() -> dict[str, Accelerator]:
-    return {device.name: device for device in BUILT_IN}
+    return read_hardware(None)
 
 
 def find_device(name: str, hardware: Hardware | None = None) -> Accelerator:
     """The device of that name, however it is spelt: H100, h100, rtx4090, RTX-4090."""
     known = built_in() if hardware is None else hardware
     if (match := _known_as(name, known)) is None:
-        listed = ", ".join(known)
-        raise ConfigError(f"there is no device {name!r} in the table; it has {listed}. A hardware file can add one.")
+        listed = f"it has {', '.join(known)}. A hardware file can add one."
+        raise ConfigError(f"there is no device {name!r} in the table; {listed}")
     return known[match]
 
 
 def read_hardware(path: Path | str | None) -> dict[str, Accelerator]:
     """The table with the changes and additions of a TOML file; without a file, the table."""
-    table = built_in()
-    for name, entry in _tables(Path(path)).items() if path is not None else ():
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{path}: {name} stands outside of a device; write [H100] or another name above it")
-        match = _known_as(name, table) or name
-        before = table[match].model_dump() if match in table else {"name": name}
-        try:
-            table[match] = Accelerator.model_validate(before | entry)
-        except ValidationError as error:
-            raise ConfigError(f"{path}: [{name}] {_problem(error)}") from error
+    table: dict[str, Accelerator] = {}
+    for file in (BUILT_IN, path) if path is not None else (BUILT_IN,):
+        for name, entry in _tables(Path(file)).items():
+            if not isinstance(entry, dict):
+                outside = "stands outside of a device; write [H100] or another name above it"
+                raise ConfigError(f"{file}: {name} {outside}")
+            match = _known_as(name, table) or name
+            before = table[match].model_dump() if match in table else {"name": name}
+            try:
+                table[match] = Accelerator.model_validate(before | entry)
+            except ValidationError as error:
+                raise ConfigError(f"{file}: [{name}] {_problem(error)}") from error
     return table
 
 
 def _problem(error: ValidationError) -> str:
-    """What is wrong with a device, in the user's words: unknown names first, then missing numbers, then values."""
+    """What is wrong with a device: unknown names first, then missing numbers, then values."""
     found = {str(one["loc"][0]): one for one in error.errors()}
     numbers = list(Accelerator.model_fields)[1:]
     for key, one in found.items():
@@ -127,7 +99,6 @@ def _tables(path: Path) -> dict[str, Any]:
 
 
 def _known_as(name: str, known: Hardware) -> str | None:
-
     def letters(name: str) -> str:
         return "".join(filter(str.isalnum, name.casefold()))
 
@@ -179,7 +150,7 @@ class ModelShape:
         return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
 
 
-# Published shapes: Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B.
+# Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B
 DENSE = (
     ModelShape("0.5B", 0.494e9, 0.494e9, 24, 896, 896, 256),
     ModelShape("0.6B", 0.596e9, 0.596e9, 28, 1024, 2048, 2048),
@@ -195,7 +166,7 @@ DENSE = (
     ModelShape("405B", 405.9e9, 405.9e9, 126, 16384, 16384, 2048),
 )
 
-# Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache holds a compressed vector of 512 + 64 numbers.
+# Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache is a compressed vector of 512 + 64
 MIXTURES = (
     ModelShape("30B-A3B", 30.5e9, 3.35e9, 48, 2048, 4096, 1024, 128, 8),
     ModelShape("235B-A22B", 235e9, 22e9, 94, 4096, 8192, 1024, 128, 8),
@@ -219,30 +190,34 @@ def model_shape(text: str) -> ModelShape:
 
 
 def sized_shape(text: str) -> ModelShape:
-    """The shape that is meant by 7B, 70B, 500M or 235B-A22B."""
+    """The shape that is meant by 7B, 70B, 500M or 235B-A22B: the nearest known one, stretched."""
     size = SIZE.fullmatch(text.strip())
     if size is None:
         raise ModelError(f"{text!r} is not a size, such as 7B or 235B-A22B")
     number, unit, active, active_unit = size.groups()
     num_params = float(number) * UNITS[unit.lower()]
-    if num_params == 0.0:
-        raise ModelError(f"{text!r} is a model without weights")
-    if num_params > MOST_PARAMS:
-        raise ModelError(f"{text!r} is more weights than any model has")
+    if not 0.0 < num_params <= MOST_PARAMS:
+        problem = "more weights than any model has" if num_params else "a model without weights"
+        raise ModelError(f"{text!r} is {problem}")
     num_active = float(active) * UNITS[active_unit.lower()] if active else num_params
-    shape = _stretched(MIXTURES if active else DENSE, num_params)
-    return replace(shape, name=text.strip(), num_params=num_params, num_active_params=num_active)
-
-
-def _stretched(known: tuple[ModelShape, ...], num_params: float) -> ModelShape:
-    """The nearest known shape, deeper and wider if its size is another: weights go with depth x width²."""
+    known = MIXTURES if active else DENSE
     near = min(known, key=lambda shape: abs(math.log(shape.num_params / num_params)))
-    factor = (num_params / near.num_params) ** (1 / 3)
+    factor = (num_params / near.num_params) ** (1 / 3)  # weights go with depth x width²
     if abs(math.log(num_params / near.num_params)) < 0.1:  # the name is rounded: Qwen2.5-7B has 7.62B
-        return near
-    sizes = (near.num_layers, near.hidden_size, near.attention_size)
-    layers, hidden, attention = (max(1, round(size * factor)) for size in sizes)
-    return replace(near, num_layers=layers, hidden_size=hidden, attention_size=attention)
+        factor = 1.0
+
+    def stretched(size: int) -> int:
+        return max(1, round(size * factor))
+
+    return replace(
+        near,
+        name=text.strip(),
+        num_params=num_params,
+        num_active_params=num_active,
+        num_layers=stretched(near.num_layers),
+        hidden_size=stretched(near.hidden_size),
+        attention_size=stretched(near.attention_size),
+    )
 
 
 def read_config(path: Path) -> ModelShape:
@@ -264,7 +239,7 @@ def read_config(path: Path) -> ModelShape:
 
 
 def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shape that a configuration of `transformers` describes; norms and biases are not counted."""
+    """The shape that a `transformers` configuration describes; norms and biases are not counted."""
     hidden, num_layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     num_experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
     per_token = _number(config, "num_experts_per_tok") if num_experts else 0
@@ -281,7 +256,7 @@ def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 
 
 def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
-    """Weights of one layer's attention, its queries' size, and the numbers that it caches per token."""
+    """Weights of one layer's attention, its queries' size, and the numbers it caches per token."""
     heads = int(config["num_attention_heads"])
     if config.get("kv_lora_rank"):  # a compressed cache
         sizes = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
