@@ -16,7 +16,7 @@ from headrace.config_file import load_config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import calibrate, decode_speed, service_seconds, training_speed
 from headrace.insight.hardware import find_device, model_shape
-from headrace.insight.roofline import decode_step_s, train_s
+from headrace.insight.roofline import Roofline
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 
 STEP_S, ROW_S = 0.01, 0.0005
@@ -101,9 +101,10 @@ def test_speeds_are_worked_out_from_a_model_and_a_device():
     model, device = model_shape("7B"), find_device("H100")
     typed = worked_out(Typed(publish_s=3.0), config, Layout(gpus=16, gpus_per_worker=2), model, device)
     assert (typed.mean_tokens, typed.prompt_tokens, typed.publish_s) == (4096.0, 512.0, 3.0)
-    full_s = decode_step_s(model, device, batch=256, context_tokens=512 + 2048, tensor_parallel=2)
+    roofline = Roofline(model, device)
+    full_s = roofline.decode_step_s(batch=256, context_tokens=512 + 2048, tensor_parallel=2)
     assert 256 / typed.rollout_tokens_s + 256 * 2560 * typed.context_s == pytest.approx(full_s)
-    assert 1 / typed.train_tokens_s == pytest.approx(train_s(model, device, num_tokens=1, sequence_tokens=4608))
+    assert 1 / typed.train_tokens_s == pytest.approx(roofline.train_s(num_tokens=1, sequence_tokens=4608))
 
 
 def test_seconds_of_a_verdict_leave_out_the_wait_for_a_worker():

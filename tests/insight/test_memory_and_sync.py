@@ -4,34 +4,27 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.insight.hardware import find_device, model_shape
-from headrace.insight.roofline import (
-    SyncTimes,
-    Transfer,
-    WireFormat,
-    actor_bill,
-    learner_bill,
-    payload_bytes,
-    reference_bill,
-    sync_times,
-)
+from headrace.insight.roofline import Roofline, SyncTimes, Transfer, WireFormat
 
 H100, H200 = find_device("H100"), find_device("H200")
 GIB = 2**30
 
 
 def test_an_actor_by_hand():
-    bill = actor_bill(model_shape("70B"), H100, num_running=100, context_tokens=1000, tensor_parallel=8)
+    bill = Roofline(model_shape("70B"), H100).actor_bill(num_running=100, context_tokens=1000, tensor_parallel=8)
     assert bill.weight_bytes == 17.5e9  # 2 * 70e9 / 8
     assert bill.kv_bytes == pytest.approx(4.096e9)  # 100,000 tokens of 80 * 2 * 8 * 128 * 2 = 327,680 bytes, / 8
     assert bill.fits(H100)
 
 
 def test_a_learner_by_hand():
-    bill = learner_bill(model_shape("70B"), H100, micro_batch_tokens=4096, num_shards=64, checkpoint_activations=True)
+    bill = Roofline(model_shape("70B"), H100).learner_bill(
+        micro_batch_tokens=4096, num_shards=64, checkpoint_activations=True
+    )
     assert bill.training_bytes == 17.5e9  # 16 * 70e9 / 64
     # 4,096 tokens: an input of 8,192 numbers for each of 80 layers, and 17 times as many for one, 2 bytes each
     assert bill.activation_bytes == pytest.approx(4096 * 2 * 8192 * (80 + 17))
-    whole = learner_bill(model_shape("70B"), H100, micro_batch_tokens=4096, num_shards=64)
+    whole = Roofline(model_shape("70B"), H100).learner_bill(micro_batch_tokens=4096, num_shards=64)
     assert whole.activation_bytes == pytest.approx(4096 * 2 * 8192 * 80 * 17)
     assert bill.fits(H100)
     assert not whole.fits(H100)
@@ -39,14 +32,14 @@ def test_a_learner_by_hand():
 
 def test_a_mixture_pays_for_all_its_experts():
     # 2 * 235e9 / 8, though a token uses 22e9 of them
-    assert reference_bill(model_shape("235B-A22B"), H100, num_shards=8).weight_bytes == 58.75e9
-    assert learner_bill(model_shape("235B-A22B"), H100, micro_batch_tokens=0).training_bytes == 16 * 235e9
+    assert Roofline(model_shape("235B-A22B"), H100).reference_bill(num_shards=8).weight_bytes == 58.75e9
+    assert Roofline(model_shape("235B-A22B"), H100).learner_bill(micro_batch_tokens=0).training_bytes == 16 * 235e9
 
 
 def test_stages_that_share_a_device_share_its_memory():
     model = model_shape("7B")
-    actor = actor_bill(model, H100, num_running=64, context_tokens=1024)
-    learner = learner_bill(model, H100, micro_batch_tokens=0, num_shards=8)
+    actor = Roofline(model, H100).actor_bill(num_running=64, context_tokens=1024)
+    learner = Roofline(model, H100).learner_bill(micro_batch_tokens=0, num_shards=8)
     # 14e9 + 64 * 1,024 * 57,344 + 14e9
     assert (actor + learner).total_bytes == pytest.approx(14e9 + 3.758e9 + 14e9, rel=1e-4)
 
@@ -62,14 +55,16 @@ def test_stages_that_share_a_device_share_its_memory():
 def test_training_takes_about_the_memory_that_was_measured(
     size: str, checkpointed: bool, measured_gib: float, tolerance: float
 ):
-    bill = learner_bill(model_shape(size), H200, micro_batch_tokens=16 * 1024, checkpoint_activations=checkpointed)
+    bill = Roofline(model_shape(size), H200).learner_bill(
+        micro_batch_tokens=16 * 1024, checkpoint_activations=checkpointed
+    )
     assert bill.total_bytes / GIB == pytest.approx(measured_gib, rel=tolerance)
 
 
 # ---- publishing
 
 # an H100 has 450 GB/s to its neighbours, 50 GB/s to other nodes, 3,350 GB/s to its memory
-LARGE = model_shape("70B")
+LARGE = Roofline(model_shape("70B"), H100)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,7 @@ LARGE = model_shape("70B")
     ],
 )
 def test_bytes_of_one_copy_by_hand(size: str, transfer: Transfer, gigabytes: float):
-    assert payload_bytes(model_shape(size), H100, transfer) / 1e9 == pytest.approx(gigabytes)
+    assert Roofline(model_shape(size), H100).payload_bytes(transfer) / 1e9 == pytest.approx(gigabytes)
 
 
 @pytest.mark.parametrize(
@@ -101,29 +96,29 @@ def test_bytes_of_one_copy_by_hand(size: str, transfer: Transfer, gigabytes: flo
     ],
 )
 def test_broadcast_by_hand(transfer: Transfer, seconds: float):
-    assert sync_times(LARGE, H100, transfer).broadcast_s == pytest.approx(seconds)
+    assert LARGE.sync_times(transfer).broadcast_s == pytest.approx(seconds)
 
 
 def test_gather_by_hand():
     # the sender lacks 7/8 of 140 GB, at 450 GB/s; where everybody sends its own part, nothing is gathered
-    assert sync_times(LARGE, H100, Transfer(num_learners=8)).gather_s == pytest.approx(122.5 / 450)
-    assert sync_times(LARGE, H100, Transfer(num_learners=8, num_senders=8)).gather_s == 0.0
+    assert LARGE.sync_times(Transfer(num_learners=8)).gather_s == pytest.approx(122.5 / 450)
+    assert LARGE.sync_times(Transfer(num_learners=8, num_senders=8)).gather_s == 0.0
     # two senders need 70 GB each and have 17.5
-    assert sync_times(LARGE, H100, Transfer(num_learners=8, num_senders=2)).gather_s == pytest.approx(52.5 / 450)
+    assert LARGE.sync_times(Transfer(num_learners=8, num_senders=2)).gather_s == pytest.approx(52.5 / 450)
 
 
 def test_cast_by_hand():
     # 8 learners read 140 GB and write 70, together
-    assert sync_times(LARGE, H100, Transfer(num_learners=8, wire_bytes=1)).cast_s == pytest.approx(210 / 8 / 3350)
-    assert sync_times(LARGE, H100, Transfer(num_learners=8)).cast_s == 0.0
+    assert LARGE.sync_times(Transfer(num_learners=8, wire_bytes=1)).cast_s == pytest.approx(210 / 8 / 3350)
+    assert LARGE.sync_times(Transfer(num_learners=8)).cast_s == 0.0
     # a delta reads old and new weights and writes 2.94 GB
     delta = Transfer(num_learners=8, encoding=WireFormat.DELTA)
-    assert sync_times(LARGE, H100, delta).cast_s == pytest.approx(282.94 / 8 / 3350)
+    assert LARGE.sync_times(delta).cast_s == pytest.approx(282.94 / 8 / 3350)
 
 
 def test_reshard_by_hand():
     # 7/8 of 140 GB go on to the other devices, and each reads and writes its 17.5 GB
-    times = sync_times(LARGE, H100, Transfer(tensor_parallel=8))
+    times = LARGE.sync_times(Transfer(tensor_parallel=8))
     assert times.reshard_s == pytest.approx(122.5 / 450 + 35 / 3350)
 
 
@@ -135,7 +130,7 @@ def test_buckets_let_the_four_run_at_once():
 
 def test_bucketing_by_hand():
     transfer = Transfer(num_learners=8, tensor_parallel=8, bucket_bytes=0.5e9)
-    times = sync_times(LARGE, H100, transfer)
+    times = LARGE.sync_times(transfer)
     assert times.num_buckets == 280  # 140 / 0.5
     assert times.total_s == pytest.approx(2.8 + (122.5 / 450 + 122.5 / 450 + 35 / 3350) / 280)
 

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.insight.hardware import Accelerator, ModelShape, find_device, model_shape
-from headrace.insight.roofline import Efficiency, decode_step_s, forward_s, train_s
+from headrace.insight.roofline import Efficiency, Roofline
 
 ROUND = Accelerator(
     name="round",
@@ -40,28 +40,27 @@ IDEAL = Efficiency(bandwidth=1.0, layer_overhead_s=0.0, mfu=1.0)
 def test_a_decode_step_by_hand(
     batch: int, context: int, tensor_parallel: int, efficiency: Efficiency, milliseconds: float
 ):
-    seconds = decode_step_s(
-        MODEL, ROUND, batch=batch, context_tokens=context, tensor_parallel=tensor_parallel, efficiency=efficiency
-    )
+    one = Roofline(MODEL, ROUND, efficiency)
+    seconds = one.decode_step_s(batch=batch, context_tokens=context, tensor_parallel=tensor_parallel)
     assert seconds * 1e3 == pytest.approx(milliseconds)
 
 
 def test_a_mixture_decodes_one_sequence_at_its_active_size():
-    model = model_shape("30B-A3B")
-    one = decode_step_s(model, ROUND, batch=1, context_tokens=0, efficiency=IDEAL)
-    many = decode_step_s(model, ROUND, batch=1000, context_tokens=0, efficiency=IDEAL)
+    roofline = Roofline(model_shape("30B-A3B"), ROUND, IDEAL)
+    one = roofline.decode_step_s(batch=1, context_tokens=0)
+    many = roofline.decode_step_s(batch=1000, context_tokens=0)
     assert one == pytest.approx(2 * 3e9 / 1e12)
     assert many == pytest.approx(2 * 30e9 / 1e12)  # all experts, and 2 * 3e9 * 1,000 operations take as long
 
 
 def test_forward_and_training_by_hand():
     # a token: 2 * 1e9 + 2 * 10 layers * 1,000 * 1,000 = 2.02e9 operations forward, three times that with backward
-    work = {"num_tokens": 1e6, "sequence_tokens": 1000, "efficiency": IDEAL}
-    assert forward_s(MODEL, ROUND, **work) == pytest.approx(20.2)
-    assert train_s(MODEL, ROUND, **work) == pytest.approx(60.6)
-    assert train_s(MODEL, ROUND, num_devices=4, **work) == pytest.approx(15.15)
-    half = Efficiency(mfu=0.5)
-    assert train_s(MODEL, ROUND, num_tokens=1e6, sequence_tokens=1000, efficiency=half) == pytest.approx(121.2)
+    ideal, half = Roofline(MODEL, ROUND, IDEAL), Roofline(MODEL, ROUND, Efficiency(mfu=0.5))
+    work = {"num_tokens": 1e6, "sequence_tokens": 1000}
+    assert ideal.forward_s(**work) == pytest.approx(20.2)
+    assert ideal.train_s(**work) == pytest.approx(60.6)
+    assert ideal.train_s(num_devices=4, **work) == pytest.approx(15.15)
+    assert half.train_s(**work) == pytest.approx(121.2)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +68,15 @@ def test_forward_and_training_by_hand():
     [("0.6B", 9.01), ("1.7B", 9.80)],  # docs/results/engine.json: 256 sequences at a context of 1,050.5
 )
 def test_a_decode_step_takes_what_was_measured(size: str, measured_ms: float):
-    seconds = decode_step_s(model_shape(size), find_device("H200"), batch=256, context_tokens=1050.5)
+    roofline = Roofline(model_shape(size), find_device("H200"))
+    seconds = roofline.decode_step_s(batch=256, context_tokens=1050.5)
     assert seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
 
 
 def test_training_takes_what_was_measured():
     # docs/results/grpo.json: 512 answers of 512 tokens to prompts of 128, 2.56 s; MFU 0.46 is that of learner.json
-    seconds = train_s(
-        model_shape("0.6B"),
-        find_device("H200"),
-        num_tokens=512 * 640,
-        sequence_tokens=640,
-        efficiency=Efficiency(mfu=0.46),
-    )
+    roofline = Roofline(model_shape("0.6B"), find_device("H200"), Efficiency(mfu=0.46))
+    seconds = roofline.train_s(num_tokens=512 * 640, sequence_tokens=640)
     assert seconds == pytest.approx(2.56, rel=0.1)
 
 

@@ -18,6 +18,7 @@ from headrace.errors import ConfigError, StalledError
 from headrace.insight.engine_pool import run_virtually
 from headrace.insight.equation import Placement, step_s
 from headrace.insight.hardware import find_device, model_shape
+from headrace.insight.roofline import Roofline
 from headrace.insight.scenario import speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
@@ -252,8 +253,7 @@ def test_publishing_stops_the_learner_and_not_engines_that_are_apart():
 def test_a_rollout_takes_what_was_measured(lengths: LogNormal, measured_s: float):
     """docs/results/engine.json: 512 prompts of 128 tokens, one answer each, the shape of Qwen3-0.6B on one H200."""
     known = speeds(
-        model_shape("0.6B"),
-        find_device("H200"),
+        Roofline(model_shape("0.6B"), find_device("H200")),
         rows=512,
         prompt_tokens=128,
         mean_tokens=lengths.cut_mean,

@@ -131,9 +131,6 @@ class ModelShape:
             problem = f"{active:g} of {self.num_params:g} weights are active"
             raise ModelError(f"{self.name}: {problem}; it must be more than none and at most all")
 
-    def weight_bytes(self, number_bytes: int = 2) -> float:
-        return number_bytes * self.num_params
-
     def kv_bytes_per_token(self, number_bytes: int = 2) -> float:
         return number_bytes * self.num_layers * self.kv_size
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.errors import ConfigError
-from headrace.insight import roofline
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.hardware import Accelerator, ModelShape
-from headrace.insight.scenario import full_transfer, speeds, verdict_s, with_speeds
+from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTimes, Transfer, WireFormat
+from headrace.insight.scenario import speeds, verdict_s, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.types import StageTimes
@@ -99,12 +99,12 @@ class LayoutPlan:
     goodput: float  # trained tokens per second
     dollars_per_million: float  # trained tokens
     lag: float  # mean, in versions
-    rollout_bill: roofline.MemoryBill  # of one device
-    learner_bill: roofline.MemoryBill
+    rollout_bill: MemoryBill  # of one device
+    learner_bill: MemoryBill
     num_running: int  # sequences at a time, per engine
     recomputes: bool  # whether activations are computed again to save memory
-    transfer: roofline.Transfer | None  # None: both use the same weights
-    sync: roofline.SyncTimes | None
+    transfer: Transfer | None  # None: both use the same weights
+    sync: SyncTimes | None
     risks: tuple[str, ...] = ()
 
 
@@ -164,11 +164,10 @@ def _splits(question: Question) -> Iterator[Split]:
 
 def _engine_sizes(question: Question) -> Iterator[int]:
     """Devices of an engine: powers of two within a node that hold the weights and the longest answer."""
-    model, device = question.model, question.device
-    tokens = question.prompt_tokens + question.longest_tokens
+    device, tokens = question.device, question.prompt_tokens + question.longest_tokens
     most = min(device.num_per_node, question.num_devices)
     for size in (2**i for i in range(most.bit_length())):
-        if roofline.actor_bill(model, device, 1, tokens, size).fits(device):
+        if Roofline(question.model, device).actor_bill(1, tokens, size).fits(device):
             yield size
 
 
@@ -177,19 +176,17 @@ class _Candidate:
 
     def __init__(self, question: Question, split: Split) -> None:
         self.question, self.split = question, split
-        self.model, self.device = question.model, question.device
+        self.device, self.roofline = question.device, Roofline(question.model, question.device)
         self.colocated = split.placement is Placement.COLOCATED
         self.max_lag = 0 if self.colocated else question.max_lag
         self.recomputes = not self._learner_bill(recomputes=False).fits(question.device)
         self.learner = self._learner_bill(recomputes=self.recomputes)
         self.num_running = self._num_running() if self.learner.fits(question.device) else 0
 
-    def _learner_bill(self, *, recomputes: bool) -> roofline.MemoryBill:
+    def _learner_bill(self, *, recomputes: bool) -> MemoryBill:
         shards = self.split.learner_devices
-        bill = roofline.learner_bill(
-            self.model, self.device, MICRO_BATCH_TOKENS, shards, checkpoint_activations=recomputes
-        )
-        frozen = roofline.reference_bill(self.model, self.device, num_shards=shards)
+        bill = self.roofline.learner_bill(MICRO_BATCH_TOKENS, shards, checkpoint_activations=recomputes)
+        frozen = self.roofline.reference_bill(shards)
         if self.question.adapter:  # frozen weights, and next to nothing to train
             bill = replace(frozen, activation_bytes=bill.activation_bytes)
         return bill + frozen if self.question.reference else bill
@@ -197,43 +194,37 @@ class _Candidate:
     def _num_running(self) -> int:
         """Sequences that an engine has room for, and never more than there are."""
         question, engines, size = self.question, self.split.num_engines, self.split.tensor_parallel
-        number_bytes = self.device.number_bytes
-        weights = self.model.weight_bytes(number_bytes) / size
-        shared = self.learner if self.colocated else roofline.MemoryBill()
+        weights = self.roofline.weight_bytes / size
+        shared = self.learner if self.colocated else MemoryBill()
         held = shared.training_bytes + shared.weight_bytes  # activations come and go with the cache
-        free = (roofline.USABLE_SHARE * self.device.memory_bytes - weights - held) * size
-        room = free / (question.sequence_tokens * self.model.kv_bytes_per_token(number_bytes))
+        free = (USABLE_SHARE * self.device.memory_bytes - weights - held) * size
+        room = free / (question.sequence_tokens * self.roofline.kv_bytes)
         wanted = question.num_answers * (self.max_lag + 1)
         return max(0, min(int(room), -(-wanted // engines)))
 
     @cached_property
-    def transfer(self) -> roofline.Transfer | None:
+    def transfer(self) -> Transfer | None:
         """All weights, or only what changed where all would take much of the learner's step."""
         if self.colocated:
             return None
-        question, split = self.question, self.split
-        model, device, tokens = self.model, self.device, question.sequence_tokens
+        question, split, tokens = self.question, self.split, self.question.sequence_tokens
         engines, learners = split.num_engines, split.learner_devices
-        full = full_transfer(device, question.num_devices, engines, learners, split.tensor_parallel)
+        full = self.roofline.full_transfer(question.num_devices, engines, learners, split.tensor_parallel)
         if question.adapter:
-            return replace(full, encoding=roofline.WireFormat.ADAPTER)
-        step_tokens = question.num_answers * tokens
-        training_s = roofline.train_s(model, device, num_tokens=step_tokens, sequence_tokens=tokens)
-        too_slow = roofline.sync_times(model, device, full).total_s * learners > SYNC_TO_MIND * training_s
-        return replace(full, encoding=roofline.WireFormat.DELTA) if too_slow else full
+            return replace(full, encoding=WireFormat.ADAPTER)
+        training_s = self.roofline.train_s(question.num_answers * tokens, tokens)
+        too_slow = self.roofline.sync_times(full).total_s * learners > SYNC_TO_MIND * training_s
+        return replace(full, encoding=WireFormat.DELTA) if too_slow else full
 
     @cached_property
-    def sync(self) -> roofline.SyncTimes | None:
-        if self.transfer is None:
-            return None
-        return roofline.sync_times(self.model, self.device, self.transfer)
+    def sync(self) -> SyncTimes | None:
+        return self.roofline.sync_times(self.transfer) if self.transfer else None
 
     @cached_property
     def machine(self) -> Machine:
         question, learners = self.question, self.split.learner_devices
         known = speeds(
-            self.model,
-            self.device,
+            self.roofline,
             rows=self.num_running,
             prompt_tokens=question.prompt_tokens,
             mean_tokens=question.lengths.cut_mean,
@@ -242,7 +233,7 @@ class _Candidate:
         engines, tokens = self.split.num_engines, question.sequence_tokens
         blank = Machine(rollout_workers=engines, rows_per_worker=self.num_running, decode_s=1.0)
         one = with_speeds(blank, known)
-        reference_s = roofline.forward_s(self.model, self.device, num_tokens=1, sequence_tokens=tokens)
+        reference_s = self.roofline.forward_s(1, tokens)
         return replace(
             one,
             # recomputing is the forward pass once more
@@ -280,7 +271,7 @@ class _Candidate:
         run, parts = self._simulated()
         goodput = run.goodput * parts * question.useful
         tokens, size = question.sequence_tokens, split.tensor_parallel
-        actor = roofline.actor_bill(self.model, self.device, self.num_running, tokens, size)
+        actor = self.roofline.actor_bill(self.num_running, tokens, size)
         learner, per_hour = self.learner, self.device.dollars_per_hour * question.num_devices
         if self.colocated:  # the cache is given back before activations are made
             part = "kv_bytes" if actor.kv_bytes < learner.activation_bytes else "activation_bytes"
@@ -366,13 +357,13 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
         yield f"the longest of {samples} answers is {tail:.1f} times the mean, and everybody waits for it"
     if question.reward_s > 0.2 * made.step_s:
         yield f"verdicts of {question.reward_s:g} s are a large part of a step of {made.step_s:.1f} s"
-    if made.transfer is not None and made.transfer.encoding is roofline.WireFormat.DELTA:
+    if made.transfer is not None and made.transfer.encoding is WireFormat.DELTA:
         yield "publishing counts on few weights changing in bfloat16, as they do at small learning rates"
     if made.recomputes:
         yield "activations are recomputed to fit into memory: a third more work for the learner"
     if (size := made.layout.tensor_parallel) > 1:
         yield f"Headrace's own engine runs on one device: an engine of {size} is not built yet"
     gradients, sharded = GRADIENT_BYTES * question.model.num_params, made.layout.learner_devices > 1
-    if sharded and not question.adapter and gradients + trained > roofline.USABLE_SHARE * memory:
+    if sharded and not question.adapter and gradients + trained > USABLE_SHARE * memory:
         more = f"{gradients / 1e9:.0f} GB more than this bill says, and they do not fit"
         yield f"each rank of Headrace's learner holds all gradients: {more}"

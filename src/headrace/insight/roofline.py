@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 from enum import StrEnum
-from functools import partial
 from operator import add
 from typing import Annotated
 
@@ -40,6 +39,8 @@ TRAINING_BYTES_PER_PARAM = 16
 USABLE_SHARE = 0.9  # of a device's memory: the rest is for buffers, fragments and the driver
 CHANGED_SHARE = 0.02  # of bfloat16 weights in a step of RL, as others found at learning rates near 3e-6
 CHANGED_BYTES = 2.1  # of a changed weight, with its place: 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%
+BUCKET_BYTES = 512e6
+SENDERS = 8  # of the learner's devices, at most
 LAYER_NUMBERS = 17
 """Numbers that a layer keeps of each token for its backward pass, in multiples of its width: norms,
 projections, attention and the feed-forward part, without the attention matrix itself, which kernels
@@ -64,46 +65,6 @@ class Efficiency:
 MEASURED = Efficiency()
 
 
-def decode_step_s(
-    model: ModelShape,
-    device: Accelerator,
-    *,
-    batch: float,
-    context_tokens: float,
-    tensor_parallel: int = 1,
-    efficiency: Efficiency = MEASURED,
-) -> float:
-    """One token for each of `batch` sequences, on an engine of `tensor_parallel` devices."""
-    read_bytes = model.params_read(batch) * device.number_bytes
-    read_bytes += batch * context_tokens * model.kv_bytes_per_token(device.number_bytes)
-    read_s = read_bytes / (device.memory_bytes_per_s * efficiency.bandwidth)
-    compute_s = 2 * model.num_active_params * batch / (device.flops_per_s * efficiency.mfu)
-    return max(read_s, compute_s) / tensor_parallel + model.num_layers * efficiency.layer_overhead_s
-
-
-def forward_s(
-    model: ModelShape,
-    device: Accelerator,
-    *,
-    num_tokens: float,
-    sequence_tokens: float,
-    num_devices: int = 1,
-    passes: int = 1,
-    efficiency: Efficiency = MEASURED,
-) -> float:
-    """Prefill, or the reference's log-probs. A token attends to half of its sequence on average."""
-    attention = 2 * model.num_layers * model.attention_size * sequence_tokens
-    flops = 2 * model.num_active_params + attention
-    return passes * (num_tokens * flops / (num_devices * device.flops_per_s * efficiency.mfu))
-
-
-train_s = partial(forward_s, passes=3)
-"""Forward and backward, on prompts too; what is recomputed to save memory is not counted."""
-
-
-# ---- memory
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryBill:
     """Bytes on one device, by what they are for. Bills of stages that share a device add up."""
@@ -122,47 +83,6 @@ class MemoryBill:
 
     def fits(self, device: Accelerator) -> bool:
         return self.total_bytes <= USABLE_SHARE * device.memory_bytes
-
-
-def actor_bill(
-    model: ModelShape, device: Accelerator, num_running: float, context_tokens: float, tensor_parallel: int = 1
-) -> MemoryBill:
-    """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences."""
-    weights = model.weight_bytes(device.number_bytes)
-    cached = num_running * context_tokens * model.kv_bytes_per_token(device.number_bytes)
-    return MemoryBill(weight_bytes=weights / tensor_parallel, kv_bytes=cached / tensor_parallel)
-
-
-def learner_bill(
-    model: ModelShape,
-    device: Accelerator,
-    micro_batch_tokens: float,
-    num_shards: int = 1,
-    *,
-    checkpoint_activations: bool = False,
-) -> MemoryBill:
-    """One of the `num_shards` devices that the training state is spread over; each has
-    micro-batches of its own.
-
-    With `checkpoint_activations` only every layer's input is kept, and one layer at a time is
-    computed again.
-    """
-    layer_bytes = device.number_bytes * (model.hidden_size + model.attention_size) / 2 * LAYER_NUMBERS
-    layers_bytes = layer_bytes * model.num_layers
-    if checkpoint_activations:
-        layers_bytes = device.number_bytes * model.hidden_size * model.num_layers + layer_bytes
-    return MemoryBill(
-        training_bytes=TRAINING_BYTES_PER_PARAM * model.num_params / num_shards,
-        activation_bytes=micro_batch_tokens * layers_bytes,
-    )
-
-
-def reference_bill(model: ModelShape, device: Accelerator, *, num_shards: int = 1) -> MemoryBill:
-    """One of the devices that a frozen copy of the policy is spread over."""
-    return MemoryBill(weight_bytes=model.weight_bytes(device.number_bytes) / num_shards)
-
-
-# ---- publishing
 
 
 class WireFormat(StrEnum):
@@ -207,39 +127,118 @@ class SyncTimes:
         return max(parts) + (sum(parts) - max(parts)) / self.num_buckets
 
 
-def payload_bytes(model: ModelShape, device: Accelerator, transfer: Transfer) -> float:
-    """One copy, on the wire."""
-    number_bytes = transfer.wire_bytes or device.number_bytes
-    match transfer.encoding:
-        case WireFormat.FULL:
-            return number_bytes * model.num_params
-        case WireFormat.DELTA:
-            return CHANGED_BYTES * transfer.changed_share * model.num_params
-        case WireFormat.ADAPTER:
-            query_and_output = 2 * (model.hidden_size + model.attention_size)
-            key_and_value = 2 * model.hidden_size + model.kv_size
-            numbers = transfer.adapter_rank * model.num_layers * (query_and_output + key_and_value)
-            return number_bytes * numbers
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a model takes on a device: seconds, bytes, and the way of new weights to the engines."""
 
+    model: ModelShape
+    device: Accelerator
+    efficiency: Efficiency = MEASURED
 
-def sync_times(model: ModelShape, device: Accelerator, transfer: Transfer) -> SyncTimes:
-    """The four operations of one new version, at the datasheet's speeds."""
-    payload = payload_bytes(model, device, transfer)
-    learners, tp = transfer.num_learners, transfer.tensor_parallel
-    link, memory = device.link_bytes_per_s, device.memory_bytes_per_s
-    part = payload / min(transfer.num_senders, learners)  # that each sender sends of each copy
-    bucket = min(part, transfer.bucket_bytes or part)
-    cast, weights = 0.0, model.weight_bytes(device.number_bytes)  # cast: read and written
-    if transfer.encoding is WireFormat.DELTA:
-        cast = 2 * weights + payload  # the new ones beside the old
-    elif transfer.encoding is WireFormat.FULL and payload != weights:
-        cast = weights + payload
-    # A relay passes a bucket on while the next arrives, so further copies cost a bucket each.
-    sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
-    return SyncTimes(
-        gather_s=(part - payload / learners) / link,  # a sender has a part of the weights itself
-        cast_s=cast / learners / memory,
-        broadcast_s=sent / (link if transfer.same_node else device.network_bytes_per_s),
-        reshard_s=payload * (tp - 1) / tp / link + 2 * payload / tp / memory,
-        num_buckets=math.ceil(part / bucket),
-    )
+    @property
+    def weight_bytes(self) -> float:
+        return self.device.number_bytes * self.model.num_params
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one token's cache."""
+        return self.model.kv_bytes_per_token(self.device.number_bytes)
+
+    def decode_step_s(self, *, batch: float, context_tokens: float, tensor_parallel: int = 1) -> float:
+        """One token for each of `batch` sequences, on an engine of `tensor_parallel` devices."""
+        model, device, efficiency = self.model, self.device, self.efficiency
+        read_bytes = model.params_read(batch) * device.number_bytes
+        read_bytes += batch * context_tokens * self.kv_bytes
+        read_s = read_bytes / (device.memory_bytes_per_s * efficiency.bandwidth)
+        compute_s = 2 * model.num_active_params * batch / (device.flops_per_s * efficiency.mfu)
+        return max(read_s, compute_s) / tensor_parallel + model.num_layers * efficiency.layer_overhead_s
+
+    def forward_s(self, num_tokens: float, sequence_tokens: float, num_devices: int = 1) -> float:
+        """Prefill, or the reference's log-probs. A token attends to half of its sequence on average."""
+        model = self.model
+        attention = 2 * model.num_layers * model.attention_size * sequence_tokens
+        flops = num_tokens * (2 * model.num_active_params + attention)
+        return flops / (num_devices * self.device.flops_per_s * self.efficiency.mfu)
+
+    def train_s(self, num_tokens: float, sequence_tokens: float, num_devices: int = 1) -> float:
+        """Forward and backward, on prompts too; what is recomputed to save memory is not counted."""
+        return 3 * self.forward_s(num_tokens, sequence_tokens, num_devices)
+
+    # ---- memory
+
+    def actor_bill(self, num_running: float, context_tokens: float, tensor_parallel: int = 1) -> MemoryBill:
+        """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences."""
+        cached = num_running * context_tokens * self.kv_bytes / tensor_parallel
+        return MemoryBill(weight_bytes=self.weight_bytes / tensor_parallel, kv_bytes=cached)
+
+    def learner_bill(
+        self, micro_batch_tokens: float, num_shards: int = 1, *, checkpoint_activations: bool = False
+    ) -> MemoryBill:
+        """One of the `num_shards` devices that share the training state, with micro-batches of its
+        own.
+
+        With `checkpoint_activations` only every layer's input is kept, and one layer at a time is
+        computed again.
+        """
+        model, number_bytes = self.model, self.device.number_bytes
+        layer_bytes = number_bytes * (model.hidden_size + model.attention_size) / 2 * LAYER_NUMBERS
+        layers_bytes = layer_bytes * model.num_layers
+        if checkpoint_activations:
+            layers_bytes = number_bytes * model.hidden_size * model.num_layers + layer_bytes
+        return MemoryBill(
+            training_bytes=TRAINING_BYTES_PER_PARAM * model.num_params / num_shards,
+            activation_bytes=micro_batch_tokens * layers_bytes,
+        )
+
+    def reference_bill(self, num_shards: int = 1) -> MemoryBill:
+        """One of the devices that a frozen copy of the policy is spread over."""
+        return MemoryBill(weight_bytes=self.weight_bytes / num_shards)
+
+    # ---- publishing
+
+    def full_transfer(self, num_gpus: int, engines: int, learners: int, tensor_parallel: int) -> Transfer:
+        """All weights, in buckets, sent by several learners and passed on from engine to engine."""
+        return Transfer(
+            num_copies=engines,
+            num_learners=learners,
+            num_senders=min(SENDERS, learners),
+            tensor_parallel=tensor_parallel,
+            bucket_bytes=BUCKET_BYTES,
+            relay=engines > 1,
+            same_node=num_gpus <= self.device.num_per_node,
+        )
+
+    def payload_bytes(self, transfer: Transfer) -> float:
+        """One copy, on the wire."""
+        model, number_bytes = self.model, transfer.wire_bytes or self.device.number_bytes
+        match transfer.encoding:
+            case WireFormat.FULL:
+                return number_bytes * model.num_params
+            case WireFormat.DELTA:
+                return CHANGED_BYTES * transfer.changed_share * model.num_params
+            case WireFormat.ADAPTER:
+                query_and_output = 2 * (model.hidden_size + model.attention_size)
+                key_and_value = 2 * model.hidden_size + model.kv_size
+                size = model.num_layers * (query_and_output + key_and_value)
+                return number_bytes * transfer.adapter_rank * size
+
+    def sync_times(self, transfer: Transfer) -> SyncTimes:
+        """The four operations of one new version, at the datasheet's speeds."""
+        payload, learners, tp = self.payload_bytes(transfer), transfer.num_learners, transfer.tensor_parallel
+        link, memory = self.device.link_bytes_per_s, self.device.memory_bytes_per_s
+        part = payload / min(transfer.num_senders, learners)  # that each sender sends of each copy
+        bucket = min(part, transfer.bucket_bytes or part)
+        cast = 0.0  # read and written
+        if transfer.encoding is WireFormat.DELTA:
+            cast = 2 * self.weight_bytes + payload  # the new ones beside the old
+        elif transfer.encoding is WireFormat.FULL and payload != self.weight_bytes:
+            cast = self.weight_bytes + payload
+        # A relay passes a bucket on while the next arrives, so further copies cost a bucket each.
+        sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
+        return SyncTimes(
+            gather_s=(part - payload / learners) / link,  # a sender has a part of the weights itself
+            cast_s=cast / learners / memory,
+            broadcast_s=sent / (link if transfer.same_node else self.device.network_bytes_per_s),
+            reshard_s=payload * (tp - 1) / tp / link + 2 * payload / tp / memory,
+            num_buckets=math.ceil(part / bucket),
+        )

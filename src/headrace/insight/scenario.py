@@ -1,7 +1,7 @@
 """From a recipe and a few numbers to what a simulation is told.
 
-The recipe says what a step consists of. How long things take comes from a run's ledger, is typed, or is worked out from
-a model's shape and a device's datasheet.
+The recipe says what a step consists of. How long things take comes from a run's ledger, is typed,
+or is worked out from a model's shape and a device's datasheet.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import calibrate, workload_of
 from headrace.insight.hardware import Accelerator, ModelShape
-from headrace.insight.roofline import Transfer, decode_step_s, forward_s, sync_times, train_s
+from headrace.insight.roofline import Roofline
 from headrace.insight.workload import LogNormal, Machine, Workload
 
 DEFAULT_PROMPT_TOKENS = 512.0
-BUCKET_BYTES = 512e6
-SENDERS = 8  # of the learner's devices, at most
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
@@ -102,9 +100,9 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
 
 def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Accelerator) -> Typed:
     """What was typed, and the rest by the datasheet; answers are half as long as they may be, if nobody says."""
+    roofline = Roofline(model, device)
     known = speeds(
-        model,
-        device,
+        roofline,
         rows=config.rollout.max_running,
         prompt_tokens=typed.prompt_tokens or DEFAULT_PROMPT_TOKENS,
         mean_tokens=typed.mean_tokens or config.rollout.max_new_tokens / 2,
@@ -113,8 +111,8 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
     publish_s = 0.0
     if not layout.turns:
         engines, learners = layout.rollout_workers, layout.learner_gpus
-        transfer = full_transfer(device, layout.gpus, engines, learners, layout.gpus_per_worker)
-        publish_s = sync_times(model, device, transfer).total_s
+        transfer = roofline.full_transfer(layout.gpus, engines, learners, layout.gpus_per_worker)
+        publish_s = roofline.sync_times(transfer).total_s
     return replace(
         typed,
         mean_tokens=known.mean_tokens,
@@ -128,23 +126,17 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
     )
 
 
-def speeds(
-    model: ModelShape,
-    device: Accelerator,
-    *,
-    rows: int,
-    prompt_tokens: float,
-    mean_tokens: float,
-    gpus_per_worker: int,
-) -> Typed:
-    """What a device does with a model, by the datasheet: the same numbers for `simulate` and for `plan`.
+def speeds(roofline: Roofline, *, rows: int, prompt_tokens: float, mean_tokens: float, gpus_per_worker: int) -> Typed:
+    """What a device does with a model, by the datasheet: the same numbers for `simulate` and
+    `plan`.
 
-    `context_s` counts the contexts of the rows, and the other decode times are without them. So a full step half-way
-    through its answers takes what the datasheet says, whether reading or computing binds it.
+    `context_s` counts the contexts of the rows, and the other decode times are without them. So a
+    full step half-way through its answers takes what the datasheet says, whether reading or
+    computing binds it.
     """
 
     def decode_s(batch: int, context: float = 0.0) -> float:
-        return decode_step_s(model, device, batch=batch, context_tokens=context, tensor_parallel=gpus_per_worker)
+        return roofline.decode_step_s(batch=batch, context_tokens=context, tensor_parallel=gpus_per_worker)
 
     half_way, alone_s = prompt_tokens + mean_tokens / 2, decode_s(1)
     context_s = (decode_s(1, 1e6) - alone_s) / 1e6
@@ -155,25 +147,8 @@ def speeds(
         decode_s=alone_s,
         rollout_tokens_s=rows / full_s,
         context_s=context_s,
-        train_tokens_s=1 / train_s(model, device, num_tokens=1, sequence_tokens=prompt_tokens + mean_tokens),
-        prefill_token_s=forward_s(
-            model, device, num_tokens=1, sequence_tokens=prompt_tokens, num_devices=gpus_per_worker
-        ),
-    )
-
-
-def full_transfer(
-    device: Accelerator, num_gpus: int, num_engines: int, num_learners: int, tensor_parallel: int
-) -> Transfer:
-    """All weights, in buckets, sent by several learners' devices and passed on from engine to engine."""
-    return Transfer(
-        num_copies=num_engines,
-        num_learners=num_learners,
-        num_senders=min(SENDERS, num_learners),
-        tensor_parallel=tensor_parallel,
-        bucket_bytes=BUCKET_BYTES,
-        relay=num_engines > 1,
-        same_node=num_gpus <= device.num_per_node,
+        train_tokens_s=1 / roofline.train_s(1, prompt_tokens + mean_tokens),
+        prefill_token_s=roofline.forward_s(1, prompt_tokens, gpus_per_worker),
     )
 
 
