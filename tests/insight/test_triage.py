@@ -106,7 +106,7 @@ def test_fuller_passes_are_proposed_where_passes_cost_more_than_tokens() -> None
         rollout_workers=1, rows_per_worker=16, decode_s=1e-3, train_pass_s=0.01, pass_tokens=20, colocated=True
     )
     work = Workload(groups_per_step=4, samples=4, tokens=LogNormal(mean=20.0))
-    calibration = Calibration(workload=work, machine=machine, max_lag=0, num_steps=1, step_s=0.18)
+    calibration = Calibration(workload=work, machine=machine, max_lag=0, num_steps=1)
     now = simulate(work, machine, max_lag=0)
     found = {move.settings: move for move in _moves(calibration, config, now)}
     fuller = found[("learner.micro_batch_tokens=80",)]

@@ -24,7 +24,6 @@ from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, read_
 from headrace.types import DropReason, FinishReason
 
 _ROUNDS = 8
-_STAGES = ("rollout", "train", "reference", "publish", "evaluate")
 ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of the work, half as efficient
 PASS_STEPS = 5  # decode steps cost about as much as a pass of the learner, before its tokens
 
@@ -37,7 +36,6 @@ class Calibration:
     machine: Machine
     max_lag: int
     num_steps: int
-    step_s: float  # mean, measured
 
     def of(self, config: Config) -> tuple[Workload, Machine]:
         """The same answers and speeds with the settings of another run."""
@@ -87,7 +85,6 @@ def calibrate(run_dir: Path) -> Calibration:
         machine=_machine(config, rows, spans, answers, prompt_tokens, num_steps),
         max_lag=config.loop.max_lag,
         num_steps=len(rows),
-        step_s=float(rows.column("wall_s").mean()),
     )
 
 
@@ -108,7 +105,8 @@ def _machine(
     pass_tokens = np.fromiter(told, np.float64)  # NaN: the optimizer's part
     mean_token_s = np.nansum(pass_s[pass_tokens > 0]) / max(1.0, np.nansum(pass_tokens))
     running = answers["started_s"], answers["finished_s"]
-    elsewhere = during("evaluate") if apart else during("train", "reference", "publish", "evaluate")
+    learner = ("train", "reference", "publish", "evaluate")
+    elsewhere = during("evaluate") if apart else during(*learner)
     like_row_s = ROW_TOKENS * mean_token_s / workers
     decode_s, decode_row_s = decode_speed(running, answers["num_tokens"], elsewhere, like_row_s)
     optimizer_s, train_pass_s, token_s = training_speed(
@@ -118,7 +116,7 @@ def _machine(
     forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
     prefill_s = length(*_joined(during("rollout"), running)) - length(*running)
     scored = answers.where(np.isfinite(answers["scored_s"]))
-    everything = _joined(running, (scored["finished_s"], scored["scored_s"]), during(*_STAGES))
+    everything = _joined(running, (scored["finished_s"], scored["scored_s"]), during("rollout", *learner))
     host_s = rows.column("wall_s").sum() - (length(*everything) - length(*during("evaluate")))
     num_tokens = answers["num_tokens"] + answers["num_prompt_tokens"]
     num_trained = float(num_tokens[np.isfinite(answers["trained_step"])].sum())

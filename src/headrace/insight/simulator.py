@@ -22,7 +22,6 @@ from headrace.buffer.buffer import Buffer
 from headrace.buffer.filters import Sieve
 from headrace.buffer.lag import LagPolicy
 from headrace.config import BufferSection
-from headrace.errors import ConfigError
 from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually
 from headrace.insight.workload import Machine, Workload
 from headrace.types import STAGES, DropReason, FinishReason, Group, Prompt, Span, StageTimes, Timing, Trajectory
@@ -100,8 +99,6 @@ class Simulated:
 
 def simulate(workload: Workload, machine: Machine, *, max_lag: int, steps: int = 32, seed: int = 0) -> Simulated:
     """A run of `steps` steps. The same arguments give the same result."""
-    if steps < 1 or max_lag < 0:
-        raise ConfigError(f"{steps} steps with max_lag = {max_lag} cannot be simulated")
 
     async def run() -> Simulated:
         return await _Simulation(workload, machine, max_lag, seed).run(steps)

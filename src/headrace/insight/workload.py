@@ -75,7 +75,7 @@ class LogNormal:
         return np.minimum(rng.lognormal(self.mu, self.sigma, count), self.cap)
 
     def expected_max(self, n: int) -> float:
-        """Mean of the largest of `n`: ∫ (1 - Φ(z)^n) dx over x = exp(mu + sigma·z), from 0 to the cap."""
+        """Mean of the largest of `n`: ∫ (1 - Φ(z)^n) dx over x = exp(mu + sigma·z), up to the cap."""
         return _expected_max(self, n)
 
     def tail(self, n: int) -> float:
@@ -100,7 +100,7 @@ def _expected_max(lengths: LogNormal, n: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Numbers that were seen, group by group: answers to one prompt are alike, and they are drawn together."""
+    """Numbers that were seen, group by group: answers to one prompt are alike and are drawn together."""
 
     groups: tuple[Numbers, ...]
 
@@ -127,13 +127,6 @@ class Workload:
     max_new_tokens: int = 0  # answers of this length were cut; 0: none is
     drop_overlong: bool = False  # as buffer.drop_overlong
     min_share: float = 1.0  # as buffer.min_share
-
-    def __post_init__(self) -> None:
-        groups, samples, barren = self.groups_per_step, self.samples, self.no_signal_share
-        if groups < 1 or samples < 1:
-            raise ConfigError(f"a step of {groups} groups with {samples} answers trains on nothing")
-        if not 0 <= barren < 1:
-            raise ConfigError(f"the share of groups without signal is {barren:g}; it lies between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +158,11 @@ class Machine:
     batchwise: bool = False
     straggler_share: float = 0.0  # of the workers
     straggler_factor: float = 1.0  # that those are slower by
-    worker_mtbf_s: float = math.inf  # mean time between failures of one worker; its answers are started again
+    worker_mtbf_s: float = math.inf  # mean time between a worker's failures; its answers start again
     repair_s: float = 0.0  # until it is back
 
     def __post_init__(self) -> None:
-        workers, rows, step_s, row_s = self.rollout_workers, self.rows_per_worker, self.decode_s, self.decode_row_s
-        if workers < 1 or rows < 1:
-            raise ConfigError(f"{workers} rollout workers with {rows} rows each generate nothing")
+        step_s, row_s = self.decode_s, self.decode_row_s
         if step_s < 0 or row_s < 0 or step_s + row_s <= 0:
             takes = f"{step_s:g} s and {row_s:g} s for each row"
             raise ConfigError(f"a decode step takes {takes}; it takes some time")
