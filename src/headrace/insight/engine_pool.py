@@ -142,7 +142,7 @@ class EnginePool:
     """Starts parts in order, on the worker with the fewest rows, once it has room for all of a part.
 
     `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that is
-    complete, `on_lost(tokens)` what a failing worker had sampled of an answer that is started again.
+    complete. `lost_tokens` are what failing workers had sampled of answers that are started again.
     """
 
     def __init__(
@@ -152,18 +152,17 @@ class EnginePool:
         prompt_tokens: float,
         on_begin: Callable[[Any], None],
         on_end: Callable[[Any, int], None],
-        on_lost: Callable[[float], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
         self._machine, self._prompt_tokens, workers = machine, prompt_tokens, machine.rollout_workers
         self._prefill_s = machine.prefill_s + machine.prefill_token_s * prompt_tokens
-        self._on_begin, self._on_end, self._on_lost = on_begin, on_end, on_lost
+        self._on_begin, self._on_end = on_begin, on_end
         slow = set(rng.permutation(workers)[: round(machine.straggler_share * workers)])
         factors = [machine.straggler_factor if i in slow else 1.0 for i in range(workers)]
         self.workers = [SimulatedEngine(i, by, by * machine.context_s) for i, by in enumerate(factors)]
-        self.num_failures = 0
+        self.num_failures, self.lost_tokens = 0, 0.0
         self._waiting: deque[GroupPart] = deque()
         self._events: list[tuple[float, int, int]] = []  # when, worker, stamp; void if not its newest
         self._by_load = [(0, i) for i in range(workers)]  # a heap; void where the rows are others now
@@ -222,7 +221,7 @@ class EnginePool:
         worker.advance(self.now())
         lost: dict[GroupPart, list[int]] = {}
         for row in worker.ends:
-            self._on_lost(worker.so_far(row))
+            self.lost_tokens += worker.so_far(row)
             lost.setdefault(row[2], []).append(row[3])
         for part, lengths in lost.items():
             part.lengths, part.worker = lengths, None

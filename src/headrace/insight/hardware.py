@@ -183,7 +183,24 @@ def model_shape(text: str) -> ModelShape:
     if not Path(text).exists():
         either = "neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json"
         raise ModelError(f"{text!r} is {either}")
-    return read_config(Path(text))
+    path = Path(text)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"there is no config.json in {path}") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} is not a model's configuration")
+    try:
+        return from_config(content.get("text_config", content), name=file.resolve().parent.name)
+    except KeyError as error:
+        problem = f"does not say {error.args[0]}"
+        raise ModelError(f"{file} {problem}; name a size instead, such as 7B") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        problem = f"has a number that cannot be ({error})"
+        raise ModelError(f"{file} {problem}; name a size instead, such as 7B") from error
 
 
 def sized_shape(text: str) -> ModelShape:
@@ -215,24 +232,6 @@ def sized_shape(text: str) -> ModelShape:
         hidden_size=stretched(near.hidden_size),
         attention_size=stretched(near.attention_size),
     )
-
-
-def read_config(path: Path) -> ModelShape:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"there is no config.json in {path}") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} is not a model's configuration")
-    try:
-        return from_config(content.get("text_config", content), name=file.resolve().parent.name)
-    except KeyError as error:
-        raise ModelError(f"{file} does not say {error.args[0]}; name a size instead, such as 7B") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise ModelError(f"{file} has a number that cannot be ({error}); name a size instead, such as 7B") from error
 
 
 def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:

@@ -15,6 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count, islice
 
 import numpy as np
 
@@ -186,8 +187,8 @@ class _Simulation:
             on_buffered=lambda group: None,
             on_drop=self._on_drop,
         )
-        tell = self._on_begin, self._on_end, self._on_lost
-        self.pool = EnginePool(machine, np.random.default_rng([seed, 1]), workload.prompt_tokens, *tell)
+        rng, prompt_tokens = np.random.default_rng([seed, 1]), workload.prompt_tokens
+        self.pool = EnginePool(machine, rng, prompt_tokens, self._on_begin, self._on_end)
         self.rewards = _RewardPool(machine.reward_workers)
         self.stage_busy = {stage: _Busy() for stage in STAGES}
         self.dropped: defaultdict[str, float] = defaultdict(float)
@@ -218,15 +219,14 @@ class _Simulation:
     # ---- producing
 
     async def _produce(self) -> None:
-        serial = 0
+        serials = count()
         while True:
             room = await self.buffer.admit()
             if self.machine.batchwise:
                 await self._none_running.wait()
                 room = min(room, self.workload.groups_per_step)
-            for _ in range(room):
+            for serial in islice(serials, room):
                 self._start(serial)
-                serial += 1
 
     def _start(self, serial: int) -> None:
         work, samples = self.workload, self.workload.samples
@@ -254,9 +254,6 @@ class _Simulation:
         group.scored_s = max(group.scored_s, scored_s)
         if not group.num_left:
             self.loop.call_at(group.scored_s, lambda: self._tasks.create_task(self._put(group)))
-
-    def _on_lost(self, tokens: float) -> None:
-        self.dropped[DropReason.REDONE] += tokens
 
     async def _put(self, group: _UnderWay) -> None:
         if not group.over:
@@ -384,6 +381,8 @@ class _Simulation:
             engine.advance(self.pool.now())
         in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
         in_flight += sum(group.done_tokens for group in self._running.values())
+        if self.pool.lost_tokens:
+            self.dropped[DropReason.REDONE] = self.pool.lost_tokens
         return Simulated(
             max_lag=self.max_lag,
             steps=tuple(self.steps),
