@@ -37,7 +37,7 @@ class Calibration:
     max_lag: int
     num_steps: int
 
-    def of(self, config: Config) -> tuple[Workload, Machine]:
+    def of(self, config: Config) -> Calibration:
         """The same answers and speeds with the settings of another run."""
         machine = replace(
             self.machine,
@@ -46,7 +46,8 @@ class Calibration:
             reward_workers=max(1, config.reward.workers),
             reference_token_s=self.machine.reference_token_s if config.learner.kl_coef else 0.0,
         )
-        return replace(workload_of(config, self.workload), reward_s=self.workload.reward_s), machine
+        workload = workload_of(config, self.workload)
+        return replace(self, workload=workload, machine=machine, max_lag=config.loop.max_lag)
 
 
 def workload_of(config: Config, like: Workload) -> Workload:

@@ -42,44 +42,35 @@ def _in_general(bottleneck: Bottleneck) -> str:
 
 def triage_report(found: Triage | TypedTriage) -> Report:
     """What holds a run, or a step of five stage times, back, and what to change first."""
+    signs, basis = [_sign(found.bottleneck)], list[str]()
     if isinstance(found, TypedTriage):
-        return _typed_report(found)
-    reading, now_s = found.reading, found.simulated_s
-    first, last = reading.measured_steps[0], reading.measured_steps[-1]
-    goodput = reading.goodput_tokens_per_s
-    speed = f", {goodput:,.0f} trained tokens a second" if goodput else ""
-    saved = {name: now_s - step_s for name, step_s in found.without.items()}
-    named = sorted(saved, key=lambda name: -saved[name])
-    listed = ", ".join(f"{seconds(found.without[name])} without {name}" for name in named if saved[name] > 0.01 * now_s)
-    costs = f"A step of {seconds(now_s)} would take {listed or 'as long without any one of them'}."
-    measured = f"; measured are {seconds(reading.step_s.mean)}" if reading.step_s else ""
-    puts = f"It puts a step at {seconds(now_s)}{measured}."
-    basis = f"Predicted by a simulation with this run's speeds. {puts}"
-    return Report(
-        title=f"{reading.run_dir}: steps {first} to {last}{speed}",
-        sections=(
-            Section(title="the bottleneck", sentences=(_sign(found.bottleneck), costs)),
-            _moves(found.moves, found.bottleneck, now_s, basis),
+        now_s, rows = found.step_s[found.placement], []
+        for placement, step_s in found.step_s.items():
+            mark = "  <" if placement is found.placement else ""
+            rows.append((str(placement), f"{seconds(step_s, 4)}{mark}"))
+        title, more = f"a step of {seconds(now_s)}", [Section(tables=(_table(("placement", "step"), rows),))]
+    else:
+        reading, now_s, without = found.reading, found.simulated_s, found.without
+        first, last = reading.measured_steps[0], reading.measured_steps[-1]
+        goodput = reading.goodput_tokens_per_s
+        speed = f", {goodput:,.0f} trained tokens a second" if goodput else ""
+        title = f"{reading.run_dir}: steps {first} to {last}{speed}"
+        costly = (name for name in without if now_s - without[name] > 0.01 * now_s)
+        named = sorted(costly, key=lambda name: without[name] - now_s)
+        listed = ", ".join(f"{seconds(without[name])} without {name}" for name in named)
+        costs = listed or "as long without any one of them"
+        signs.append(f"A step of {seconds(now_s)} would take {costs}.")
+        measured = f"; measured are {seconds(reading.step_s.mean)}" if reading.step_s else ""
+        puts = f"It puts a step at {seconds(now_s)}{measured}."
+        basis.append(f"Predicted by a simulation with this run's speeds. {puts}")
+        health = (*_losses(reading), *_health(reading))
+        more = [
             Section(title="stage times", tables=(_stage_table(reading),)),
-            Section(title="losses and health", sentences=(*_losses(reading), *_health(reading))),
-        ),
-    )
-
-
-def _typed_report(found: TypedTriage) -> Report:
-    now_s, chosen = found.step_s[found.placement], found.placement
-    rows = [
-        (str(placement), f"{seconds(step_s, 4)}{'  <' if placement is chosen else ''}")
-        for placement, step_s in found.step_s.items()
-    ]
-    return Report(
-        title=f"a step of {seconds(now_s)}",
-        sections=(
-            Section(title="the bottleneck", sentences=(_sign(found.bottleneck),)),
-            _moves(found.moves, found.bottleneck, now_s),
-            Section(tables=(_table(("placement", "step"), rows),)),
-        ),
-    )
+            Section(title="losses and health", sentences=health),
+        ]
+    held_up = Section(title="the bottleneck", sentences=tuple(signs))
+    moves = _moves(found.moves, found.bottleneck, now_s, *basis)
+    return Report(title=title, sections=(held_up, moves, *more))
 
 
 def _stage_table(reading: Reading) -> Table:

@@ -75,7 +75,28 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
             f"{layout.gpus} GPUs with {layout.rollout_workers} rollout workers of {layout.gpus_per_worker} "
             "leave none to train; lower --rollout-share, or share them with --colocated"
         )
-    work, one = _typed_only(config, typed) if run is None else calibrate(run).of(config)
+    if run is not None:
+        known = calibrate(run).of(config)
+        work, one = known.workload, known.machine
+    else:
+        needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
+        needed |= {"--train-tokens-s": typed.train_tokens_s}
+        if missing := ", ".join(name for name, value in needed.items() if not value):
+            raise ConfigError(
+                f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to "
+                "take them from a run's ledger, or --params 7B to work them out"
+            )
+        blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
+        work, one = (
+            workload_of(config, blank),
+            Machine(
+                rollout_workers=1,
+                rows_per_worker=config.rollout.max_running,
+                decode_s=1.0,
+                pass_tokens=config.learner.micro_batch_tokens,
+                reward_workers=config.reward.workers,
+            ),
+        )
     if typed.mean_tokens:
         work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
     if typed.prompt_tokens:
@@ -149,25 +170,6 @@ def speeds(roofline: Roofline, *, rows: int, prompt_tokens: float, mean_tokens: 
         context_s=context_s,
         train_tokens_s=1 / roofline.train_s(1, prompt_tokens + mean_tokens),
         prefill_token_s=roofline.forward_s(1, prompt_tokens, gpus_per_worker),
-    )
-
-
-def _typed_only(config: Config, typed: Typed) -> tuple[Workload, Machine]:
-    """The recipe's step, and a machine whose speeds are still to be set."""
-    needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
-    needed |= {"--train-tokens-s": typed.train_tokens_s}
-    if missing := ", ".join(name for name, value in needed.items() if not value):
-        raise ConfigError(
-            f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to take "
-            "them from a run's ledger, or --params 7B to work them out"
-        )
-    blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
-    return workload_of(config, blank), Machine(
-        rollout_workers=1,
-        rows_per_worker=config.rollout.max_running,
-        decode_s=1.0,
-        pass_tokens=config.learner.micro_batch_tokens,
-        reward_workers=config.reward.workers,
     )
 
 

@@ -19,7 +19,7 @@ from headrace.insight.calibration import Calibration, calibrate
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, PLACEMENT_WORDS, Bottleneck, Placement, exposed, step_s
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.workload import LogNormal, Machine, Workload
+from headrace.insight.workload import LogNormal
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6
@@ -64,16 +64,19 @@ class TypedTriage:
 
 
 def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
-    calibration = calibrate(run_dir)
-    reading = read(run_dir, last_steps=last_steps)
-    now = _simulated(calibration.workload, calibration.machine, calibration.max_lag)
-    without = _without_each(calibration)
+    known, reading = calibrate(run_dir), read(run_dir, last_steps=last_steps)
+    now, without = _simulated(known), _without_each(known)
+    saved = {name: now.step_s - without_s for name, without_s in without.items()}
+    tail_s = saved.pop(Bottleneck.TAIL)
+    bottleneck = max(saved, key=lambda name: saved[name])
+    if bottleneck is Bottleneck.GENERATION and tail_s > TAIL_SHARE * saved[bottleneck]:
+        bottleneck = Bottleneck.TAIL  # it is a few long answers, not the work
     return Triage(
         reading=reading,
-        bottleneck=_bottleneck(without, now.step_s),
+        bottleneck=bottleneck,
         without=without,
         simulated_s=now.step_s,
-        moves=_ranked(_moves(calibration, reading.config, now)),
+        moves=_ranked(_moves(known, reading.config, now)),
     )
 
 
@@ -100,50 +103,44 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
     )
 
 
-def _simulated(work: Workload, machine: Machine, max_lag: int) -> Simulated:
-    return simulate(work, machine, max_lag=max_lag, steps=STEPS)
+def _simulated(known: Calibration) -> Simulated:
+    return simulate(known.workload, known.machine, max_lag=known.max_lag, steps=STEPS)
 
 
-def _without_each(calibration: Calibration) -> dict[Bottleneck, float]:
+def _without_each(known: Calibration) -> dict[Bottleneck, float]:
     """How long a step would be if one thing cost nothing."""
-    work, machine = calibration.workload, calibration.machine
+    work, machine = known.workload, known.machine
     engine: dict[str, Any] = dict.fromkeys(ENGINE_SECONDS, 0.0) | {"decode_s": NO_TIME_S}
     learner: dict[str, Any] = dict.fromkeys((*LEARNER_SECONDS, "reference_token_s"), 0.0)
-    cases: dict[Bottleneck, tuple[Workload, Machine]] = {
-        Bottleneck.GENERATION: (work, replace(machine, **engine)),
-        Bottleneck.REWARD: (replace(work, reward_s=LogNormal(mean=0.0)), machine),
-        Bottleneck.LEARNER: (work, replace(machine, **learner)),
-        Bottleneck.SYNC: (work, replace(machine, publish_s=0.0)),
-        Bottleneck.TAIL: (replace(work, tokens=LogNormal(mean=work.tokens.mean)), machine),
-        Bottleneck.SPARSE: (replace(work, no_signal_share=0.0), machine),
+    changes: dict[Bottleneck, dict[str, Any]] = {
+        Bottleneck.GENERATION: {"machine": replace(machine, **engine)},
+        Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
+        Bottleneck.LEARNER: {"machine": replace(machine, **learner)},
+        Bottleneck.SYNC: {"machine": replace(machine, publish_s=0.0)},
+        Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
+        Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
     }
-    return {name: _simulated(*case, calibration.max_lag).step_s for name, case in cases.items()}
+    return {name: _simulated(replace(known, **change)).step_s for name, change in changes.items()}
 
 
-def _bottleneck(without: dict[Bottleneck, float], now_s: float) -> Bottleneck:
-    """What costs most; of generation, whether it is the work or a few long answers."""
-    saved = {name: now_s - without_s for name, without_s in without.items()}
-    tail_s = saved.pop(Bottleneck.TAIL)
-    found = max(saved, key=lambda name: saved[name])
-    if found is Bottleneck.GENERATION and tail_s > TAIL_SHARE * saved[found]:
-        return Bottleneck.TAIL
-    return found
-
-
-def _moves(calibration: Calibration, config: Config, now: Simulated) -> Iterator[Move]:
+def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]:
     """Every change that can be simulated, with what it would bring."""
 
-    def move(text: str, settings: tuple[str, ...], then: Simulated) -> Move:
+    def move(text: str, settings: tuple[str, ...], changed: Calibration) -> Move:
+        then = _simulated(changed)
         return Move(text=text, settings=settings, step_s=then.step_s, gain=then.goodput / now.goodput)
 
     for text, settings in _setting_moves(config):
-        changed = _with(config, settings)
-        yield move(text, settings, _simulated(*calibration.of(changed), changed.loop.max_lag))
-    machine = calibration.machine
+        changed = config
+        for key, value in (setting.split("=") for setting in settings):
+            name, field = key.split(".")
+            section = getattr(changed, name).model_copy(update={field: int(value)})
+            changed = changed.model_copy(update={name: section})
+        yield move(text, settings, known.of(changed))
     for side, names in (("generation", ENGINE_SECONDS[:2]), ("training", LEARNER_SECONDS)):
-        halved: dict[str, Any] = {name: getattr(machine, name) / 2 for name in names}
-        then = _simulated(calibration.workload, replace(machine, **halved), calibration.max_lag)
-        yield move(f"{side} twice as fast (a faster device)", (), then)
+        halved: dict[str, Any] = {name: getattr(known.machine, name) / 2 for name in names}
+        faster = replace(known, machine=replace(known.machine, **halved))
+        yield move(f"{side} twice as fast (a faster device)", (), faster)
 
 
 def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -159,16 +156,6 @@ def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     if lag == 0:
         both = ("loop.max_lag=1", f"reward.workers={workers * 2}")
         yield "both more lag and more processes that score", both
-
-
-def _with(config: Config, settings: tuple[str, ...]) -> Config:
-    """The settings with whole numbers put in their place."""
-    for setting in settings:
-        key, value = setting.split("=")
-        section, name = key.split(".")
-        changed = getattr(config, section).model_copy(update={name: int(value)})
-        config = config.model_copy(update={section: changed})
-    return config
 
 
 def _ranked(moves: Iterable[Move]) -> tuple[Move, ...]:
