@@ -113,25 +113,21 @@ class SimulatedEngine:
         """Count the decode steps up to now."""
         since_s = max(self.at_s, self.hold_s)
         if now_s > since_s and self.ends:
-            steps = self._steps_in(now_s - since_s)
+            seconds, rows = now_s - since_s, len(self.ends)
+            first_s = self.step_s + self.context_s * (self.level + rows * self.steps)
+            growth_s = self.context_s * rows
+            steps = seconds / first_s  # from here on, the inverse of `seconds_of`
+            if growth_s * seconds >= 1e-12 * first_s**2:
+                steps = (math.sqrt(first_s**2 + 2 * growth_s * seconds) - first_s) / growth_s
             self.steps += steps
-            self.sampled += steps * len(self.ends)
-            self.busy_s += now_s - since_s
+            self.sampled += steps * rows
+            self.busy_s += seconds
         self.at_s = max(self.at_s, now_s)
 
     def seconds_of(self, steps: float) -> float:
         """Of the next decode steps with these rows; each makes every context longer by a token."""
         rows = len(self.ends)
         return steps * (self.step_s + self.context_s * (self.level + rows * (self.steps + steps / 2)))
-
-    def _steps_in(self, seconds: float) -> float:
-        """The inverse of `seconds_of`."""
-        rows = len(self.ends)
-        first_s = self.step_s + self.context_s * (self.level + rows * self.steps)
-        growth_s = self.context_s * rows
-        if growth_s * seconds < 1e-12 * first_s**2:
-            return seconds / first_s
-        return (math.sqrt(first_s**2 + 2 * growth_s * seconds) - first_s) / growth_s
 
     def so_far(self, row: Running) -> float:
         """Tokens that a running row has."""

@@ -87,15 +87,13 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
                 "take them from a run's ledger, or --params 7B to work them out"
             )
         blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
-        work, one = (
-            workload_of(config, blank),
-            Machine(
-                rollout_workers=1,
-                rows_per_worker=config.rollout.max_running,
-                decode_s=1.0,
-                pass_tokens=config.learner.micro_batch_tokens,
-                reward_workers=config.reward.workers,
-            ),
+        work = workload_of(config, blank)
+        one = Machine(
+            rollout_workers=1,
+            rows_per_worker=config.rollout.max_running,
+            decode_s=1.0,
+            pass_tokens=config.learner.micro_batch_tokens,
+            reward_workers=config.reward.workers,
         )
     if typed.mean_tokens:
         work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))

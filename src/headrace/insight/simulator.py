@@ -219,27 +219,22 @@ class _Simulation:
     # ---- producing
 
     async def _produce(self) -> None:
-        serials = count()
+        work, serials = self.workload, count()
         while True:
             room = await self.buffer.admit()
             if self.machine.batchwise:
                 await self._none_running.wait()
-                room = min(room, self.workload.groups_per_step)
+                room = min(room, work.groups_per_step)
             for serial in islice(serials, room):
-                self._start(serial)
-
-    def _start(self, serial: int) -> None:
-        work, samples = self.workload, self.workload.samples
-        self.buffer.start(serial)
-        lengths = [int(n) for n in np.maximum(1.0, np.rint(work.tokens.draw(self._rng, samples)))]
-        if work.max_new_tokens:
-            lengths = [min(n, work.max_new_tokens) for n in lengths]
-        seconds = work.reward_s.draw(self._rng, samples).tolist()
-        has_signal = self._rng.random() >= work.no_signal_share
-        group = _UnderWay(serial, lengths, seconds, has_signal, [], num_left=samples)
-        self._running[serial] = group
-        self._none_running.clear()
-        group.parts = self.pool.submit(group, lengths)
+                self.buffer.start(serial)
+                drawn = np.maximum(1.0, np.rint(work.tokens.draw(self._rng, work.samples)))
+                lengths = [min(int(n), work.max_new_tokens or int(n)) for n in drawn]
+                seconds = work.reward_s.draw(self._rng, work.samples).tolist()
+                has_signal = self._rng.random() >= work.no_signal_share
+                group = _UnderWay(serial, lengths, seconds, has_signal, [], num_left=work.samples)
+                self._running[serial] = group
+                self._none_running.clear()
+                group.parts = self.pool.submit(group, lengths)
 
     def _on_begin(self, group: _UnderWay) -> None:
         if group.version < 0:

@@ -42,7 +42,10 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
     with reading(run_dir) as connection:
-        events = trace_events(connection)
+        spans = read_spans(connection)
+        found = [*_stage_events(spans), *_marks(connection, spans)]
+        found += [*_account_events(connection), *_step_events(connection)]
+    events = list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
@@ -55,14 +58,6 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     finally:
         unfinished.unlink(missing_ok=True)
     return path, len(events)
-
-
-def trace_events(connection: sqlite3.Connection) -> list[Event]:
-    """All events by time; a track's names come before its first event."""
-    spans = read_spans(connection)
-    found = [*_stage_events(spans), *_marks(connection, spans)]
-    found += [*_account_events(connection), *_step_events(connection)]
-    return list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
 
 
 def _numbered(events: list[Event]) -> Iterator[Event]:
