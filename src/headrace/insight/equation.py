@@ -11,7 +11,10 @@ being generated belongs in τV only as far as it comes after them.
 from __future__ import annotations
 
 import math
+import tomllib
 from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
 
 from headrace.errors import ConfigError
 from headrace.types import STAGES, StageTimes
@@ -64,60 +67,15 @@ BOTTLENECK_OF_STAGE = {
 }
 
 
-class Advice:
-    """What a bottleneck looks like and what to try, the first first."""
+class Advice(NamedTuple):
+    """What a bottleneck looks like and what to try, the first first. The texts are in advice.toml."""
 
-    def __init__(self, sign: str, *moves: str) -> None:
-        self.sign, self.moves = sign, moves
+    sign: str
+    moves: list[str]
 
 
-ADVICE = {
-    Bottleneck.GENERATION: Advice(
-        "decoding takes most of the step: the engine is busy, the learner waits for it",
-        "more sequences at a time (rollout.max_running), if memory for their cache is left",
-        "rollout.speculate=8, where answers repeat their prompt, each other or earlier epochs",
-        "one version of lag (loop.max_lag=1), so that training hides behind generation",
-        "more or faster devices for generation",
-    ),
-    Bottleneck.SYNC: Advice(
-        "new weights reach the engines slowly: publishing takes a large part of every step",
-        "engine and learner in one process, where both fit: they share the weights, and nothing is sent",
-        "send what changed instead of everything, or an adapter",
-        "more prompts per step (loop.groups_per_step), so that there are fewer versions to publish",
-        "nodes that pass the weights on, so that the learner sends them once",
-    ),
-    Bottleneck.LEARNER: Advice(
-        "the gradient takes most of the step: engines wait for new weights",
-        "fuller passes (learner.micro_batch_tokens), as far as memory goes",
-        "no recomputed activations (learner.checkpoint_activations=false), if memory is left",
-        "one version of lag (loop.max_lag=1), so that generation hides behind training",
-        "more devices for the learner",
-    ),
-    Bottleneck.REWARD: Advice(
-        "finished answers wait for their verdicts, and the devices with them",
-        "more processes that score (reward.workers)",
-        "one version of lag (loop.max_lag=1 or more), so that the devices work meanwhile",
-        "an async reward function, when it waits for a network rather than computes",
-        "a shorter reward.timeout_s, if a few verdicts take much longer than the others",
-    ),
-    Bottleneck.TAIL: Advice(
-        "most answers are done, and a few long ones keep everybody waiting",
-        "lag (loop.max_lag=2 or more): others are generated beside the long ones, and training does not wait",
-        "a limit on the time of one answer (rollout.max_wall_s) with rollout.on_wall='park': it goes on later",
-        "a lower rollout.max_new_tokens, with reward.overlong_tokens so that the policy learns to be brief",
-    ),
-    Bottleneck.SPARSE: Advice(
-        "most groups are dropped because all their answers got the same reward",
-        "easier prompts first, or prompts filtered by how often they are solved (buffer.filters)",
-        "more answers per prompt (rollout.samples), so that one of them succeeds",
-        "a reward with parts, that tells half-right answers from wrong ones",
-    ),
-    Bottleneck.OBSERVABILITY: Advice(
-        "trajectories cannot be rebuilt: tokens, log-probs or versions are missing",
-        "generate through this system's engine: it records all of them where they are sampled",
-    ),
-}
-
+_TEXTS = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _TEXTS.items()}
 
 # Stages that follow each other; the longest of these chains is the step.
 _CHAINS: dict[Placement, tuple[tuple[str, ...], ...]] = {
