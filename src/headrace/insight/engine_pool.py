@@ -39,9 +39,7 @@ _SAME = 1e-7  # decode steps: rows that end closer together than this end togeth
 class _Jump(selectors.SelectSelector):
     """Waits for no file: the time it would have waited has passed when it returns."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
+    now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:

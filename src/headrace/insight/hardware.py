@@ -36,14 +36,13 @@ class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf
 
 
 BUILT_IN = Path(__file__).with_name("hardware.toml")
-Hardware = Mapping[str, Accelerator]
 
 
 def built_in() -> dict[str, Accelerator]:
     return read_hardware(None)
 
 
-def find_device(name: str, hardware: Hardware | None = None) -> Accelerator:
+def find_device(name: str, hardware: Mapping[str, Accelerator] | None = None) -> Accelerator:
     """The device of that name, however it is spelt: H100, h100, rtx4090, RTX-4090."""
     known = built_in() if hardware is None else hardware
     if (match := _known_as(name, known)) is None:
@@ -98,7 +97,7 @@ def _tables(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
-def _known_as(name: str, known: Hardware) -> str | None:
+def _known_as(name: str, known: Mapping[str, Accelerator]) -> str | None:
     def letters(name: str) -> str:
         return "".join(filter(str.isalnum, name.casefold()))
 

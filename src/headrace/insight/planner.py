@@ -223,17 +223,11 @@ class _Candidate:
     @cached_property
     def machine(self) -> Machine:
         question, learners = self.question, self.split.learner_devices
-        known = speeds(
-            self.roofline,
-            rows=self.num_running,
-            prompt_tokens=question.prompt_tokens,
-            mean_tokens=question.lengths.cut_mean,
-            gpus_per_worker=self.split.tensor_parallel,
-        )
-        engines, tokens = self.split.num_engines, question.sequence_tokens
-        blank = Machine(rollout_workers=engines, rows_per_worker=self.num_running, decode_s=1.0)
+        rows, engines, size = self.num_running, self.split.num_engines, self.split.tensor_parallel
+        known = speeds(self.roofline, rows, question.prompt_tokens, question.lengths.cut_mean, size)
+        blank = Machine(rollout_workers=engines, rows_per_worker=rows, decode_s=1.0)
         one = with_speeds(blank, known)
-        reference_s = self.roofline.forward_s(1, tokens)
+        reference_s = self.roofline.forward_s(1, question.sequence_tokens)
         return replace(
             one,
             # recomputing is the forward pass once more

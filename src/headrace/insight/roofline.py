@@ -25,7 +25,7 @@ sends once and engines pass buckets on; send from many devices.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from operator import add
 from typing import Annotated
@@ -60,9 +60,6 @@ class Efficiency:
     bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
     layer_overhead_s: NonNegativeFloat = 38e-6  # of any decode step: launches, small kernels, waiting
     mfu: PositiveFloat = 0.4  # of the matrix products'
-
-
-MEASURED = Efficiency()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class Roofline:
 
     model: ModelShape
     device: Accelerator
-    efficiency: Efficiency = MEASURED
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
     @property
     def weight_bytes(self) -> float:

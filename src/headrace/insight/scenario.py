@@ -118,24 +118,21 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
 
 
 def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Accelerator) -> Typed:
-    """What was typed, and the rest by the datasheet; answers are half as long as they may be, if nobody says."""
+    """What was typed, and the rest by the datasheet; else answers are half as long as they may be."""
     roofline = Roofline(model, device)
-    known = speeds(
-        roofline,
-        rows=config.rollout.max_running,
-        prompt_tokens=typed.prompt_tokens or DEFAULT_PROMPT_TOKENS,
-        mean_tokens=typed.mean_tokens or config.rollout.max_new_tokens / 2,
-        gpus_per_worker=layout.gpus_per_worker,
-    )
+    rows, size = config.rollout.max_running, layout.gpus_per_worker
+    prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
+    mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
+    known = speeds(roofline, rows, prompt_tokens, mean_tokens, size)
     publish_s = 0.0
     if not layout.turns:
         engines, learners = layout.rollout_workers, layout.learner_gpus
-        transfer = roofline.full_transfer(layout.gpus, engines, learners, layout.gpus_per_worker)
+        transfer = roofline.full_transfer(layout.gpus, engines, learners, size)
         publish_s = roofline.sync_times(transfer).total_s
     return replace(
         typed,
-        mean_tokens=known.mean_tokens,
-        prompt_tokens=known.prompt_tokens,
+        mean_tokens=mean_tokens,
+        prompt_tokens=prompt_tokens,
         decode_s=typed.decode_s or (known.decode_s if not typed.rollout_tokens_s else 0.0),
         rollout_tokens_s=typed.rollout_tokens_s or known.rollout_tokens_s,
         context_s=0.0 if typed.rollout_tokens_s else known.context_s,
@@ -145,7 +142,7 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
     )
 
 
-def speeds(roofline: Roofline, *, rows: int, prompt_tokens: float, mean_tokens: float, gpus_per_worker: int) -> Typed:
+def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: float, gpus_per_worker: int) -> Typed:
     """What a device does with a model, by the datasheet: the same numbers for `simulate` and
     `plan`.
 

@@ -110,9 +110,7 @@ def simulate(workload: Workload, machine: Machine, *, max_lag: int, steps: int =
 class _Busy:
     """Seconds in which something was under way, from intervals that come in the order they begin."""
 
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._reached_s = 0.0
+    _total_s = _reached_s = 0.0
 
     def add(self, start_s: float, end_s: float) -> None:
         if end_s > self._reached_s:
@@ -181,11 +179,7 @@ class _Simulation:
             eager=machine.batchwise,  # a batch begins as a whole
         )
         self.buffer = Buffer(
-            policy,
-            Sieve(section),
-            patience=section.patience,
-            on_buffered=lambda group: None,
-            on_drop=self._on_drop,
+            policy, Sieve(section), patience=section.patience, on_buffered=lambda group: None, on_drop=self._on_drop
         )
         rng, prompt_tokens = np.random.default_rng([seed, 1]), workload.prompt_tokens
         self.pool = EnginePool(machine, rng, prompt_tokens, self._on_begin, self._on_end)
