@@ -160,11 +160,8 @@ def _workload(config: Config, groups: Columns, begins: npt.NDArray[np.intp]) -> 
 
 
 def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:
-    """A worker's seconds for each answer, without the wait for one; 0 if the verdict was known.
-
-    Workers take answers first come, first served, so verdicts tell who was free when.
-    """
-    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)
+    """A worker's seconds for each answer, without the wait for one; 0 if the verdict was known."""
+    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)  # first come, first served
     for i in np.argsort(finished_s, kind="stable"):
         if np.isnan(scored_s[i]):
             continue
@@ -250,7 +247,6 @@ def _fit(
     noise = max(error, 1e-12 * size) * alike
     precision = scaled.T @ scaled / noise + np.diag(certain)
     factors = np.linalg.solve(precision, scaled.T @ values / noise + certain * expected)
-
     if (factors < 0).any():
         kept = int(np.argmax(factors))
         factors = np.zeros(2)

@@ -231,8 +231,6 @@ class EnginePool:
         heapq.heappush(self._by_load, (len(worker.ends), worker.number))
         self._poke()
 
-    # ---- one moment
-
     def _poke(self) -> None:
         """Look what can start, once everybody has said what they have to say at this moment."""
         if not self._poked:

@@ -147,7 +147,7 @@ class ModelShape:
 
 
 # Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B
-DENSE = (
+SHAPES = (
     ModelShape("0.5B", 0.494e9, 0.494e9, 24, 896, 896, 256),
     ModelShape("0.6B", 0.596e9, 0.596e9, 28, 1024, 2048, 2048),
     ModelShape("1.5B", 1.54e9, 1.54e9, 28, 1536, 1536, 512),
@@ -160,10 +160,7 @@ DENSE = (
     ModelShape("32B", 32.8e9, 32.8e9, 64, 5120, 8192, 2048),
     ModelShape("70B", 70.6e9, 70.6e9, 80, 8192, 8192, 2048),
     ModelShape("405B", 405.9e9, 405.9e9, 126, 16384, 16384, 2048),
-)
-
-# Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache is a compressed vector of 512 + 64
-MIXTURES = (
+    # Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache is a compressed vector of 512 + 64
     ModelShape("30B-A3B", 30.5e9, 3.35e9, 48, 2048, 4096, 1024, 128, 8),
     ModelShape("235B-A22B", 235e9, 22e9, 94, 4096, 8192, 1024, 128, 8),
     ModelShape("671B-A37B", 671e9, 37e9, 61, 7168, 20480, 576, 256, 8),
@@ -179,10 +176,9 @@ def model_shape(text: str) -> ModelShape:
     """The shape that is meant by a size, or that a config.json or its directory has."""
     if SIZE.fullmatch(text.strip()):
         return sized_shape(text)
-    if not Path(text).exists():
+    if not (path := Path(text)).exists():
         either = "neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json"
         raise ModelError(f"{text!r} is {either}")
-    path = Path(text)
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -194,11 +190,9 @@ def model_shape(text: str) -> ModelShape:
         raise ModelError(f"{file} is not a model's configuration")
     try:
         return from_config(content.get("text_config", content), name=file.resolve().parent.name)
-    except KeyError as error:
-        problem = f"does not say {error.args[0]}"
-        raise ModelError(f"{file} {problem}; name a size instead, such as 7B") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        problem = f"has a number that cannot be ({error})"
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        unknown = isinstance(error, KeyError)
+        problem = f"does not say {error.args[0]}" if unknown else f"has a number that cannot be ({error})"
         raise ModelError(f"{file} {problem}; name a size instead, such as 7B") from error
 
 
@@ -213,24 +207,15 @@ def sized_shape(text: str) -> ModelShape:
         problem = "more weights than any model has" if num_params else "a model without weights"
         raise ModelError(f"{text!r} is {problem}")
     num_active = float(active) * UNITS[active_unit.lower()] if active else num_params
-    known = MIXTURES if active else DENSE
-    near = min(known, key=lambda shape: abs(math.log(shape.num_params / num_params)))
+    alike = [shape for shape in SHAPES if bool(shape.num_experts) == bool(active)]
+    near = min(alike, key=lambda shape: abs(math.log(shape.num_params / num_params)))
     factor = (num_params / near.num_params) ** (1 / 3)  # weights go with depth x width²
     if abs(math.log(num_params / near.num_params)) < 0.1:  # the name is rounded: Qwen2.5-7B has 7.62B
         factor = 1.0
-
-    def stretched(size: int) -> int:
-        return max(1, round(size * factor))
-
-    return replace(
-        near,
-        name=text.strip(),
-        num_params=num_params,
-        num_active_params=num_active,
-        num_layers=stretched(near.num_layers),
-        hidden_size=stretched(near.hidden_size),
-        attention_size=stretched(near.attention_size),
-    )
+    stretched = ("num_layers", "hidden_size", "attention_size")
+    sizes: dict[str, Any] = {name: max(1, round(getattr(near, name) * factor)) for name in stretched}
+    sizes |= {"num_params": num_params, "num_active_params": num_active}
+    return replace(near, name=text.strip(), **sizes)
 
 
 def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:

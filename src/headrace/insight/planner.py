@@ -151,8 +151,7 @@ def search(question: Question, target_goodput: float) -> tuple[Question, list[La
 
 
 def _splits(question: Question) -> Iterator[Split]:
-    total = question.num_devices
-    lagging = {0: Placement.STREAMED, 1: Placement.OVERLAPPED}
+    total, lagging = question.num_devices, {0: Placement.STREAMED, 1: Placement.OVERLAPPED}
     apart = lagging.get(question.max_lag, Placement.ASYNCHRONOUS)
     for size in _engine_sizes(question):
         num_engines = total // size

@@ -106,7 +106,6 @@ class Reading:
     answer_tokens: Spread | None  # sampled, per answer
     tail_s: Spread | None  # of each step: from the end of 95 in 100 answers to the end of the last
     verdict_s: Spread | None  # from an answer's end to its verdict, the wait for a worker included
-
     no_signal_share: float | None  # of the groups: all their answers earned the same
     lag_mean: float | None  # over trained tokens
     lag_max: int | None

@@ -37,9 +37,6 @@ def _in_general(bottleneck: Bottleneck) -> str:
     return f"Against {bottleneck} in general: {'; '.join(ADVICE[bottleneck].moves)}."
 
 
-# ---- triage
-
-
 def triage_report(found: Triage | TypedTriage) -> Report:
     """What holds a run, or a step of five stage times, back, and what to change first."""
     signs, basis = [_sign(found.bottleneck)], list[str]()
@@ -117,7 +114,6 @@ def _losses(reading: Reading) -> Iterator[str]:
         yield f"Idle: {idle}. Stages ran side by side for {stages.overlap_share:.0%} of their time."
         if (stall_s := stages.stall_s) > 0.01 * reading.wall_s:
             yield f"Checkpoints held training up for {stall_s / reading.wall_s:.1%} of the time."
-
     if again := reading.preemptions:
         yield f"{again} sequences gave up their cache for lack of memory and were computed again."
     if number := reading.num_restarts:
@@ -144,9 +140,6 @@ def _health(reading: Reading) -> Iterator[str]:
         yield f"A verdict took {seconds(took.mean)} on average, {seconds(took.p95)} at p95."
     if barren := reading.no_signal_share:
         yield f"{barren:.0%} of the groups had no signal: all their answers earned the same."
-
-
-# ---- plan
 
 
 def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> Report:
@@ -203,9 +196,6 @@ def _bill(bill: MemoryBill, question: Question) -> str:
     parts = zip(("weights", "training state", "cache", "activations"), astuple(bill), strict=True)
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size)
     return f"{bill.total_bytes / 1e9:.0f} of {question.device.memory_bytes / 1e9:.0f} GB: {listed}"
-
-
-# ---- simulate
 
 
 def simulation_report(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> Report:

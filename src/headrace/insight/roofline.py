@@ -161,8 +161,6 @@ class Roofline:
         """Forward and backward, on prompts too; what is recomputed to save memory is not counted."""
         return 3 * self.forward_s(num_tokens, sequence_tokens, num_devices)
 
-    # ---- memory
-
     def actor_bill(self, num_running: float, context_tokens: float, tensor_parallel: int = 1) -> MemoryBill:
         """One of the `tensor_parallel` devices of an engine that runs `num_running` sequences."""
         cached = num_running * context_tokens * self.kv_bytes / tensor_parallel
@@ -190,8 +188,6 @@ class Roofline:
     def reference_bill(self, num_shards: int = 1) -> MemoryBill:
         """One of the devices that a frozen copy of the policy is spread over."""
         return MemoryBill(weight_bytes=self.weight_bytes / num_shards)
-
-    # ---- publishing
 
     def full_transfer(self, num_gpus: int, engines: int, learners: int, tensor_parallel: int) -> Transfer:
         """All weights, in buckets, sent by several learners and passed on from engine to engine."""

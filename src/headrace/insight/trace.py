@@ -120,7 +120,6 @@ def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
 
 def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """Every step, and lag, reward and goodput as they stand at its end."""
-
     rows = RowColumns.read(connection)
     times = StepTimes.read(connection, rows)
     if times is None:

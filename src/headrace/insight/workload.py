@@ -1,8 +1,5 @@
 """What a simulation is told: what a step consists of, and how long things take on which machines.
 
-The numbers come from a run's ledger (calibration.py), from a model of the hardware (roofline.py),
-or from whoever asks.
-
 Lengths of a policy's answers are close to log-normal, and long tails cost time: who waits for a
 whole group waits for the longest of K answers, who waits for a whole batch for the longest of B·K.
 The maximum of n log-normal lengths is computed from its definition, E[max] = ∫ (1 - F(x)^n) dx.
