@@ -37,7 +37,7 @@ ROOMS = {
     "rollout": 2_530,
     "cli": 1_160,
     "dashboard": 2_095,
-    "insight": 4_025,
+    "insight": 3_350,
     "runs": 1_125,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}

@@ -1,1 +1,1 @@
-"""What holds a run back, what a change would bring, what a bigger machine would do. Arithmetic, no torch."""
+"""What holds a run back, and what a change or a bigger machine would bring: no torch needed."""

@@ -1,4 +1,4 @@
-"""Which system of the field fits a workload, if not this one: each of them bets on one bottleneck."""
+"""Which system of the field fits a workload, if not this one: each bets on one bottleneck."""
 
 from __future__ import annotations
 

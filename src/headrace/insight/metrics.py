@@ -1,6 +1,6 @@
 """A run's numbers for Prometheus, in its text format: what `/metrics` of the page answers.
 
-Totals only ever grow, also over restarts, since they come from the ledger. The other numbers are of the newest row.
+Totals only grow, over restarts too: they come from the ledger. Others are of the newest row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RECENT_STEPS = 10  # rates are over these, so that they follow the run without jumping
 
 Labels = tuple[tuple[str, str], ...]
-Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, and the value, or the values by their labels
+Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, value or values by label
 
 
 def metrics_text(run_dir: Path) -> str:
@@ -46,7 +46,7 @@ def metrics_text(run_dir: Path) -> str:
         ("redone_steps_total", "Steps that restarts took again.", redone),
         ("lost_tokens_total", "Tokens that were gone with a process that died.", lost),
     ):
-        found.setdefault(family[0], family_text(*family))  # accounts know their totals better than rows
+        found.setdefault(family[0], family_text(*family))  # accounts know totals better than rows
     return "".join(found.values())
 
 
@@ -77,8 +77,9 @@ def _of_books(books: Books) -> Iterator[Family]:
         yield f"trained_{unit}_total", f"{title} trained on.", getattr(books.trained, unit)
         dropped = {(("reason", reason),): float(getattr(held, unit)) for reason, held in reasons}
         yield f"dropped_{unit}_total", f"{title} not trained on, by reason.", dropped
-        yield f"buffered_{unit}", f"{title} scored and not yet trained on.", getattr(books.buffered, unit)
-        yield f"in_flight_{unit}", f"{title} being generated or scored.", getattr(books.in_flight, unit)
+        buffered, in_flight = getattr(books.buffered, unit), getattr(books.in_flight, unit)
+        yield f"buffered_{unit}", f"{title} scored and not yet trained on.", buffered
+        yield f"in_flight_{unit}", f"{title} being generated or scored.", in_flight
 
 
 def _of_rows(rows: RowColumns) -> Iterator[Family]:

@@ -45,7 +45,8 @@ def triage_report(found: Triage | TypedTriage) -> Report:
         for placement, step_s in found.step_s.items():
             mark = "  <" if placement is found.placement else ""
             rows.append((str(placement), f"{seconds(step_s, 4)}{mark}"))
-        title, more = f"a step of {seconds(now_s)}", [Section(tables=(_table(("placement", "step"), rows),))]
+        title, table = f"a step of {seconds(now_s)}", _table(("placement", "step"), rows)
+        more = [Section(tables=(table,))]
     else:
         reading, now_s, without = found.reading, found.simulated_s, found.without
         first, last = reading.measured_steps[0], reading.measured_steps[-1]
@@ -74,9 +75,9 @@ def _stage_table(reading: Reading) -> Table:
     rows: list[tuple[str, ...]] = []
     several, step = (reading.stage_s, reading.stage_p50_s, reading.stage_p95_s), reading.step_s
     for stage in STAGES if reading.stage_s else ():
-        mean, p50, p95 = (getattr(times, stage) for times in several)
-        share = percent(mean / step.mean) if step and step.mean else ""
-        rows.append((f"{stage} ({SYMBOLS[stage]})", seconds(mean), seconds(p50), seconds(p95), share))
+        taken = [getattr(times, stage) for times in several]
+        share = percent(taken[0] / step.mean) if step and step.mean else ""
+        rows.append((f"{stage} ({SYMBOLS[stage]})", *map(seconds, taken), share))
     if step:
         rows.append(("step", seconds(step.mean), seconds(step.p50), seconds(step.p95), ""))
     return _table(("stage", "mean", "p50", "p95", "of the step"), rows)
@@ -121,21 +122,18 @@ def _losses(reading: Reading) -> Iterator[str]:
 
 
 def _health(reading: Reading) -> Iterator[str]:
-    mean, most, outside = reading.lag_mean, reading.lag_max, reading.ratio_outside
+    mean, outside = reading.lag_mean, reading.ratio_outside
     if mean is not None:
-        yield f"Trained tokens were {mean:.2f} versions old on average, {most} at most."
+        yield f"Trained tokens were {mean:.2f} versions old on average, {reading.lag_max} at most."
     if outside is not None and outside > RATIO_OUTSIDE:
-        yield (
-            f"{outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: the data is far "
-            "from the policy; lower loop.max_lag, or set learner.correction."
-        )
+        far = "the data is far from the policy; lower loop.max_lag, or set learner.correction"
+        yield f"{outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: {far}."
     if (left := reading.effective_samples) is not None and left < FEW_EFFECTIVE:
         yield f"The importance weights leave {left:.0%} of the samples effective."
     if (tokens := reading.answer_tokens) is not None and reading.tail_share is not None:
-        yield (
-            f"Answers have {tokens.mean:.0f} tokens on average, {tokens.p95:.0f} at p95, {tokens.max:.0f} at "
-            f"most; for {reading.tail_share:.0%} of a step only the last twentieth of them is being generated."
-        )
+        last = f"for {reading.tail_share:.0%} of a step only the last twentieth of them is being generated"
+        most = f"{tokens.p95:.0f} at p95, {tokens.max:.0f} at most"
+        yield f"Answers have {tokens.mean:.0f} tokens on average, {most}; {last}."
     if (took := reading.verdict_s) is not None:
         yield f"A verdict took {seconds(took.mean)} on average, {seconds(took.p95)} at p95."
     if barren := reading.no_signal_share:
@@ -175,7 +173,8 @@ def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequenc
 def _layout(question: Question, plan: LayoutPlan) -> Iterator[tuple[str, str]]:
     chosen, learners = plan.layout, plan.layout.learner_devices
     engines = f"{count(chosen.num_engines, 'engine')} of {chosen.tensor_parallel}"
-    generate = f"{chosen.rollout_devices} generate ({engines}, {plan.num_running} sequences at a time each)"
+    rows = f"{plan.num_running} sequences at a time each"
+    generate = f"{chosen.rollout_devices} generate ({engines}, {rows})"
     colocated = chosen.placement is Placement.COLOCATED
     train = f"in turns with the learner on all {learners}" if colocated else f"{learners} train"
     yield "placement", f"{chosen.placement}: {generate}, {train}"
@@ -240,11 +239,11 @@ def _lessons(found: Sequence[Simulated]) -> Iterator[str]:
     good = (one for one in found if one.goodput * _GAIN >= best.goodput)
     enough = min(good, key=lambda one: one.max_lag)
     if enough is not first:
-        gain = f"{enough.goodput / first.goodput:.2f}x the tokens per second of max_lag = {first.max_lag}"
-        yield f"max_lag = {enough.max_lag} trains {gain}."
+        gain = f"{enough.goodput / first.goodput:.2f}x the tokens per second"
+        yield f"max_lag = {enough.max_lag} trains {gain} of max_lag = {first.max_lag}."
     if any(one.max_lag > enough.max_lag for one in found):
         yield f"More lag than {enough.max_lag} brings less than 5% on top."
     for one in found:
-        shares = {reason: tokens / one.generated_tokens for reason, tokens in one.dropped_tokens.items()}
-        if dropped := ", ".join(f"{reason} {share:.1%}" for reason, share in shares.items() if share):
+        lost, of = one.dropped_tokens, one.generated_tokens
+        if dropped := ", ".join(f"{reason} {lost[reason] / of:.1%}" for reason in lost if lost[reason]):
             yield f"Of the tokens generated at max_lag = {one.max_lag} these are dropped: {dropped}."

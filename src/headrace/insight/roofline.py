@@ -37,7 +37,7 @@ from headrace.insight.hardware import Accelerator, ModelShape
 
 TRAINING_BYTES_PER_PARAM = 16
 USABLE_SHARE = 0.9  # of a device's memory: the rest is for buffers, fragments and the driver
-CHANGED_SHARE = 0.02  # of bfloat16 weights in a step of RL, as others found at learning rates near 3e-6
+CHANGED_SHARE = 0.02  # of bfloat16 weights in a step, as others found at learning rates near 3e-6
 CHANGED_BYTES = 2.1  # of a changed weight, with its place: 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%
 BUCKET_BYTES = 512e6
 SENDERS = 8  # of the learner's devices, at most
@@ -58,7 +58,7 @@ class Efficiency:
     """
 
     bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
-    layer_overhead_s: NonNegativeFloat = 38e-6  # of any decode step: launches, small kernels, waiting
+    layer_overhead_s: NonNegativeFloat = 38e-6  # of any decode step: launches, small kernels
     mfu: PositiveFloat = 0.4  # of the matrix products'
 
 
@@ -151,14 +151,14 @@ class Roofline:
         return max(read_s, compute_s) / tensor_parallel + model.num_layers * efficiency.layer_overhead_s
 
     def forward_s(self, num_tokens: float, sequence_tokens: float, num_devices: int = 1) -> float:
-        """Prefill, or the reference's log-probs. A token attends to half of its sequence on average."""
+        """Prefill, or the reference's log-probs. A token attends to half of its sequence."""
         model = self.model
         attention = 2 * model.num_layers * model.attention_size * sequence_tokens
         flops = num_tokens * (2 * model.num_active_params + attention)
         return flops / (num_devices * self.device.flops_per_s * self.efficiency.mfu)
 
     def train_s(self, num_tokens: float, sequence_tokens: float, num_devices: int = 1) -> float:
-        """Forward and backward, on prompts too; what is recomputed to save memory is not counted."""
+        """Forward and backward, on prompts too; recomputing to save memory is not counted."""
         return 3 * self.forward_s(num_tokens, sequence_tokens, num_devices)
 
     def actor_bill(self, num_running: float, context_tokens: float, tensor_parallel: int = 1) -> MemoryBill:
@@ -229,7 +229,7 @@ class Roofline:
         # A relay passes a bucket on while the next arrives, so further copies cost a bucket each.
         sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
         return SyncTimes(
-            gather_s=(part - payload / learners) / link,  # a sender has a part of the weights itself
+            gather_s=(part - payload / learners) / link,  # a sender has a part itself
             cast_s=cast / learners / memory,
             broadcast_s=sent / (link if transfer.same_node else self.device.network_bytes_per_s),
             reshard_s=payload * (tp - 1) / tp / link + 2 * payload / tp / memory,
