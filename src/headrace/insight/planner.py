@@ -288,12 +288,10 @@ class _Candidate:
         return replace(made, risks=tuple(_risks(question, made)))
 
     def _simulated(self) -> tuple[Simulated, float]:
-        """A few steps, and into how many parts each was cut if they are too large to be played at
-        once.
+        """A few steps, and into how many parts each was cut if they are too large to be played.
 
         A part has its share of the groups and of every engine's rows, at its share of the speed, so
-        a step takes as long. Without lag nothing is cut: everybody waits for the longest answer of
-        all.
+        a step takes as long. Without lag nothing is cut: everybody waits for the longest answer.
         """
         question, machine = self.question, self.machine
         groups, samples, rows, parts = question.num_prompts, question.num_samples, self.num_running, 1.0

@@ -7,8 +7,7 @@ weight forward, 6 forward and backward, and attention on top of it, which grows 
 
 Memory: N weights take 2N bytes to decode with, 16N to train, and a cache grows by the token.
 Training state per weight is 2 bytes for itself, 2 for its gradient and 12 for the optimizer (a
-float32 copy and the two averages of AdamW). Training all in float32 needs no copy and comes to 16
-as well.
+float32 copy and the two averages of AdamW). All in float32 it needs no copy and is 16 as well.
 
 A new version reaches the engines in four operations, each bytes x copies / bandwidth:
 
@@ -169,11 +168,9 @@ class Roofline:
     def learner_bill(
         self, micro_batch_tokens: float, num_shards: int = 1, *, checkpoint_activations: bool = False
     ) -> MemoryBill:
-        """One of the `num_shards` devices that share the training state, with micro-batches of its
-        own.
+        """One of the `num_shards` devices that share the training state; each has its micro-batch.
 
-        With `checkpoint_activations` only every layer's input is kept, and one layer at a time is
-        computed again.
+        `checkpoint_activations` keeps every layer's input, and one layer at a time is recomputed.
         """
         model, number_bytes = self.model, self.device.number_bytes
         layer_bytes = number_bytes * (model.hidden_size + model.attention_size) / 2 * LAYER_NUMBERS

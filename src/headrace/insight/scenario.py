@@ -118,7 +118,10 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
 
 
 def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Accelerator) -> Typed:
-    """What was typed, and the rest by the datasheet; else answers are half as long as they may be."""
+    """What was typed, and the rest by the datasheet.
+
+    Without `mean_tokens`, answers are taken to be half as long as they may be.
+    """
     roofline = Roofline(model, device)
     rows, size = config.rollout.max_running, layout.gpus_per_worker
     prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
@@ -143,8 +146,7 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
 
 
 def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: float, gpus_per_worker: int) -> Typed:
-    """What a device does with a model, by the datasheet: the same numbers for `simulate` and
-    `plan`.
+    """What a device does with a model, by the datasheet: the same for `simulate` and `plan`.
 
     `context_s` counts the contexts of the rows, and the other decode times are without them. So a
     full step half-way through its answers takes what the datasheet says, whether reading or

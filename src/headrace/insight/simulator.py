@@ -1,5 +1,4 @@
-"""A run on a virtual clock: the real buffer, sieve and lag policy between a producer and a learner
-made of seconds.
+"""A run on a virtual clock: the real buffer and lag policy, a producer and a learner of seconds.
 
 The two coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation,
 scoring, training and publishing take comes from a `Workload` and a `Machine`. What is admitted,

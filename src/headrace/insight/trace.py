@@ -1,5 +1,4 @@
-"""A run as a timeline that ui.perfetto.dev and chrome://tracing open: the trace event format in
-JSON.
+"""A run as a timeline that ui.perfetto.dev and chrome://tracing open, in their JSON format.
 
 Each stage of each worker has a track, and another one where its spans overlap: on one track spans
 must lie inside each other or apart. Times are microseconds on the run's clock.

@@ -28,11 +28,9 @@ _LARGEST_RATIO = math.exp(_Z95**2 / 2)  # of a log-normal's p95 to its mean
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Numbers with this mean and coefficient of variation (standard deviation / mean; 0: all the
-    same).
+    """Numbers with this mean and coefficient of variation (standard deviation / mean).
 
-    What is above `cap` is cut to it: `mean` and `cv` are those before the cut, `cut_mean` the mean
-    after it.
+    What is above `cap` is cut to it: `mean` and `cv` are before the cut, `cut_mean` is after it.
     """
 
     mean: float
@@ -132,8 +130,7 @@ class Machine:
 
     A rollout worker is one engine, on one or more GPUs; the learner is one pool that works as one.
     With `colocated` they take turns on the same devices, as in one process. With `batchwise` the
-    next batch of answers begins when the last of this one is scored; else free rows are filled at
-    once.
+    next batch of answers begins when all of this one are scored; else free rows are filled.
     """
 
     rollout_workers: int
