@@ -231,8 +231,17 @@ def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     outside = num_layers * attention + num_dense * 3 * hidden * _number(config, "intermediate_size")
     outside += num_mixed * shared
     outside += (1 if config.get("tie_word_embeddings") else 2) * hidden * int(config["vocab_size"])
-    params = (outside + num_mixed * number * expert for number in (num_experts, per_token))
-    return ModelShape(name, *params, num_layers, hidden, attention_size, kv_size, num_experts, per_token)
+    return ModelShape(
+        name,
+        outside + num_mixed * num_experts * expert,
+        outside + num_mixed * per_token * expert,
+        num_layers,
+        hidden,
+        attention_size,
+        kv_size,
+        num_experts,
+        per_token,
+    )
 
 
 def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:

@@ -75,7 +75,7 @@ def _of_books(books: Books) -> Iterator[Family]:
         title, reasons = unit.capitalize(), sorted(books.dropped.items())
         yield f"generated_{unit}_total", f"{title} generated.", getattr(books.generated, unit)
         yield f"trained_{unit}_total", f"{title} trained on.", getattr(books.trained, unit)
-        dropped = {(("reason", reason),): float(getattr(held, unit)) for reason, held in reasons}
+        dropped: dict[Labels, float] = {(("reason", why),): getattr(held, unit) for why, held in reasons}
         yield f"dropped_{unit}_total", f"{title} not trained on, by reason.", dropped
         buffered, in_flight = getattr(books.buffered, unit), getattr(books.in_flight, unit)
         yield f"buffered_{unit}", f"{title} scored and not yet trained on.", buffered
@@ -84,7 +84,7 @@ def _of_books(books: Books) -> Iterator[Family]:
 
 def _of_rows(rows: RowColumns) -> Iterator[Family]:
     stage_s = rows.stage_total_s()
-    by_stage = {(("stage", stage),): float(getattr(stage_s, stage)) for stage in STAGES}
+    by_stage: dict[Labels, float] = {(("stage", stage),): getattr(stage_s, stage) for stage in STAGES}
     yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():
         values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"

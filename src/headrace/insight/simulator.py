@@ -198,10 +198,11 @@ class _Simulation:
         """Both sides until the learner is done, then the books."""
         try:
             async with self._tasks:
+                learning = self._tasks.create_task(self._learn(steps))
                 endless = [self._tasks.create_task(self._produce())]
                 if self.machine.worker_mtbf_s < math.inf:
                     endless.append(self._tasks.create_task(self._fail()))
-                await self._learn(steps)
+                await asyncio.wait([learning])  # and the producer hears of the last step too
                 found = self._result()
                 for task in endless:
                     task.cancel()
