@@ -231,17 +231,10 @@ def from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     outside = num_layers * attention + num_dense * 3 * hidden * _number(config, "intermediate_size")
     outside += num_mixed * shared
     outside += (1 if config.get("tie_word_embeddings") else 2) * hidden * int(config["vocab_size"])
-    return ModelShape(
-        name,
-        outside + num_mixed * num_experts * expert,
-        outside + num_mixed * per_token * expert,
-        num_layers,
-        hidden,
-        attention_size,
-        kv_size,
-        num_experts,
-        per_token,
-    )
+    num_params = outside + num_mixed * num_experts * expert
+    num_active = outside + num_mixed * per_token * expert
+    sizes = (num_layers, hidden, attention_size, kv_size, num_experts, per_token)
+    return ModelShape(name, num_params, num_active, *sizes)
 
 
 def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
