@@ -18,6 +18,7 @@ PRELOADED = [
     "pytest",
     "headrace.api",
     "headrace.cli",
+    "headrace.place.cluster_ray",
     "headrace.policy.adapters_peft",
     "headrace.publish.collective",
     "headrace.publish.disk",
