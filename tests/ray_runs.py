@@ -30,7 +30,7 @@ ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 def local_ray(num_gpus: int = 0, **environment: str) -> Iterator[None]:
     ray.init(
         address="local",  # whatever else runs on this machine
-        num_cpus=4,
+        num_cpus=1,  # workers ask for none, and Ray starts an idle process for each
         num_gpus=num_gpus,
         include_dashboard=False,
         log_to_driver=False,
