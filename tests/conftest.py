@@ -6,9 +6,12 @@ Nothing here imports torch: the process that hands out the tests would import it
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share two cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # every process of every test would compile torch again, for 8 s
+    sys.dont_write_bytecode = False
 
 from collections.abc import Callable
 from importlib import import_module
