@@ -1,6 +1,6 @@
 """Tiny policies for every test, and the order in which files are handed out.
 
-Nothing here imports torch: the process that hands out the tests would import it for 15 s before any test begins.
+Nothing here imports torch: the process that hands out the tests would import it, for seconds, before any test begins.
 """
 
 from __future__ import annotations

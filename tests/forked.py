@@ -1,4 +1,4 @@
-"""Processes for tests, with everything imported when they start: torch and transformers take 15 s on a slow machine.
+"""Processes for tests, with torch and transformers imported when they start: that takes many seconds on a slow machine.
 
 They are forked from multiprocessing's fork server. A process has one of those, and one list of what it imports: both
 are here. The server never computes: a fork of a process with busy threads would hang.

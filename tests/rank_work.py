@@ -23,7 +23,7 @@ from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group, StepStats
 
-WAIT_S = 300  # a busy machine takes a minute to import torch
+WAIT_S = 300  # a busy machine takes a minute to start the fork server
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
