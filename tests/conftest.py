@@ -1,68 +1,63 @@
-"""Tiny models for every test. One thread each: two workers share two cores."""
+"""Tiny policies for every test, and the order in which files are handed out.
+
+Nothing here imports torch: the process that hands out the tests would import it, for seconds, before any test begins.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share two cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # every process of every test would compile torch again, for 8 s
+    sys.dont_write_bytecode = False
 
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import transformers
 
-from headrace.policy.demo import character_tokenizer
-from headrace.policy.policy import Policy
+if TYPE_CHECKING:
+    from headrace.policy.policy import Policy
 
-SHAPE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# The files that take longest, longest first: if one of them began last, one process would wait for the other.
+LONGEST = [
+    "place/test_ray.py",
+    "publish/test_contract.py",
+    "dashboard/test_dashboard_browser.py",
+    "rollout/test_exact_engine.py",
+    "loop/test_kills.py",
+    "learner/test_sharding.py",
+    "loop/test_watchdog.py",
+    "loop/test_faults.py",
+    "rollout/test_engine_mix.py",
+    "reward/test_reward_scorer.py",
+    "loop/test_loop_ends.py",
+    "learner/test_learner_step.py",
+    "test_import_changes_nothing.py",
+    "place/test_processes.py",
+    "loop/test_checkpoint_ranks.py",
+    "rollout/test_speculation.py",
+    "loop/test_loop_async.py",
+]
 
 
-def _model(architecture: str, seed: int, **changes: Any) -> Any:
-    """A model of the named `transformers` architecture, e.g. "Qwen3" or "Qwen3Moe", with random weights."""
-    tokenizer = character_tokenizer()
-    shape = SHAPE | (EXPERTS if "Moe" in architecture else {}) | changes
-    config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=0, **shape
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
-    # larger than the usual 0.02, so that the model has opinions and errors show
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
-    return model
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # by itself, xdist would begin with the files that hold the most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here, places = Path(__file__).parent, {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(here).as_posix(), len(LONGEST)))
 
 
 @pytest.fixture
 def make_policy() -> Callable[..., Policy]:
     """`make_policy("Llama", seed=1, dtype=torch.float64, sliding_window=8)`: a tiny random policy."""
-
-    def make(
-        architecture: str = "Qwen3",
-        *,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        exact: bool = False,
-        **changes: Any,
-    ) -> Policy:
-        return Policy(_model(architecture, seed, **changes).to(dtype), character_tokenizer(), exact=exact)
-
-    return make
+    return import_module("tiny_policies").tiny_policy  # type: ignore[no-any-return]
 
 
 @pytest.fixture

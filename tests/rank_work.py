@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import socket
 import traceback
@@ -12,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 from torch import Tensor
 
@@ -23,13 +23,7 @@ from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group, StepStats
 
-WAIT_S = 300  # a busy machine takes a minute to import torch
-MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "starcoder2", "llama")]
-_context = multiprocessing.get_context("forkserver")
-# imported once, not by every rank
-_context.set_forkserver_preload(
-    ["headrace.learner.tensor_files", "headrace.learner.learner", "headrace.policy.adapters_peft", *MODELS]
-)
+WAIT_S = 300  # a busy machine takes a minute to start the fork server
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -39,8 +33,8 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         port = free.getsockname()[1]
     pipes, processes = [], []
     for rank in range(num_ranks):
-        here, there = _context.Pipe()
-        process = _context.Process(target=_rank, args=(there, rank, num_ranks, port, work, args), daemon=True)
+        here, there = forked.context.Pipe()
+        process = forked.context.Process(target=_rank, args=(there, rank, num_ranks, port, work, args), daemon=True)
         process.start()
         there.close()
         pipes.append(here)

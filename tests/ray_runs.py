@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
-from tiny_runs import Workshop
+from tiny_runs import Workshop, weights
 
 from headrace import api
 from headrace.ledger.ledger import Ledger
@@ -20,6 +22,7 @@ from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.row import Row
 
+IN_TURNS = ("place.layout=colocated", "publish.encoding=delta", "publish.transport=collective")
 ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 
 
@@ -27,7 +30,7 @@ ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
 def local_ray(num_gpus: int = 0, **environment: str) -> Iterator[None]:
     ray.init(
         address="local",  # whatever else runs on this machine
-        num_cpus=4,
+        num_cpus=1,  # workers ask for none, and Ray starts an idle process for each
         num_gpus=num_gpus,
         include_dashboard=False,
         log_to_driver=False,
@@ -94,3 +97,29 @@ def trained_tokens(run_dir: Path) -> dict[str, list[int]]:
         recovery = Recovery(ledger)
         groups = [pair for _, named in recovery.steps_after(0) for pair in named]
         return {t.id: t.token_ids.tolist() for pair in groups for t in recovery.trajectories(*pair)}
+
+
+def assert_same_result(run_dir: Path, expected: Path, attempt: int = 1) -> None:
+    """Trained on the same answers, some of which a later attempt may have sampled, and with the same weights."""
+    found = {id.replace(f".{attempt}:", ":"): tokens for id, tokens in trained_tokens(run_dir).items()}
+    assert found == trained_tokens(expected)
+    here, there = weights(expected), weights(run_dir)
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) < 1e-5
+
+
+def begun_here(workshop: Workshop, name: str, stop_at: int) -> Path:
+    """A strictly on-policy run in this process that stopped after a step."""
+
+    class Stop(api.Nobody):
+        def row(self, row: Row) -> None:
+            if row.step == stop_at:
+                raise RuntimeError("the machine is wanted for something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        api.train(workshop.config(name, "loop.max_lag=0", reward="dense"), Stop())
+    return workshop.directory / name
+
+
+def kill(worker: Any) -> None:
+    worker.wait_ready()  # its process is known
+    os.kill(worker.pid, signal.SIGKILL)

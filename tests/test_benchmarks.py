@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -71,9 +72,10 @@ def test_the_grpo_benchmark_trains_on_equal_and_on_long_tailed_answers(
 
 
 def test_the_sync_benchmark_publishes_real_steps_and_counts_what_the_sender_sent(
-    benchmark: Callable[[str], Any], tmp_path: Path
+    benchmark: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: forked.context)  # receivers that start at once
     found = run(benchmark("sync").main, tmp_path, "1m/plain", "1m/disk/delta", "fan-out/collective/2")
     assert len(found["1m/plain"]["delta_shares"]) == 4
     assert found["1m/disk/delta"]["of_full"] == found["1m/plain"]["delta_shares"][-1] < 0.05

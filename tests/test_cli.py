@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from click.testing import Result
@@ -187,12 +188,8 @@ def test_audit_of_a_file_that_is_no_database(trained: tuple[Path, Result], tmp_p
     assert "damaged" in problem(headrace("audit", tmp_path))
 
 
-def wait_for(condition: object, process: subprocess.Popen[str], until_s: float) -> None:
-    assert callable(condition)
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+def command(*words: str) -> None:
+    app(list(words))
 
 
 def stopped_by(number: signal.Signals, workshop: Workshop) -> Path:
@@ -200,22 +197,19 @@ def stopped_by(number: signal.Signals, workshop: Workshop) -> Path:
     run, until_s = workshop.directory / f"stopped-{number.name}", time.monotonic() + DEADLINE_S
     extra = ("loop.steps=100000", 'ledger.sinks=["jsonl"]', "loop.max_lag=1")
     words = workshop.overrides(run.name, *extra, reward="dense")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.cli", "train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    log, rows = workshop.directory / f"{run.name}.log", run / "rows.jsonl"
+    process = forked.start(log, command, "train", *words)
     try:
-        rows = run / "rows.jsonl"
-        wait_for(lambda: rows.exists() and rows.read_text().count("\n") >= 3, process, until_s)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        while not rows.exists() or rows.read_text().count("\n") < 3:
+            assert process.exitcode is None, log.read_text()
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        process.join(DEADLINE_S)
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == 0, output
+    output = log.read_text()
+    assert process.exitcode == 0, output
     assert "Traceback" not in output
     assert f"headrace resume {run}" in output
     return run

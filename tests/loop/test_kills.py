@@ -7,46 +7,55 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
+import forked
 import pytest
 from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 
 from headrace import api
+from headrace.config_file import load_config
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.row import Row
 from headrace.runs.audit import audit, books
 
-KILLER = Path(__file__).parent.parent / "kill_runs.py"
 STEPS = 8
 SETTINGS = (f"loop.steps={STEPS}", "recovery.every_steps=3")
 
 
+def train(settings: list[str]) -> None:
+    api.train(load_config(None, settings))
+
+
 def kill_and_resume(workshop: Workshop, names: list[str], *settings: str) -> None:
     """Train in each directory, with two kills at instants that follow from its name."""
-    specs = []
+    num_hit = 0
     for name in names:
         rng = random.Random(name)
-        specs.append(
-            {
-                "directory": str(workshop.directory / name),
-                "settings": workshop.overrides(name, *SETTINGS, *settings),
-                "kills_s": [rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.0)],
-            }
-        )
-    path = workshop.directory / f"{names[0]}.json"
-    path.write_text(json.dumps(specs))
-    done = subprocess.run(
-        [sys.executable, str(KILLER), str(path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert any(int(line) for line in done.stdout.split()), "no kill hit a living process"
+        kills_s = [rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.0)]
+        num_hit += num_kills_that_hit(workshop, name, workshop.overrides(name, *SETTINGS, *settings), kills_s)
+    assert num_hit, "no kill hit a living process"
+
+
+def num_kills_that_hit(workshop: Workshop, name: str, settings: list[str], kills_s: list[float]) -> int:
+    """SIGKILL the process after each of these many seconds and start another; the last one runs to the end."""
+    directory, log = workshop.directory / name, workshop.directory / f"{name}.log"
+    for num_hit, most_s in enumerate([*kills_s, 300.0]):
+        summary = directory / api.SUMMARY
+        if summary.exists() and json.loads(summary.read_text())["finished"]:  # killed on its way out
+            return num_hit
+        if (directory / api.SETTINGS).exists():
+            process = forked.start(log, api.resume, directory)
+        else:
+            process = forked.start(log, train, settings)
+        process.join(most_s)
+        if process.exitcode is not None:
+            assert process.exitcode == 0, log.read_text()
+            return num_hit
+        process.kill()
+        process.join()
+    raise TimeoutError("the last run did not end")
 
 
 def assert_nothing_lost_or_done_twice(run: Path) -> None:

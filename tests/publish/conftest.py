@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -14,10 +13,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # for egress.py, which counts bytes there too
 
+import forked
 from transports import CollectiveFrame, DiskFrame, Frame
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["headrace.publish.collective", "headrace.publish.disk", "headrace.publish.publisher"])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,7 @@ def ray_frame() -> Iterator[Callable[[], Frame]]:
 @pytest.fixture
 def collective() -> Iterator[CollectiveFrame]:
     """That one alone."""
-    made = CollectiveFrame(_CONTEXT)
+    made = CollectiveFrame(forked.context)
     yield made
     made.close()
 
@@ -44,9 +41,9 @@ def frame(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Frame]:
     made: Any
     match request.param:
         case "disk":
-            made = DiskFrame(_CONTEXT, tmp_path)
+            made = DiskFrame(forked.context, tmp_path)
         case "collective":
-            made = CollectiveFrame(_CONTEXT)
+            made = CollectiveFrame(forked.context)
         case "object_store":
             made = request.getfixturevalue("ray_frame")()
     yield made

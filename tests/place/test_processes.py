@@ -1,0 +1,127 @@
+"""The same loop with its workers in other processes, which die, join and leave. What is Ray's own is in test_ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_cluster import ForkedCluster
+from ray_runs import IN_TURNS, ON_RAY, assert_same_result, begun_here, kill, train, trained_tokens
+from tiny_runs import Workshop
+
+from headrace import api
+from headrace.errors import RunError
+from headrace.ledger.files import run_config, scale
+from headrace.place.place import Place
+from headrace.row import Row
+from headrace.runs.audit import audit, books
+
+DISK = "publish.transport=disk"
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`place.cluster=ray` means a cluster of forked processes."""
+    monkeypatch.setattr("headrace.place.cluster_ray.RayCluster", ForkedCluster)
+
+
+def once(at_step: int, harm: Callable[[Place], None]) -> Callable[[Place, Row], None]:
+    done: list[int] = []
+
+    def on_row(place: Place, row: Row) -> None:
+        if row.step == at_step and not done:
+            done.append(row.step)
+            harm(place)
+
+    return on_row
+
+
+def test_what_a_killed_rollout_worker_was_at_goes_to_others(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def harm(place: Place, row: Row) -> None:
+        if row.step == 2:
+            kill(place.pool.workers[0])
+        if row.step == 4:  # now there is nobody left
+            for worker in place.pool.workers:
+                kill(worker)
+
+    run = train(
+        workshop, "kill-rollout", *ON_RAY[:2], DISK, "loop.max_lag=1", "loop.steps=6", "publish.encoding=delta",
+        on_row=harm, monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert len(run.rows) == 6
+    assert audit(run.run_dir) == []
+    assert any("rollout-0 is lost" in note for note in run.notes)
+    assert any("rollout-1 is lost" in note for note in run.notes)
+    assert any("takes part" in note for note in run.notes)
+    assert max(row.lag_max for row in run.rows) <= 1
+    assert len(trained_tokens(run.run_dir)) == 6 * 4 * 4
+
+
+def test_workers_join_and_leave_a_run_that_goes_on(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    """From the second step on nothing is scored until the new worker takes part; from then on one is to leave."""
+    monkeypatch.setattr("headrace.place.elastic.LOOK_S", 0.05)
+    run_dir, gate = workshop.directory / "scale", workshop.directory / "gate"
+    rewards = workshop.directory / "gated.py"
+    rewards.write_text(
+        "import os, time\n"
+        "def score(completion):\n"
+        f"    while os.path.exists({str(gate)!r}):\n"
+        "        time.sleep(0.01)\n"
+        "    return sum(map(ord, completion.text)) % 97 / 97\n"
+    )
+
+    def more(place: Place) -> None:
+        gate.touch()
+        assert "1 -> 2 rollout workers" in scale(run_dir, 2)
+
+    def fewer(text: str) -> None:
+        if "rollout-1 takes part" in text:
+            gate.unlink()
+            scale(run_dir, 1)
+
+    run = train(
+        workshop, "scale", DISK, "place.cluster=ray", "loop.max_lag=1", "loop.steps=12", "reward.timeout_s=200",
+        f"reward.function={rewards}:score", on_row=once(2, more), on_note=fewer, monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert len(run.rows) == 12
+    assert audit(run_dir) == []
+    asked, joins, asked_again, leaves = run.notes
+    assert (asked, asked_again) == ("1 -> 2 rollout workers are asked for", "2 -> 1 rollout workers are asked for")
+    assert (joins, leaves) == ("rollout-1 takes part", "rollout-1 has finished its answers and is gone")
+    with pytest.raises(RunError, match="has finished"):
+        scale(run_dir, 3)
+
+
+def test_without_a_rank_the_run_goes_on_from_its_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    def harm(place: Place) -> None:
+        place.ranks.facts()
+        kill(place.ranks.ranks[1])
+
+    run = train(
+        workshop, "kill-rank", DISK, "place.cluster=ray", "learner.ranks=2", "loop.steps=4", "recovery.every_steps=4",
+        on_row=once(2, harm), monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert [row.step for row in run.rows] == [1, 2, 3, 4]
+    assert audit(run.run_dir) == []
+    assert any("learner-1 is lost" in note and "goes on from its last checkpoint" in note for note in run.notes)
+    assert len(trained_tokens(run.run_dir)) == 4 * 4 * 4
+    assert books(run.run_dir).trained.trajectories == 4 * 4 * 4
+
+
+def test_in_turns_on_the_same_devices(workshop: Workshop, local_run: Path):
+    run = train(workshop, "colocated", *ON_RAY, *IN_TURNS, "loop.max_lag=0")
+    assert audit(run.run_dir) == []
+    assert not run.notes
+    assert_same_result(run.run_dir, local_run)
+
+
+def test_a_run_goes_on_elsewhere(workshop: Workshop, local_run: Path):
+    """Begun in one process, it ends on a cluster, with two ranks that have its one checkpoint."""
+    run_dir = begun_here(workshop, "moved-there", stop_at=2)
+    with pytest.raises(RunError, match=r"learner.lr=1: a run that goes on keeps its settings"):
+        api.resume(run_dir, overrides=["learner.lr=1"])
+    assert api.resume(run_dir, overrides=[*ON_RAY, DISK])["finished"]
+    assert audit(run_dir) == []
+    assert run_config(run_dir).learner.ranks == 2
+    assert_same_result(run_dir, local_run, attempt=2)
