@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from headrace.config import Config
 from headrace.config_file import DEMO, load_config
@@ -22,9 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-Settings = Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
+RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
+Settings = Annotated[list[str] | None, Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
+Json = Annotated[bool, Option("--json", help="for programs")]
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def messages() -> Iterator[None]:
 def settings_from(words: list[str] | None) -> Config:
     """Settings from a file, if the first word is one, and overrides.
 
-    Without a file they start from the demo's, or from the defaults where the prompts are the user's own.
+    Without a file they start from the demo's, or, where the prompts are the user's own, from the defaults.
     """
     words = list(words or [])
     if words and "=" not in words[0]:

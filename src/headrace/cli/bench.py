@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from headrace.cli.app import Json, app, messages
 from headrace.cli.paper import Paper
@@ -25,8 +26,8 @@ _MAX_PARAMS = 4e9  # their copies fill the memory of a large machine
 
 @bench.command("sync")
 def sync_command(
-    params: Annotated[str, typer.Option(help="how many weights, 1M or 500M")] = "50M",
-    receivers: Annotated[int, typer.Option(min=1, max=64, help="engines that get them")] = 1,
+    params: Annotated[str, Option(help="how many weights, 1M or 500M")] = "50M",
+    receivers: Annotated[int, Option(min=1, max=64, help="engines that get them")] = 1,
     as_json: Json = False,
 ) -> None:
     """Tell what it costs here to bring new weights to engines: every encoding by every transport, after a real step."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from headrace.cli.app import Json, RunDir, Settings, app, messages, settings_from
 from headrace.cli.paper import Paper
@@ -29,22 +29,22 @@ from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
-Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
-HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
+Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
+HardwareFile = Annotated[Path | None, Option("--hardware", help="TOML file with devices and prices of your own")]
 
 
 @app.command("triage")
 def triage_command(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="a run directory")] = None,
+    run: Annotated[Path | None, Argument(metavar="[RUN]", help="a run directory")] = None,
     tau_r: Seconds = None,
     tau_v: Seconds = None,
     tau_ref: Seconds = None,
     tau_t: Seconds = None,
     tau_s: Seconds = None,
     placement: Annotated[
-        Placement, typer.Option(help="of typed times: what may run at the same time")
+        Placement, Option(help="of typed times: what may run at the same time")
     ] = Placement.OVERLAPPED,
-    last_steps: Annotated[int | None, typer.Option(min=1, help="look only at this many of the last steps")] = None,
+    last_steps: Annotated[int | None, Option(min=1, help="look only at this many of the last steps")] = None,
     as_json: Json = False,
 ) -> None:
     """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
@@ -62,22 +62,22 @@ def triage_command(
 
 @app.command("plan")
 def plan_command(
-    params: Annotated[str, typer.Option(help="size of the model, 7B or 235B-A22B, or its config.json")],
-    gpus: Annotated[str, typer.Option(help="how many of which, 64xH100")],
-    prompts: Annotated[int, typer.Option(min=1, help="per step")] = 64,
-    samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 16,
-    mean_tokens: Annotated[str, typer.Option(help="of an answer, 512 or 8k")] = "1k",
-    cv: Annotated[float, typer.Option(min=0.0, help="spread of the lengths: standard deviation over mean")] = 1.0,
-    max_tokens: Annotated[str, typer.Option(help="an answer is cut here; 0 never")] = "0",
-    prompt_tokens: Annotated[str, typer.Option(help="of a prompt")] = "512",
-    reward_p95: Annotated[str, typer.Option(help="seconds that a verdict takes, 95 in 100: 4s or 200ms")] = "0s",
-    max_lag: Annotated[int, typer.Option(min=0, help="how many versions old a trained token may be")] = 4,
-    kl: Annotated[bool, typer.Option("--kl", help="with a reference policy")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="train a low-rank adapter only")] = False,
-    useful: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
+    params: Annotated[str, Option(help="size of the model, 7B or 235B-A22B, or its config.json")],
+    gpus: Annotated[str, Option(help="how many of which, 64xH100")],
+    prompts: Annotated[int, Option(min=1, help="per step")] = 64,
+    samples: Annotated[int, Option(min=1, help="answers per prompt")] = 16,
+    mean_tokens: Annotated[str, Option(help="of an answer, 512 or 8k")] = "1k",
+    cv: Annotated[float, Option(min=0.0, help="spread of the lengths: standard deviation over mean")] = 1.0,
+    max_tokens: Annotated[str, Option(help="an answer is cut here; 0 never")] = "0",
+    prompt_tokens: Annotated[str, Option(help="of a prompt")] = "512",
+    reward_p95: Annotated[str, Option(help="seconds that a verdict takes, 95 in 100: 4s or 200ms")] = "0s",
+    max_lag: Annotated[int, Option(min=0, help="how many versions old a trained token may be")] = 4,
+    kl: Annotated[bool, Option("--kl", help="with a reference policy")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="train a low-rank adapter only")] = False,
+    useful: Annotated[float, Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
     hardware: HardwareFile = None,
     target: Annotated[
-        str | None, typer.Option("--search", help="find the fewest devices that train this many tokens a second")
+        str | None, Option("--search", help="find the fewest devices that train this many tokens a second")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -110,29 +110,29 @@ def plan_command(
 @app.command()
 def simulate(
     settings: Settings = None,
-    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
-    max_lag: Annotated[str, typer.Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
-    params: Annotated[str, typer.Option(help="speeds of a model of this size, 7B, or of this config.json")] = "",
-    gpus: Annotated[str, typer.Option(help="in all, 1024 or 64xH200; H100 if it matters and nobody says")] = "1",
-    gpus_per_worker: Annotated[int, typer.Option(min=1, help="GPUs of one rollout worker")] = 1,
-    rollout_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
-    colocated: Annotated[bool, typer.Option(help="generate and train in turns, on all GPUs")] = False,
-    mean_tokens: Annotated[str, typer.Option(help="of an answer, e.g. 8k")] = "0",
-    cv: Annotated[float, typer.Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
-    prompt_tokens: Annotated[str, typer.Option(help="of a prompt")] = "0",
-    reward_mean: Annotated[str, typer.Option(help="seconds of a verdict, e.g. 200ms")] = "0",
-    reward_p95: Annotated[str, typer.Option(help="that 95 in 100 verdicts stay below")] = "0",
-    decode: Annotated[str, typer.Option(help="seconds of a decode step with one row")] = "0",
-    rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
-    train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
-    publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
-    straggler_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the rollout workers are slow")] = 0.0,
-    straggler_factor: Annotated[float, typer.Option(min=1.0, help="that slow ones are slower by")] = 2.0,
-    mtbf: Annotated[str, typer.Option(help="mean time between failures of a rollout worker, e.g. 10h; 0: none")] = "0",
-    repair: Annotated[str, typer.Option(help="time until a failed rollout worker is back")] = "1min",
+    run: Annotated[Path | None, Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
+    max_lag: Annotated[str, Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
+    params: Annotated[str, Option(help="speeds of a model of this size, 7B, or of this config.json")] = "",
+    gpus: Annotated[str, Option(help="in all, 1024 or 64xH200; H100 if it matters and nobody says")] = "1",
+    gpus_per_worker: Annotated[int, Option(min=1, help="GPUs of one rollout worker")] = 1,
+    rollout_share: Annotated[float, Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
+    colocated: Annotated[bool, Option(help="generate and train in turns, on all GPUs")] = False,
+    mean_tokens: Annotated[str, Option(help="of an answer, e.g. 8k")] = "0",
+    cv: Annotated[float, Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
+    prompt_tokens: Annotated[str, Option(help="of a prompt")] = "0",
+    reward_mean: Annotated[str, Option(help="seconds of a verdict, e.g. 200ms")] = "0",
+    reward_p95: Annotated[str, Option(help="that 95 in 100 verdicts stay below")] = "0",
+    decode: Annotated[str, Option(help="seconds of a decode step with one row")] = "0",
+    rollout_tokens_s: Annotated[str, Option(help="tokens a second of a full rollout worker")] = "0",
+    train_tokens_s: Annotated[str, Option(help="tokens a second that one GPU trains on")] = "0",
+    publish: Annotated[str, Option(help="seconds until rollout workers have new weights")] = "0",
+    straggler_share: Annotated[float, Option(min=0.0, max=1.0, help="of the rollout workers are slow")] = 0.0,
+    straggler_factor: Annotated[float, Option(min=1.0, help="that slow ones are slower by")] = 2.0,
+    mtbf: Annotated[str, Option(help="mean time between failures of a rollout worker, e.g. 10h; 0: none")] = "0",
+    repair: Annotated[str, Option(help="time until a failed rollout worker is back")] = "1min",
     hardware: HardwareFile = None,
-    steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
+    steps: Annotated[int, Option(min=1, help="to simulate")] = 32,
+    seed: Annotated[int, Option(min=0, help="of the answers' lengths and the like")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
@@ -170,7 +170,7 @@ def simulate(
 @app.command()
 def trace(
     run: RunDir,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a timeline of every stage and worker, to look at in a browser."""

@@ -1,12 +1,10 @@
-"""Prints reports: titles, facts, tables and paragraphs, in a terminal or as plain lines in a file."""
+"""Prints reports: titles, facts, tables and paragraphs, in a terminal or as lines of a file."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import rich.table
 from rich.console import Console, RenderableType
@@ -15,32 +13,17 @@ from rich.text import Text
 
 from headrace.runs.report import Report, Table
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """The characters to draw with: one set for terminals that know more than ASCII, one for the others."""
-
-    full: str
-    empty: str
-    mark: str
-    arrow: str
-    upright: str
-    corner: str
-    level: str
-
-
-FINE = Glyphs(full="█", empty="░", mark="▸", arrow="→", upright="┤", corner="└", level="─")
-ASCII = Glyphs(full="#", empty=".", mark=">", arrow="->", upright="|", corner="+", level="-")
+# For terminals that know no other characters than these.
+ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
 TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
 
 
 class Paper:
-    """What commands print on. Paths, commands and ids are never cut: they must survive being copied."""
+    """What commands print on. Paths, commands and ids are never cut: a reader may copy them."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(quiet=quiet, highlight=False)
         self.fine = self.console.encoding.lower().startswith("utf")
-        self.glyphs = FINE if self.fine else ASCII
 
     def report(self, report: Report) -> None:
         self.paragraph(report.title, indent=0, style="bold")
@@ -60,8 +43,9 @@ class Paper:
                 self.paragraph(sentence, hang=2 * sentence.startswith("- "))
 
     def section(self, title: str, explanation: str = "") -> None:
+        explanation = f"  {explanation}" if explanation else ""
         self.print()
-        self.print(Text.assemble((title, "bold"), (f"  {explanation}" if explanation else "", "dim")))
+        self.print(Text.assemble((title, "bold"), (explanation, "dim")))
 
     def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
         pairs = list(pairs)
@@ -69,20 +53,25 @@ class Paper:
         for name, value in pairs:
             self.paragraph(f"{name:<{column}}{value}", hang=column)
 
-    def table(self, table: Table, *, indent: int = 2, whole: frozenset[int] = frozenset()) -> None:
-        """Numbers, and the columns in `whole`, are not broken into lines; where it is tight, their titles are."""
+    def table(self, table: Table, *, indent: int = 2, whole: Collection[int] = ()) -> None:
+        """Numbers and the columns in `whole` are not broken into lines; if it is tight, their titles are."""
         if table.title:
             self.paragraph(table.title, indent=indent)
-        whole, last = whole | table.numeric, len(table.columns) - 1
+        whole, last = {*whole, *table.numeric}, len(table.columns) - 1
         room = self.console.width - indent
         for place, name in enumerate(table.columns):
             widest = max(map(len, (name, *(row[place] for row in table.rows if place < len(row)))))
             room -= widest if place in whole else min(widest, TEXT_COLUMNS)
-        shown = rich.table.Table(box=None, pad_edge=False, padding=(0, 2 if room >= 2 * last else 1, 0, 0))
+        apart = 2 if room >= 2 * last else 1
+        shown = rich.table.Table(box=None, pad_edge=False, padding=(0, apart, 0, 0))
         for place, name in enumerate(table.columns):
             title = name.replace(" ", "\n") if place in whole and room < last else name
-            justify: Literal["left", "right"] = "right" if place in table.numeric else "left"
-            shown.add_column(Text(title), justify=justify, no_wrap=place in whole, overflow="fold")
+            shown.add_column(
+                Text(title),
+                justify="right" if place in table.numeric else "left",
+                no_wrap=place in whole,
+                overflow="fold",
+            )
         for row in table.rows:
             shown.add_row(*map(Text, row))
         self.indented(shown, indent)
@@ -116,6 +105,9 @@ class Paper:
     def print(self, content: RenderableType = "", *, one_line: bool = False) -> None:
         self.console.print(content, highlight=False, soft_wrap=one_line)
 
+    def drawn(self, text: str) -> str:
+        return text if self.fine else text.translate(ASCII)
+
     def bar(self, share: float, width: int) -> str:
         filled = round(width * min(max(share, 0.0), 1.0))
-        return self.glyphs.full * filled + self.glyphs.empty * (width - filled)
+        return self.drawn("█" * filled + "░" * (width - filled))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 import headrace  # its functions load torch when they are first called; checking settings does without
 from headrace.cli.app import RunDir, Settings, app, messages, settings_from
@@ -17,7 +17,7 @@ from headrace.config_file import explain, to_toml
 from headrace.ledger.files import scale as scale_run
 from headrace.runs.report import Table
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show nothing")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
 
 
 def prepare_process() -> None:
@@ -38,7 +38,7 @@ def train(settings: Settings = None, quiet: Quiet = False) -> None:
 def resume(
     run: RunDir,
     where: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="where it goes on, if elsewhere")
+        list[str] | None, Argument(metavar="[section.key=value ...]", help="where it goes on, if elsewhere")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -49,7 +49,7 @@ def resume(
 
 
 @app.command()
-def scale(run: RunDir, workers: Annotated[int, typer.Argument(help="how many rollout workers it is to have")]) -> None:
+def scale(run: RunDir, workers: Annotated[int, Argument(help="how many rollout workers it is to have")]) -> None:
     """Give a run on a cluster more or fewer rollout workers, while it goes on."""
     with messages():
         print(scale_run(run, workers))
@@ -57,7 +57,7 @@ def scale(run: RunDir, workers: Annotated[int, typer.Argument(help="how many rol
 
 @app.command("eval")
 def evaluate(
-    run: RunDir, samples: Annotated[int | None, typer.Option(min=1, help="answers per held-out prompt")] = None
+    run: RunDir, samples: Annotated[int | None, Option(min=1, help="answers per held-out prompt")] = None
 ) -> None:
     """The held-out score of a run's weights."""
     prepare_process()
@@ -67,7 +67,7 @@ def evaluate(
 
 
 @app.command()
-def export(run: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="directory to make")]) -> None:
+def export(run: RunDir, out: Annotated[Path, Argument(metavar="OUT", help="directory to make")]) -> None:
     """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
     with messages():
         print(f"wrote {headrace.export(run, out)}")
@@ -76,7 +76,7 @@ def export(run: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help=
 @app.command()
 def config(
     settings: Settings = None,
-    show: Annotated[bool, typer.Option("--explain", help="explain all settings, or a section or key")] = False,
+    show: Annotated[bool, Option("--explain", help="explain all settings, or a section or key")] = False,
 ) -> None:
     """Check settings and print them resolved; with --explain, say what each one does."""
     with messages():
