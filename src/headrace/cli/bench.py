@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from headrace.cli.app import Json, app, messages
+from headrace.cli.app import Json, app
 from headrace.cli.paper import Paper
 from headrace.cli.train import prepare_process
 from headrace.errors import ConfigError
@@ -32,24 +32,23 @@ def sync_command(
 ) -> None:
     """Tell what it costs here to bring new weights to engines: every encoding by every transport, after a real step."""
     prepare_process()
-    with messages():
-        num_params = int(amount(params, "--params"))
-        if not 1 <= num_params <= _MAX_PARAMS:
-            raise ConfigError(f"--params {params}: measure with 1 to {_MAX_PARAMS / 1e9:g} thousand million weights")
-        found = _measured(num_params, receivers)
-        if as_json:
-            print(json.dumps(found, indent=1))
-            return
-        paper = Paper()
-        paper.table(_table(found), indent=0, whole=frozenset({0, 1}))
-        paper.paragraph(
-            f"Seconds, for {num_params:,} weights in bfloat16 and {count(receivers, 'engine')}. The plain way, "
-            f"torch.save and torch.load, takes {found['save_and_load_s']:.3g} s; one copy in memory takes "
-            f"{found['copy_s']:.3g} s.",
-            indent=0,
-        )
-        if found["missing"]:
-            paper.paragraph(f"The object store was left out: {found['missing']}", indent=0)
+    num_params = int(amount(params, "--params"))
+    if not 1 <= num_params <= _MAX_PARAMS:
+        raise ConfigError(f"--params {params}: measure with 1 to {_MAX_PARAMS / 1e9:g} thousand million weights")
+    found = _measured(num_params, receivers)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    paper = Paper()
+    paper.table(_table(found), indent=0, whole={0, 1})
+    paper.paragraph(
+        f"Seconds, for {num_params:,} weights in bfloat16 and {count(receivers, 'engine')}. "
+        f"The plain way, torch.save and torch.load, takes {found['save_and_load_s']:.3g} s; "
+        f"one copy in memory takes {found['copy_s']:.3g} s.",
+        indent=0,
+    )
+    if found["missing"]:
+        paper.paragraph(f"The object store was left out: {found['missing']}", indent=0)
 
 
 def _measured(num_params: int, receivers: int) -> dict[str, Any]:
@@ -57,8 +56,9 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
     versions = measuring.two_versions(num_params)
     full = {name: tensor.bfloat16() for name, tensor in versions[1].items() if "lora_" not in name}
     num_bytes = sum(2 * tensor.numel() for tensor in full.values())
-    found: dict[str, Any] = {"num_params": num_params, "receivers": receivers, "full_bytes": num_bytes, "missing": ""}
-    found |= {"copy_s": measuring.copy_s(num_bytes), "save_and_load_s": measuring.save_and_load_s(full)}
+    found: dict[str, Any] = {"num_params": num_params, "receivers": receivers}
+    found |= {"full_bytes": num_bytes, "missing": "", "copy_s": measuring.copy_s(num_bytes)}
+    found |= {"save_and_load_s": measuring.save_and_load_s(full), "publications": []}
     del full
     with ExitStack() as stack:
         transports = stack.enter_context(measuring.local_transports())
@@ -67,24 +67,23 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
             transports["object_store"] = stack.enter_context(store.local_store(3 * num_bytes))
         except ImportError:
             found["missing"] = "ray is not installed. Run: pip install 'headrace[ray]'"
-        found["publications"] = []
         for transport, ends in transports.items():
             for encoding in measuring.EncodingKind:
                 times = measuring.measure(encoding, versions, ends, receivers)
                 one = {"encoding": encoding, "transport": transport, "full_bytes": num_bytes}
-                found["publications"].append(one | {"times": asdict(times), "total_s": times.total_s})
+                one |= {"times": asdict(times), "total_s": times.total_s}
+                found["publications"].append(one)
     return found
 
 
 def _table(found: dict[str, Any]) -> Table:
-    operations = ("cast", "encode", "transfer", "apply")
-    columns = ("transport", "encoding", "MB", "of full", *operations, "total", "/ plain")
-    rows = []
+    lines = []
     for one in found["publications"]:
-        times = one["times"]
-        moved, total_s = times["transfer_bytes"], one["total_s"]
-        cells = [f"{moved / 1e6:,.3g}", f"{moved / one['full_bytes']:.1%}"]
-        cells += [f"{times[f'{operation}_s']:.3f}" for operation in operations]
-        cells += [f"{total_s:.3f}", f"{total_s / found['save_and_load_s']:.2f}"]
-        rows.append((one["transport"], str(one["encoding"]), *cells))
-    return Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(2, len(columns))))
+        moved = one["times"]["transfer_bytes"]
+        cells = {"transport": one["transport"], "encoding": str(one["encoding"])}
+        cells |= {"MB": f"{moved / 1e6:,.3g}", "of full": f"{moved / one['full_bytes']:.1%}"}
+        for operation in ("cast", "encode", "transfer", "apply"):
+            cells[operation] = f"{one['times'][f'{operation}_s']:.3f}"
+        plain = one["total_s"] / found["save_and_load_s"]
+        lines.append(cells | {"total": f"{one['total_s']:.3f}", "/ plain": f"{plain:.2f}"})
+    return Table.of(lines, numeric=range(2, 10))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from headrace.cli.app import Json, RunDir, Settings, app, messages, settings_from
+from headrace.cli.app import Json, RunDir, Settings, app, settings_from
 from headrace.cli.paper import Paper
 from headrace.errors import ConfigError
 from headrace.insight.equation import ADVICE, Placement
@@ -50,14 +50,13 @@ def triage_command(
     """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
     typed = (tau_r, tau_v, tau_ref, tau_t, tau_s)
     some = any(time is not None for time in typed)
-    with messages():
-        if run is not None and some:
-            raise ConfigError("give a run, or stage times (--tau-r ...), not both")
-        if run is None and not some:
-            raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
-        times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
-        found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
-        _tell(triage_report(found), triage_json(found), as_json)
+    if run is not None and some:
+        raise ConfigError("give a run, or stage times (--tau-r ...), not both")
+    if run is None and not some:
+        raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
+    times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
+    found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
+    _tell(triage_report(found), triage_json(found), as_json)
 
 
 @app.command("plan")
@@ -82,29 +81,28 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Work out a layout for a model, a workload and a number of GPUs: stage times, bottleneck, memory, lag, cost."""
-    with messages():
-        number, device = _gpus(gpus)
-        cap = amount(max_tokens, "--max-tokens") or float("inf")
-        question = Question(
-            model=model_shape(params),
-            device=find_device(device, read_hardware(hardware)),
-            num_devices=number,
-            num_prompts=prompts,
-            num_samples=samples,
-            lengths=LogNormal(amount(mean_tokens, "--mean-tokens"), cv, cap),
-            prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
-            reward_s=seconds(reward_p95, "--reward-p95"),
-            max_lag=max_lag,
-            reference=kl,
-            adapter=adapter,
-            useful=useful,
-        )
-        if target is not None:
-            question, found = search(question, amount(target, "--search"))
-        else:
-            found = plan(question)
-        others = others_that_fit(found[0].bottleneck, num_params=question.model.num_params, may_lag=max_lag > 0)
-        _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
+    number, device = _gpus(gpus)
+    cap = amount(max_tokens, "--max-tokens") or float("inf")
+    question = Question(
+        model=model_shape(params),
+        device=find_device(device, read_hardware(hardware)),
+        num_devices=number,
+        num_prompts=prompts,
+        num_samples=samples,
+        lengths=LogNormal(amount(mean_tokens, "--mean-tokens"), cv, cap),
+        prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
+        reward_s=seconds(reward_p95, "--reward-p95"),
+        max_lag=max_lag,
+        reference=kl,
+        adapter=adapter,
+        useful=useful,
+    )
+    if target is not None:
+        question, found = search(question, amount(target, "--search"))
+    else:
+        found = plan(question)
+    others = others_that_fit(found[0].bottleneck, num_params=question.model.num_params, may_lag=max_lag > 0)
+    _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
 
 
 @app.command()
@@ -136,35 +134,34 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
-    with messages():
-        recipe = settings_from(settings)
-        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
-        typed = Typed(
-            mean_tokens=amount(mean_tokens, "--mean-tokens"),
-            cv=cv,
-            prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
-            reward_s=seconds(reward_mean, "--reward-mean"),
-            reward_p95_s=seconds(reward_p95, "--reward-p95"),
-            decode_s=seconds(decode, "--decode"),
-            rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
-            train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
-            publish_s=seconds(publish, "--publish"),
-            straggler_share=straggler_share,
-            straggler_factor=straggler_factor,
-            worker_mtbf_s=seconds(mtbf, "--mtbf"),
-            repair_s=seconds(repair, "--repair"),
-        )
-        number, device = _gpus(gpus, "H100")
-        layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
-        model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
-        if hardware and not model:
-            raise ConfigError("--hardware says what a device can do with a model: name one with --params")
-        if model:
-            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
-        work, machine = scenario(recipe, typed, layout, run)
-        found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
-        told = simulation_report(work, machine, layout, found)
-        _tell(told, simulation_json(work, machine, layout, found), as_json)
+    recipe = settings_from(settings)
+    wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
+    typed = Typed(
+        mean_tokens=amount(mean_tokens, "--mean-tokens"),
+        cv=cv,
+        prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
+        reward_s=seconds(reward_mean, "--reward-mean"),
+        reward_p95_s=seconds(reward_p95, "--reward-p95"),
+        decode_s=seconds(decode, "--decode"),
+        rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
+        train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
+        publish_s=seconds(publish, "--publish"),
+        straggler_share=straggler_share,
+        straggler_factor=straggler_factor,
+        worker_mtbf_s=seconds(mtbf, "--mtbf"),
+        repair_s=seconds(repair, "--repair"),
+    )
+    number, device = _gpus(gpus, "H100")
+    layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+    model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
+    if hardware and not model:
+        raise ConfigError("--hardware says what a device can do with a model: name one with --params")
+    if model:
+        typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
+    work, machine = scenario(recipe, typed, layout, run)
+    found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+    told = simulation_report(work, machine, layout, found)
+    _tell(told, simulation_json(work, machine, layout, found), as_json)
 
 
 @app.command()
@@ -174,12 +171,11 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Write a timeline of every stage and worker, to look at in a browser."""
-    with messages():
-        path, num_events = write_trace(run, out)
-        if as_json:
-            print(json.dumps({"file": str(path), "events": num_events}))
-        else:
-            print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
+    path, num_events = write_trace(run, out)
+    if as_json:
+        print(json.dumps({"file": str(path), "events": num_events}))
+    else:
+        print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
 
 
 def _gpus(text: str, default: str | None = None) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""What a training run shows: progress while it trains, the reward curve and the five stage times at the end.
+"""What a training run shows: progress while it trains, then the reward curve and the five stage times.
 
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from headrace.cli.paper import ASCII, FINE, Paper
+from headrace.cli.paper import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
@@ -33,31 +33,29 @@ PLOT_ROWS = 9  # odd, so that one of them is the middle
 class _ProgressLine(Progress):
     """The bar of a phase, with a line of facts below it."""
 
-    def __init__(self, console: Console, clock: Callable[[], str], facts: Callable[[], str]) -> None:
-        self._clock_text, self._facts_text = clock, facts
+    def __init__(self, console: Console, texts: Callable[[], tuple[str, str]]) -> None:
+        self._texts = texts  # beside the bar, and below it
         bar = BarColumn(max(10, min(40, console.width - 55)))
         columns = (TextColumn("{task.description}", markup=False), bar, TaskProgressColumn())
-        super().__init__(*columns, TextColumn("{task.fields[clock]}"), console=console, refresh_per_second=4)
+        clock = TextColumn("{task.fields[clock]}")
+        super().__init__(*columns, clock, console=console, refresh_per_second=4)
 
     def get_renderables(self) -> Iterator[RenderableType]:
+        clock, facts = self._texts()
         for task in self.tasks:
-            task.fields["clock"] = self._clock_text()
+            task.fields["clock"] = clock
         yield from super().get_renderables()
-        if facts := self._facts_text():
+        if facts:
             yield Text(facts, style="bold")
 
 
 class LiveDisplay:
     """Shows one training run. A context manager, so that the cursor comes back whatever happens."""
 
-    def __init__(
-        self, console: Console | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.paper = Paper(console, quiet=quiet)
-        screen = self.paper.console
-        self._animated = screen.is_terminal and not screen.is_dumb_terminal and not screen.quiet
-        self._clock = clock
-        self._started_s = clock()
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.paper = Paper(console)
+        self._animated = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._clock, self._started_s = clock, clock()
         self._steps = 0
         self._rows: list[Row] = []
         self._score: float | None = None
@@ -68,9 +66,7 @@ class LiveDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -82,13 +78,14 @@ class LiveDisplay:
     def header(self, config: Config, run_dir: Path | str, facts: Mapping[str, str]) -> None:
         self._started_s = self._clock()
         self._run_dir, self._steps = run_dir, config.loop.steps
-        loop, samples = config.loop, config.rollout.samples
-        lag = "strictly on-policy" if loop.max_lag == 0 else f"tokens up to {count(loop.max_lag, 'version')} old"
+        loop = config.loop
+        lag = f"tokens up to {count(loop.max_lag, 'version')} old" if loop.max_lag else "strictly on-policy"
+        a_step = f"{loop.groups_per_step} prompts x {config.rollout.samples} answers"
         lines = {
             "run": str(run_dir),
             "model": config.model.path,
             "prompts": config.prompts.source,
-            "plan": f"{loop.steps} steps of {loop.groups_per_step} prompts x {samples} answers, {lag}",
+            "plan": f"{loop.steps} steps of {a_step}, {lag}",
             "set": "  ".join(changed(config)) or "every setting is at its default",
         }
         self.paper.line("headrace", style="bold")
@@ -98,12 +95,12 @@ class LiveDisplay:
     def phase(self, text: str) -> None:
         """A new part of the run begins, such as "warm start"."""
         self.close()
-        self.paper.print(Text(f"{self.paper.glyphs.mark} {text}", style="bold"))
+        self.paper.print(Text(f"{self.paper.drawn('▸')} {text}", style="bold"))
 
     def progress(self, done: int, total: int, text: str) -> None:
         if self._animated:
             self._draw(f"  {done}/{total} {text}", done, total)
-        elif (quarter := 4 * done // max(total, 1)) != self._quarter:  # not every call is worth a line in a log
+        elif (quarter := 4 * done // max(total, 1)) != self._quarter:  # a few lines in a log
             self._quarter = quarter
             self.paper.line(f"  {done}/{total} {text}")
 
@@ -112,8 +109,11 @@ class LiveDisplay:
         self._score = self._score if row.score is None else row.score
         if self._animated:
             self._draw(self._steps_text(), row.step, self._total_steps())
-        elif self._worth_a_line(row):
-            self.paper.line(f"{self._steps_text()}  {self._clock_text()}  {self._facts_text()}")
+            return
+        every = max(1, self._total_steps() // PLAIN_LINES)
+        chosen = row.step % every == 0 or row.step == self._steps
+        if chosen or len(self._rows) == 1 or row.score is not None:
+            self.paper.line("  ".join((self._steps_text(), *self._texts())))
 
     def note(self, text: str) -> None:
         self.paper.print(Text(f"note: {text}"))
@@ -121,7 +121,7 @@ class LiveDisplay:
     def summary(
         self, summary: Mapping[str, Any], *, run_dir: Path | str | None = None, rows: Sequence[Row] | None = None
     ) -> None:
-        """How the run went: its summary.json, with the curve of the rows shown so far (or of those given)."""
+        """How the run went: its summary.json, with the curve of the rows shown so far, or of `rows`."""
         self.close()
         self._show_curve(summary, self._rows if rows is None else rows)
         self._show_stages(summary)
@@ -132,16 +132,11 @@ class LiveDisplay:
 
     def _draw(self, text: str, done: int, total: int) -> None:
         if self._bar is None:
-            training = bool(self._rows)
-            clock = self._clock_text if training else str
-            self._bar = _ProgressLine(self.paper.console, clock, self._facts_text if training else str)
+            self._bar = _ProgressLine(self.paper.console, self._texts)
             self._bar.add_task(text, clock="")
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total, refresh=True)
-
-    def _worth_a_line(self, row: Row) -> bool:
-        every = max(1, self._total_steps() // PLAIN_LINES)
-        return len(self._rows) == 1 or row.step % every == 0 or row.step == self._steps or row.score is not None
+        (task,) = self._bar.task_ids
+        self._bar.update(task, description=text, completed=done, total=total, refresh=True)
 
     def _total_steps(self) -> int:
         return max(self._steps, self._rows[-1].step, 1)
@@ -150,20 +145,19 @@ class LiveDisplay:
         total = str(self._total_steps())
         return f"step {self._rows[-1].step:>{len(total)}}/{total}"
 
-    def _clock_text(self) -> str:
-        recent = self._rows[-RECENT_ROWS:]
-        left_s = (self._total_steps() - recent[-1].step) * sum(row.wall_s for row in recent) / len(recent)
-        left = f", {duration(left_s)} left" if left_s else ""
-        return f"{duration(self._clock() - self._started_s)} elapsed{left}"
-
-    def _facts_text(self) -> str:
-        """One line that fits 80 columns: what is always there first, what is rare last."""
+    def _texts(self) -> tuple[str, str]:
+        """The clock; and a line that fits 80 columns: what is always there first, what is rare last."""
+        if not self._rows:
+            return "", ""
         recent = self._rows[-RECENT_ROWS:]
         row = recent[-1]
         wall_s = sum(r.wall_s for r in recent)
+        left_s = (self._total_steps() - row.step) * wall_s / len(recent)
+        left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
-        busy = StageTimes(**{stage: sum(float(getattr(r.stage_s, stage)) for r in recent) for stage in STAGES})
+        stages = [asdict(r.stage_s) for r in recent]
+        busy = StageTimes(**{stage: sum(times[stage] for times in stages) for stage in STAGES})
         facts = [
             f"reward {row.reward_mean:.3f}",
             "" if self._score is None else f"held-out {self._score:.3f}",
@@ -174,7 +168,8 @@ class LiveDisplay:
             f"preempted {row.preemptions}" if row.preemptions else "",
             "step skipped" if row.skipped else "",
         ]
-        return "  ".join(filter(None, facts))
+        clock = f"{duration(self._clock() - self._started_s)} elapsed{left}"
+        return clock, "  ".join(filter(None, facts))
 
     # When it is over
 
@@ -186,7 +181,7 @@ class LiveDisplay:
             paper.print(Text(f"  {line}", no_wrap=True))
         before, after = summary.get("score_before"), summary.get("score_after")
         if before is not None and after is not None:
-            scores = f"{before:.3f} {paper.glyphs.arrow} {after:.3f}  ({after - before:+.3f})"
+            scores = f"{before:.3f} {paper.drawn('→')} {after:.3f}  ({after - before:+.3f})"
         else:
             known = before if after is None else after
             scores = "not measured" if known is None else f"{known:.3f}"
@@ -199,12 +194,14 @@ class LiveDisplay:
         for stage in STAGES:
             busy_s = float(summary["stage_s"].get(stage, 0.0))
             share = busy_s / loop_s if loop_s else 0.0
-            mark = paper.glyphs.mark if stage == slowest else " "
-            line = f"{mark} {stage:<9} {busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}  {STAGE_WORDS[stage]}"
+            mark = paper.drawn("▸") if stage == slowest else " "
+            shown = f"{busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}"
+            line = f"{mark} {stage:<9} {shown}  {STAGE_WORDS[stage]}"
             paper.print(Text(line, style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
             advice = ADVICE[BOTTLENECK_OF_STAGE[slowest]]
-            paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {'; '.join(advice.moves)}.")
+            helps = "; ".join(advice.moves)
+            paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {helps}.")
 
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:
         self.paper.section("tokens", "every sampled token is accounted for")
@@ -244,25 +241,24 @@ class LiveDisplay:
 
 
 def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) -> list[str]:
-    """A curve over steps as text lines with labelled axes; braille dots if `fine`, else asterisks."""
+    """A curve over steps as text with labelled axes; of braille dots if `fine`, else of asterisks."""
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if not points:
         return ["(no steps)"]
     low, high = _limits([value for _, value in points])
-    labels = [f"{high:.2f}", f"{(low + high) / 2:.2f}", f"{low:.2f}"]
-    margin = max(map(len, labels))
+    middle = (low + high) / 2
+    labels = {0: f"{high:.2f}", PLOT_ROWS // 2: f"{middle:.2f}", PLOT_ROWS - 1: f"{low:.2f}"}
+    margin = max(map(len, labels.values()))
     columns = width - margin - 2
     across, down = (2, 4) if fine else (1, 1)
     heights = _resample([value for _, value in points], columns * across)
     lifted = [round((value - low) / (high - low) * (PLOT_ROWS * down - 1)) for value in heights]
-    canvas = _braille(lifted, columns) if fine else _asterisks(lifted, columns)
-    glyphs = FINE if fine else ASCII
-    marks = {0: labels[0], PLOT_ROWS // 2: labels[1], PLOT_ROWS - 1: labels[2]}
-    lines = [f"{marks.get(i, ''):>{margin}} {glyphs.upright}{line}".rstrip() for i, line in enumerate(canvas)]
+    canvas = _braille(lifted, columns) if fine else _asterisks(lifted)
+    lines = [f"{labels.get(i, ''):>{margin}} ┤{line}".rstrip() for i, line in enumerate(canvas)]
     first, last = f"step {points[0][0]}", str(points[-1][0])
-    lines.append(f"{'':{margin}} {glyphs.corner}{glyphs.level * columns}")
+    lines.append(f"{'':{margin}} └{'─' * columns}")
     lines.append(f"{'':{margin}}  {first}{last:>{columns - len(first)}}")
-    return lines
+    return lines if fine else [line.translate(ASCII) for line in lines]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
@@ -284,7 +280,7 @@ def _resample(values: Sequence[float], num_columns: int) -> list[float]:
 
 def _braille(lifted: Sequence[int], columns: int) -> list[str]:
     """Two columns and four rows of dots to a character."""
-    dots = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # left and right column, from the bottom up
+    dots = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # left and right, from the bottom up
     cells = [[0] * columns for _ in range(PLOT_ROWS)]
     previous = lifted[0]
     for x, height in enumerate(lifted):
@@ -296,5 +292,6 @@ def _braille(lifted: Sequence[int], columns: int) -> list[str]:
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
 
 
-def _asterisks(lifted: Sequence[int], columns: int) -> list[str]:
-    return ["".join("*" if lifted[x] == y else " " for x in range(columns)) for y in range(PLOT_ROWS - 1, -1, -1)]
+def _asterisks(lifted: Sequence[int]) -> list[str]:
+    rows = reversed(range(PLOT_ROWS))
+    return ["".join("*" if height == row else " " for height in lifted) for row in rows]

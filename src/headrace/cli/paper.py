@@ -21,8 +21,8 @@ TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as 
 class Paper:
     """What commands print on. Paths, commands and ids are never cut: a reader may copy them."""
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        self.console = console or Console(quiet=quiet, highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
         self.fine = self.console.encoding.lower().startswith("utf")
 
     def report(self, report: Report) -> None:

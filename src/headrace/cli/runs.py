@@ -10,10 +10,10 @@ import typer
 from rich.text import Text
 from typer import Argument, Option
 
-from headrace.cli.app import RunDir, app, messages
+from headrace.cli.app import RunDir, app
 from headrace.cli.paper import Paper
 from headrace.config_file import changed
-from headrace.dashboard.serve import serve
+from headrace.dashboard.site import serve
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
@@ -34,14 +34,13 @@ LONGEST_WORD = 14  # of a token's text, with its quotes
 @app.command()
 def audit(run: RunDir) -> None:
     """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
-    with messages():
-        paper, books = Paper(), read_books(run)
-        paper.table(_accounts(books))
-        problems = audit_books(run)
-        for problem in problems:
-            paper.print(Text(f"- {problem}"))
-        paper.line("the books do not balance" if problems else "the books balance")
-        raise typer.Exit(1 if problems else 0)
+    paper, books = Paper(), read_books(run)
+    paper.table(_accounts(books))
+    problems = audit_books(run)
+    for problem in problems:
+        paper.print(Text(f"- {problem}"))
+    paper.line("the books do not balance" if problems else "the books balance")
+    raise typer.Exit(1 if problems else 0)
 
 
 @app.command()
@@ -49,8 +48,7 @@ def runs(
     directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
 ) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
-    with messages():
-        show_runs(Paper(), read_runs(directory))
+    show_runs(Paper(), read_runs(directory))
 
 
 @app.command()
@@ -59,11 +57,10 @@ def show(
     trajectory: Annotated[str | None, Option(metavar="ID", help="one answer, token by token")] = None,
 ) -> None:
     """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
-    with messages():
-        if trajectory is None:
-            show_run(Paper(), run)
-        else:
-            show_trajectory(Paper(), run, trajectory)
+    if trajectory is None:
+        show_run(Paper(), run)
+    else:
+        show_trajectory(Paper(), run, trajectory)
 
 
 @app.command()
@@ -76,8 +73,7 @@ def dash(
     dollars_per_hour: Annotated[float | None, Option(help="what the machines cost, to see what a run costs")] = None,
 ) -> None:
     """Show runs on a web page, also while they go on."""
-    with messages():
-        serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
+    serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
 def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
@@ -165,9 +161,9 @@ def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
     """With `newest`, the newest trajectory of each account has a column."""
     everything = shown.Account(state="generated", amount=books.generated)
     rows = [account.row(books.generated) for account in (everything, *shown.accounts(books))]
-    columns = shown.ACCOUNT_COLUMNS
+    columns = [*shown.ACCOUNT_COLUMNS]
     if newest is not None:
-        columns = (*columns, "newest")
+        columns.append("newest")
         rows = [(*row, newest.get(row[0].replace(": ", ":", 1), "")) for row in rows]
     return Table(columns=columns, rows=rows, numeric=range(1, 5))
 

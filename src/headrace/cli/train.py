@@ -1,4 +1,4 @@
-"""The commands that train, and those that take a run further: eval, export, scale; and the settings."""
+"""The commands that train, those that take a run further (eval, export, scale), and the settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
 from typer import Argument, Option
 
-import headrace  # its functions load torch when they are first called; checking settings does without
-from headrace.cli.app import RunDir, Settings, app, messages, settings_from
+import headrace  # its functions load torch when they are first called
+from headrace.cli.app import RunDir, Settings, app, settings_from
 from headrace.cli.live import LiveDisplay
 from headrace.cli.paper import Paper
 from headrace.config_file import explain, to_toml
@@ -21,7 +22,7 @@ Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
 
 
 def prepare_process() -> None:
-    """SIGTERM, with which clusters preempt, does what Ctrl-C does. For commands only, not for who imports headrace."""
+    """SIGTERM, with which clusters preempt, does what Ctrl-C does; for commands, not for who imports us."""
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
@@ -30,7 +31,7 @@ def prepare_process() -> None:
 def train(settings: Settings = None, quiet: Quiet = False) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
     prepare_process()
-    with messages(), LiveDisplay(quiet=quiet) as display:
+    with LiveDisplay(Console(quiet=quiet)) as display:
         display.summary(headrace.train(settings_from(settings), display))
 
 
@@ -44,15 +45,14 @@ def resume(
 ) -> None:
     """Go on with a run that was interrupted, killed, or stopped by an error."""
     prepare_process()
-    with messages(), LiveDisplay(quiet=quiet) as display:
+    with LiveDisplay(Console(quiet=quiet)) as display:
         display.summary(headrace.resume(run, display, where or ()))
 
 
 @app.command()
 def scale(run: RunDir, workers: Annotated[int, Argument(help="how many rollout workers it is to have")]) -> None:
     """Give a run on a cluster more or fewer rollout workers, while it goes on."""
-    with messages():
-        print(scale_run(run, workers))
+    print(scale_run(run, workers))
 
 
 @app.command("eval")
@@ -61,16 +61,14 @@ def evaluate(
 ) -> None:
     """The held-out score of a run's weights."""
     prepare_process()
-    with messages():
-        score = headrace.evaluate_run(run, samples=samples)
-        print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
+    score = headrace.evaluate_run(run, samples=samples)
+    print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
 
 
 @app.command()
 def export(run: RunDir, out: Annotated[Path, Argument(metavar="OUT", help="directory to make")]) -> None:
     """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
-    with messages():
-        print(f"wrote {headrace.export(run, out)}")
+    print(f"wrote {headrace.export(run, out)}")
 
 
 @app.command()
@@ -79,10 +77,10 @@ def config(
     show: Annotated[bool, Option("--explain", help="explain all settings, or a section or key")] = False,
 ) -> None:
     """Check settings and print them resolved; with --explain, say what each one does."""
-    with messages():
-        if not show:
-            print(to_toml(settings_from(settings)), end="")
-            return
-        lines = [(s.key, s.type_text, s.default, s.doc) for s in explain(settings[0] if settings else None)]
-        columns = ("setting", "type", "default", "what it does")
-        Paper().table(Table(columns=columns, rows=tuple(lines)), whole=frozenset({0}))
+    if not show:
+        print(to_toml(settings_from(settings)), end="")
+        return
+    found = explain(settings[0] if settings else None)
+    columns = ("setting", "type", "default", "what it does")
+    rows = [(setting.key, setting.type_text, setting.default, setting.doc) for setting in found]
+    Paper().table(Table(columns=columns, rows=rows), whole={0})

@@ -1,22 +1,24 @@
 """What the page asks of the books besides curves: accounts, spans, lag, rewards, trajectories.
 
-Nothing here looks at a whole table when it is asked again: it reads accounts, the newest entries, or a page of them.
+Nothing here looks at a whole table when it is asked again.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
 from headrace.dashboard.series import looking_into, when_created
 from headrace.errors import HeadraceError
 from headrace.ledger.ledger import Books
-from headrace.runs.columns import Columns, Numbers, read_spans, read_trajectories, union
+from headrace.runs.audit import books
+from headrace.runs.columns import Columns, Numbers, one, read_spans, read_trajectories, union
 from headrace.runs.show import TokenTexts, TrajectoryDetails, read_trajectory, token_texts
 from headrace.types import STAGES
 
@@ -30,13 +32,13 @@ PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run, a lane each; `busy` is the share of them by lane."""
+    """What every worker did in the last seconds of a run, a lane each; `busy` is its share of them."""
 
     start_s: float
     end_s: float
     lanes: tuple[str, ...]
     busy: Mapping[str, float]
-    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start and end; spans that are close are one bar
+    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,26 +84,23 @@ class Page:
 
 
 def read_accounts(run_dir: Path) -> Books:
-    with looking_into(run_dir) as connection:
-        found = connection.execute("SELECT name, tokens, trajectories FROM accounts")
-        return Books.of({name: (tokens, trajectories) for name, tokens, trajectories in found})
+    with looking_into(run_dir):
+        return books(run_dir)
 
 
 def read_elapsed_s(run_dir: Path) -> float:
-    """Seconds on the run's clock when something was last booked; pauses between two processes do not count."""
+    """Seconds on the run's clock when something was last booked; pauses between processes do not count."""
     with looking_into(run_dir) as connection:
-        (span_s,) = connection.execute("SELECT MAX(end_s) FROM spans").fetchone()
-        moved = connection.execute("SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1").fetchone()
-    return max(float(span_s or 0.0), float(moved[0]) if moved else 0.0)
+        span_s = one(connection, "SELECT MAX(end_s) FROM spans")
+        moved_s = one(connection, "SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1")
+    return max(float(span_s or 0.0), float(moved_s or 0.0))
 
 
 def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
+    last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
     with looking_into(run_dir) as connection:
-        (end_s,) = connection.execute("SELECT MAX(end_s) FROM spans").fetchone()
-        (length_s,) = connection.execute(
-            "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)", (num_steps,)
-        ).fetchone()
+        end_s, length_s = one(connection, "SELECT MAX(end_s) FROM spans"), one(connection, last, num_steps)
         if end_s is None:
             return Timeline(start_s=0.0, end_s=0.0, lanes=(), busy={}, bars=())
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
@@ -109,12 +108,12 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     if len(spans) == MOST_SPANS:
         start_s = float(spans["end_s"].min())
     length_s = max(end_s - start_s, 1e-9)
-    bars, busy = [], {}
-    for (stage, worker), name in _lane_names(set(zip(spans["stage"], spans["worker"], strict=True))).items():
+    gap_s, bars, busy = length_s / FINEST, [], {}
+    lanes = set(zip(spans["stage"], spans["worker"], strict=True))
+    for (stage, worker), name in _lane_names(lanes).items():
         own = spans.where((spans["stage"] == stage) & (spans["worker"] == worker))
         starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
         busy[name] = float((ends_s - starts_s).sum()) / length_s
-        gap_s = length_s / FINEST
         starts_s, ends_s = union((starts_s, ends_s + gap_s))
         drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
         bars += [(name, stage, begin, end) for begin, end in drawn]
@@ -124,7 +123,7 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
 def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
     """Read the transfers that came since the last look."""
     with looking_into(run_dir) as connection:
-        (last_id,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM transfers").fetchone()
+        last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
         if (created := when_created(connection)) != shares.created:
             shares.created, shares.last_id, shares.tokens = created, 0, Counter()
         found = connection.execute(
@@ -140,19 +139,20 @@ def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
 def read_rewards(run_dir: Path) -> RewardShape:
     """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
     with looking_into(run_dir) as connection:
-        (num_answers,) = connection.execute("SELECT COALESCE(MAX(rowid), 0) FROM trajectories").fetchone()
+        num_answers = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
         num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
-        both = read_trajectories(connection, oldest=num_each), read_trajectories(connection, newest=num_each)
-    first, newest = (found.where(np.isfinite(found["reward"])) for found in both)
+        first = read_trajectories(connection, oldest=num_each)
+        newest = read_trajectories(connection, newest=num_each)
+    first, newest = (found.where(np.isfinite(found["reward"])) for found in (first, newest))
     labels, shares = _histogram(first["reward"], newest["reward"])
-    parts_first, parts_newest = _part_means(first), _part_means(newest)
+    before, now = _part_means(first), _part_means(newest)
     return RewardShape(
         labels=labels,
         first=shares[0],
         newest=shares[1],
         num_first=len(first),
         num_newest=len(newest),
-        parts={name: (parts_first[name], parts_newest[name]) for name in parts_first if name in parts_newest},
+        parts={name: (before[name], now[name]) for name in before if name in now},
     )
 
 
@@ -167,8 +167,9 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     given = {text: value for text, value in conditions.items() if value is not None}
     backwards = wanted.newer_than is not None
     query = (
-        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish FROM trajectories "
-        f"WHERE {' AND '.join(given) or '1'} ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
+        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish "
+        f"FROM trajectories WHERE {' AND '.join(given) or '1'} "
+        f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
     )
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
@@ -178,9 +179,14 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
         fate = f"dropped: {reason}" if state == "dropped" else state
         known = ("" if number is None else str(number) for number in (step, lag))
-        rows.append((id, "-" if reward is None else f"{reward:g}", f"{num_tokens:,}", fate, *known, finish or "-"))
-    newer = more if backwards else wanted.older_than is not None
-    return Page(places=[line[0] for line in found], rows=rows, has_newer=newer, has_older=backwards or more)
+        earned = "-" if reward is None else f"{reward:g}"
+        rows.append((id, earned, f"{num_tokens:,}", fate, *known, finish or "-"))
+    return Page(
+        places=[line[0] for line in found],
+        rows=rows,
+        has_newer=more if backwards else wanted.older_than is not None,
+        has_older=backwards or more,
+    )
 
 
 def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts | None]:
@@ -202,22 +208,21 @@ def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
-    """The middle of each bar, and the share of each side in it. Rewards of a few values have a bar each."""
+    """The middle of each bar, and the share of each side in it; few values have a bar each."""
     values = np.unique(np.concatenate([first, newest]))
     edges, labels = np.append(values, np.inf), tuple(f"{value:g}" for value in values)
     if len(values) > MOST_BARS:
         edges = np.linspace(values[0], values[-1], MOST_BARS + 1)
         labels = tuple(f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2)
-    counts = [np.histogram(side, edges)[0] if len(values) else np.empty(0) for side in (first, newest)]
+    sides = (first, newest)
+    counts = [np.histogram(side, edges)[0] if len(values) else np.empty(0) for side in sides]
     return labels, [tuple((side / max(side.sum(), 1)).tolist()) for side in counts]
 
 
 def _part_means(found: Columns) -> dict[str, float]:
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    values = defaultdict(list)
     for text in found["reward_parts"].tolist():
         for name, value in json.loads(text).items():
             if isinstance(value, int | float):
-                sums[name] += value  # type: ignore[assignment]
-                counts[name] += 1
-    return {name: sums[name] / counts[name] for name in sums}
+                values[name].append(value)
+    return {name: fmean(found) for name, found in values.items()}

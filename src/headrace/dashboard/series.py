@@ -17,7 +17,7 @@ import numpy as np
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.row import ROW_METRICS
-from headrace.runs.columns import Ints, Numbers, RowColumns, reading
+from headrace.runs.columns import Ints, Numbers, RowColumns, one, reading
 from headrace.types import STAGES, StageTimes
 
 MOST_POINTS = 400  # of a curve
@@ -27,6 +27,7 @@ _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the 
 # How the numbers of several rows become one.
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
 _OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
+_COLUMNS = ("step", *_OVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Series:
     """
 
     created: str = ""  # when the ledger was: another run may take the place of one
-    columns: Mapping[str, Numbers] = field(default_factory=lambda: {name: np.empty(0) for name in ("step", *_OVER)})
+    columns: Mapping[str, Numbers] = field(default_factory=lambda: dict.fromkeys(_COLUMNS, np.empty(0)))
     last_step: int = 0
     num_damaged: int = 0  # rows that cannot be read
 
@@ -48,10 +49,10 @@ class Series:
         return int(2 ** max(0, math.ceil(math.log2(max(self.last_step, 1) / MOST_POINTS))))
 
     def curve(self, name: str, scale: float = 1.0, over: str = "") -> list[tuple[int, float | None]]:
-        """The points of one curve; a gap where nothing was measured. `goodput` is trained tokens per second."""
+        """The points of one curve, with gaps; `goodput` is trained tokens per second."""
         if name == "goodput":
             both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
-            return [(step, tokens / wall_s if tokens and wall_s else tokens) for (step, tokens), (_, wall_s) in both]
+            return [(step, num / wall_s if num and wall_s else num) for (step, num), (_, wall_s) in both]
         steps = self.columns["step"].astype(np.int64)
         begins = np.flatnonzero(np.diff((steps - 1) // self.width, prepend=-1))
         last = steps[np.append(begins[1:], len(steps))[: len(begins)] - 1]
@@ -63,8 +64,9 @@ class Series:
 
     def goodput(self, num_steps: int = 0) -> float | None:
         """Trained tokens per second of the last `num_steps`, or of all."""
-        tokens, wall_s = (np.nansum(self.columns[name][-num_steps:]) for name in ("trained_tokens", "wall_s"))
-        return float(tokens / wall_s) if wall_s else None
+        tokens, wall_s = self.columns["trained_tokens"], self.columns["wall_s"]
+        taken_s = np.nansum(wall_s[-num_steps:])
+        return float(np.nansum(tokens[-num_steps:]) / taken_s) if taken_s else None
 
     def now(self, name: str, over: str = "") -> float | None:
         values = self.columns[name][-RECENT_STEPS:]
@@ -80,30 +82,35 @@ def read_series(run_dir: Path, before: Series) -> Series:
     """The rows as they are now; `before` is what the last look found, or an empty Series."""
     with looking_into(run_dir) as connection:
         created = when_created(connection)
-        (last_step,) = connection.execute("SELECT COALESCE(MAX(step), 0) FROM rows").fetchone()
+        last_step = one(connection, "SELECT COALESCE(MAX(step), 0) FROM rows")
         if created != before.created or last_step < before.last_step:
             before = Series(created=created)
         if last_step == before.last_step:
             return before
         rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
-        new = {name: rows.column(name) for name in ("step", *_OVER) if name not in _DERIVED}
+        new = {name: rows.column(name) for name in _COLUMNS if name not in _DERIVED}
         for name, sign in _DERIVED.items():
             new[name] = new["reward_mean"] + sign * new["reward_std"]
-        columns = {name: np.append(known, new[name]) for name, known in before.columns.items()}
-        num_damaged = before.num_damaged + int(rows.damaged.sum())
-        return Series(created=created, columns=columns, last_step=last_step, num_damaged=num_damaged)
+        return Series(
+            created=created,
+            columns={name: np.append(known, new[name]) for name, known in before.columns.items()},
+            last_step=last_step,
+            num_damaged=before.num_damaged + int(rows.damaged.sum()),
+        )
 
 
 @contextmanager
 def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
     """One view of the books. Whatever is wrong with them is said in words."""
     if not (run_dir / FILE_NAME).is_file():
-        raise RunError(f"{run_dir.name} has no ledger yet: it is just starting, or ended before its first step.")
+        why = "it is just starting, or ended before its first step"
+        raise RunError(f"{run_dir.name} has no ledger yet: {why}.")
     try:
         with reading(run_dir) as connection:
             yield connection
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise RunError(f"The ledger of {run_dir.name} holds something that cannot be read ({error}).") from error
+        found = f"something that cannot be read ({error})"
+        raise RunError(f"The ledger of {run_dir.name} holds {found}.") from error
 
 
 def when_created(connection: sqlite3.Connection) -> str:
@@ -112,14 +119,15 @@ def when_created(connection: sqlite3.Connection) -> str:
 
 
 def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
-    """One number for the values from each of `begins` to the next, of those that are finite; NaN where none is."""
+    """One number for the finite values from each of `begins` to the next; NaN where there is none."""
     if not len(begins):
         return np.empty(0)
     if over == "last":
         return np.asarray(values[np.append(begins[1:], len(values)) - 1])
     known = np.isfinite(values)
     counts = np.add.reduceat(known, begins, dtype=np.int64)
-    combine, neutral = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}.get(over, (np.add, 0.0))
+    ways = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}
+    combine, neutral = ways.get(over, (np.add, 0.0))
     found = combine.reduceat(np.where(known, values, neutral), begins)
     found = found / np.maximum(counts, 1) if over == "mean" else found
     return np.where(counts > 0, found, np.nan)
