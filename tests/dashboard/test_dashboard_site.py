@@ -18,10 +18,9 @@ from tiny_runs import rows_of, select
 
 from headrace.dashboard import charts
 from headrace.dashboard import site as site_module
-from headrace.dashboard.books import Wanted, read_accounts, read_page, read_rewards, read_timeline
+from headrace.dashboard.books import Series, Wanted, read_accounts, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
 from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.series import Series
 from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan

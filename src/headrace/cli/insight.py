@@ -101,7 +101,8 @@ def plan_command(
         question, found = search(question, amount(target, "--search"))
     else:
         found = plan(question)
-    others = others_that_fit(found[0].bottleneck, num_params=question.model.num_params, may_lag=max_lag > 0)
+    size = question.model.num_params
+    others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=max_lag > 0)
     _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
 
 
@@ -153,11 +154,13 @@ def simulate(
     )
     number, device = _gpus(gpus, "H100")
     layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
-    model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
+    own = recipe.model.path
+    model = params or (own if run is None and Path(own).is_dir() else "")
     if hardware and not model:
         raise ConfigError("--hardware says what a device can do with a model: name one with --params")
     if model:
-        typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
+        shape, gpu = model_shape(model), find_device(device, read_hardware(hardware))
+        typed = worked_out(typed, recipe, layout, shape, gpu)
     work, machine = scenario(recipe, typed, layout, run)
     found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)
@@ -194,10 +197,12 @@ def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
 
 def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
     moves = [asdict(move) for move in found.moves]
-    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": ADVICE[found.bottleneck].sign, "moves": moves}
+    sign = ADVICE[found.bottleneck].sign
+    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": sign, "moves": moves}
     if isinstance(found, TypedTriage):
         steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
-        return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
+        known |= {"placement": str(found.placement), "step_s": steps}
+        return known | {"stage_s": asdict(found.times)}
     reading = found.reading
     return known | {
         "run_dir": str(reading.run_dir),
@@ -226,15 +231,16 @@ def plan_json(question: Question, found: Sequence[LayoutPlan], others: Sequence[
 
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
     speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
-    step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
-    step |= {"reward_s": work.reward_s.mean, "no_signal_share": work.no_signal_share}
+    step: dict[str, Any] = {"groups_per_step": work.groups_per_step, "samples": work.samples}
+    step |= {"mean_tokens": work.tokens.mean, "reward_s": work.reward_s.mean}
+    step |= {"no_signal_share": work.no_signal_share}
     runs = [_plain(one) for one in found]
     return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
 
 
 def _plain(one: Simulated) -> dict[str, Any]:
-    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share", "generated_tokens"]
-    same += ["trained_tokens", "buffered_tokens", "in_flight_tokens"]
+    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
+    same += ["generated_tokens", "trained_tokens", "buffered_tokens", "in_flight_tokens"]
     return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
         "step_p50_s": one.step_quantile_s(0.5),

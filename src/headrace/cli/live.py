@@ -1,4 +1,4 @@
-"""What a training run shows: progress while it trains, then the reward curve and the five stage times.
+"""What a training run shows: progress while it trains, then the reward curve and the stage times.
 
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
@@ -146,7 +146,7 @@ class LiveDisplay:
         return f"step {self._rows[-1].step:>{len(total)}}/{total}"
 
     def _texts(self) -> tuple[str, str]:
-        """The clock; and a line that fits 80 columns: what is always there first, what is rare last."""
+        """The clock, and a line that fits 80 columns: what is always there first, what is rare last."""
         if not self._rows:
             return "", ""
         recent = self._rows[-RECENT_ROWS:]
@@ -213,10 +213,8 @@ class LiveDisplay:
         lines |= {f"dropped: {reason}": num for reason, num in by_size if num}
         if open_tokens:
             lines["not settled"] = open_tokens
-        names, digits = max(map(len, lines)), len(f"{generated:,}")
-        for name, num_tokens in lines.items():
-            share = num_tokens / generated if generated else 0.0
-            self.paper.line(f"  {name:<{names}}  {num_tokens:>{digits},}  {share:>6.1%}")
+        digits, whole = len(f"{generated:,}"), max(generated, 1)
+        self.paper.facts((name, f"{num:>{digits},}  {num / whole:>6.1%}") for name, num in lines.items())
 
     def _show_run(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
         lag = int(summary["max_lag_seen"])
@@ -235,9 +233,7 @@ class LiveDisplay:
         commands = {f"audit {run_dir}": "check the books", f"export {run_dir} OUT": "get the model"}
         if summary.get("finished") is False:
             commands = {f"resume {run_dir}": "go on with it"} | commands
-        self.paper.section("next")
-        for command, effect in commands.items():
-            self.paper.line(f"  {f'headrace {command}':<40}  # {effect}")
+        self.paper.commands(commands)
 
 
 def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from textwrap import TextWrapper
 
 import rich.table
 from rich.console import Console, RenderableType
@@ -54,7 +53,7 @@ class Paper:
             self.paragraph(f"{name:<{column}}{value}", hang=column)
 
     def table(self, table: Table, *, indent: int = 2, whole: Collection[int] = ()) -> None:
-        """Numbers and the columns in `whole` are not broken into lines; if it is tight, their titles are."""
+        """Numbers and the columns in `whole` are not broken into lines; their titles are, if it is tight."""
         if table.title:
             self.paragraph(table.title, indent=indent)
         whole, last = {*whole, *table.numeric}, len(table.columns) - 1
@@ -66,38 +65,29 @@ class Paper:
         shown = rich.table.Table(box=None, pad_edge=False, padding=(0, apart, 0, 0))
         for place, name in enumerate(table.columns):
             title = name.replace(" ", "\n") if place in whole and room < last else name
-            shown.add_column(
-                Text(title),
-                justify="right" if place in table.numeric else "left",
-                no_wrap=place in whole,
-                overflow="fold",
-            )
+            shown.add_column(Text(title), no_wrap=place in whole, overflow="fold")
+            if place in table.numeric:
+                shown.columns[place].justify = "right"
         for row in table.rows:
             shown.add_row(*map(Text, row))
         self.indented(shown, indent)
 
     def paragraph(self, text: str, *, indent: int = 2, hang: int = 0, style: str = "") -> None:
-        lines = textwrap.wrap(
-            text,
-            self.console.width,
-            initial_indent=" " * indent,
-            subsequent_indent=" " * (indent + hang),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines:
+        wrap = TextWrapper(self.console.width, break_long_words=False, break_on_hyphens=False)
+        wrap.initial_indent, wrap.subsequent_indent = " " * indent, " " * (indent + hang)
+        for line in wrap.wrap(text):
             self.line(line, style=style)
 
     def line(self, text: str, *, style: str = "") -> None:
         """One line, however narrow the terminal is."""
         self.print(Text(text, style=style), one_line=True)
 
-    def commands(self, commands: Sequence[tuple[str, Path | str, str]]) -> None:
-        """What to type next: a command, its run, and the rest of the line."""
+    def commands(self, commands: Mapping[str, str]) -> None:
+        """What to type next, and what each command does."""
         if commands:
             self.section("next")
-        for verb, run, rest in commands:
-            self.line(f"  headrace {verb} {run}{rest}")
+        for command, effect in commands.items():
+            self.line(f"  {f'headrace {command}':<40}  # {effect}" if effect else f"  headrace {command}")
 
     def indented(self, content: RenderableType, indent: int = 2) -> None:
         self.print(Padding(content, (0, 0, 0, indent), expand=False))

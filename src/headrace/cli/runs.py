@@ -1,4 +1,4 @@
-"""The commands that show what runs left: a list of runs, one run, a trajectory, the books, the web page."""
+"""The commands that show what runs left: a list, one run, a trajectory, the books, the web page."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
     for text in told:
         paper.print()
         paper.paragraph(text)
-    paper.commands([("resume", facts.path, "") for facts in found if facts.can_be_resumed])
+    paper.commands({f"resume {facts.path}": "" for facts in found if facts.can_be_resumed})
 
 
 def show_run(paper: Paper, run_dir: Path) -> None:
@@ -105,16 +105,15 @@ def show_run(paper: Paper, run_dir: Path) -> None:
             ("written", f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})"),
         ]
     )
-    more = [("resume", run_dir, "")] if facts.can_be_resumed else []
+    more = {f"resume {run_dir}": ""} if facts.can_be_resumed else {}
     if (run_dir / FILE_NAME).exists():
         newest = shown.newest_ids(run_dir)
         with Ledger.open(run_dir) as ledger:
             _show_restarts(paper, ledger.restarts())
             _show_accounts(paper, ledger.totals(), newest)
             _show_rows(paper, ledger.rows(after_step=facts.steps - LAST_ROWS))
-        if newest:
-            example = newest[max(newest)]  # a trained one, if there is any
-            more.append(("show", run_dir, f" --trajectory {example}"))
+        if newest:  # an example: a trained one, if there is any
+            more[f"show {run_dir} --trajectory {newest[max(newest)]}"] = ""
     paper.commands(more)
 
 

@@ -1,4 +1,4 @@
-"""The commands that train, those that take a run further (eval, export, scale), and the settings."""
+"""The commands that train, and those that take a run further; and the settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Charts as ECharts options: plain dictionaries, made of what was read. Colours and axes are in theme.json.
+"""Charts as ECharts options, made of what was read. Colours and axes are in theme.json.
 
-Colours are told apart by people with any kind of colour vision (the palette of Okabe and Ito), and one thing
-has one colour everywhere. Text and lines take theirs from the style sheet, for light and dark.
+Colours are told apart by people with any kind of colour vision (the palette of Okabe and Ito), and one
+thing has one colour everywhere. Text and lines take theirs from the style sheet, for light and dark.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.dashboard.books import LagShares, RewardShape, Timeline
-from headrace.dashboard.series import Series
+from headrace.dashboard.books import LagShares, RewardShape, Series, Timeline
 from headrace.runs.show import Account
 from headrace.types import STAGES
 
@@ -45,7 +44,7 @@ _FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Lines over a run's steps, and what they mean to a newcomer; by name a column, its colour and scale."""
+    """Lines over a run's steps, and what they mean; by name a column, its colour and scale."""
 
     title: str
     says: str
@@ -57,10 +56,12 @@ class Curve:
     only_busy: bool = False  # leave out what is zero throughout
 
     def drawn(self, series: Series) -> tuple[Options, str]:
-        """A chart of what there is, and a sentence on its points; before the first row, the sentence alone."""
+        """A chart of what there is, and a sentence on its points; before the first row, only that."""
         if not series.last_step:
             return {}, "There is no row yet: the first step is under way."
-        curves = {name: (series.curve(column, scale), colour) for name, (column, colour, scale) in self.lines.items()}
+        curves = {}
+        for name, (column, colour, scale) in self.lines.items():
+            curves[name] = (series.curve(column, scale), colour)
         if self.only_busy:
             curves = {name: curve for name, curve in curves.items() if any(y for _, y in curve[0])}
         options = lines(curves, y=self.y, low=self.low)
@@ -70,7 +71,8 @@ class Curve:
         if self.points:
             name, column, colour = self.points
             _add_points(options, name, series.curve(column), colour)
-        return options, f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
+        mean = f"Each point is the mean of {series.width} steps."
+        return options, mean if series.width > 1 else ""
 
 
 REWARD = Curve(
@@ -144,7 +146,7 @@ LENGTHS = Curve(
 
 
 def lines(curves: Mapping[str, tuple[Points, str]], *, y: str, low: float | None = None) -> Options:
-    """Curves over steps, each with its colour; the axis begins at `low`, or near the smallest value."""
+    """Curves over steps, each with its colour; the axis begins at `low`, or near the least value."""
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
     pointer = {"label": {"precision": 0, "formatter": "step {value}"}}
     x_axis = _below("step") | {"minInterval": 1, "scale": True, "axisPointer": pointer}
@@ -162,14 +164,15 @@ def _add_band(options: Options, name: str, low: Points, high: Points) -> None:
     ]
     unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "silent": True}
     unseen |= {"lineStyle": {"opacity": 0}, "tooltip": {"show": False}}
-    shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
-    options["series"] = [_line("", low, colour) | unseen, _line(name, spread, colour) | unseen | shade, line]
+    shade = {"areaStyle": {"color": colour, "opacity": 0.25}}
+    shade["itemStyle"] = {"color": colour, "opacity": 0.35}
+    band = _line(name, spread, colour) | unseen | shade
+    options["series"] = [_line("", low, colour) | unseen, band, line]
     options["legend"] |= {"show": True, "data": [line["name"], name]}
     options["grid"] = {"top": 60}
 
 
 def _add_points(options: Options, name: str, points: Points, colour: str) -> None:
-    """Single points on top, where there is a value."""
     known = [list(point) for point in points if point[1] is not None]
     if known:
         look = {"type": "scatter", "itemStyle": {"color": colour}}

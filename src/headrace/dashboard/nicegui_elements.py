@@ -1,4 +1,4 @@
-"""What pages are made of: the frame, cards, tables, facts, numbers, reports, charts, and panels that follow the ledger.
+"""What pages are made of: the frame, cards, tables, reports, charts, and panels that follow the ledger.
 
 Texts are given to NiceGUI's own elements, which escape them: a policy may write anything.
 """
@@ -29,7 +29,7 @@ _SWITCH_THEME = f"""() => {{
     Quasar.Dark.set(dark);
     document.cookie = '{DARK_COOKIE}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
 }}"""
-# Cells are texts such as "1,608", "36.6 k", "50.2%" or "5 min ago": their numbers decide, else their letters.
+# Cells are texts such as "1,608", "36.6 k" or "5 min ago": their numbers decide, else their letters.
 _SORT = """(a, b) => {
     const units = {k: 1e3, M: 1e6, G: 1e9, min: 60, h: 3600, days: 86400};
     const value = text => {
@@ -102,10 +102,12 @@ def choice(options: Any, value: Any, label: str, on_change: Callable[[Any], Any]
 
 
 class Panel:
-    """Something on the page that is read again and again. If it cannot be read, it says why and tries on."""
+    """Something on the page that is read again and again. If it cannot be read, it says why.
+
+    `read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is hidden.
+    """
 
     def __init__(self, read: Callable[[], Any], show: Callable[[Any], None], box: Any = None) -> None:
-        """`read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is hidden."""
         self._read, self._show, self._box = read, show, box
         self._found: Any = None
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
@@ -159,7 +161,6 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
-    """Boxes of a name, its number, and what the number means."""
     with ui.element("div").classes("numbers"):
         for name, value, says in shown:
             with ui.element("section").classes("card"):
@@ -170,7 +171,7 @@ def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing(Table):
-    """A table on the page. `links` are where the first cell of each row leads; `wide` columns are not for a phone."""
+    """A table on the page: where the first cell of each row leads, columns that are not for a phone."""
 
     links: Sequence[str] = ()
     wide: Collection[int] = ()
@@ -213,7 +214,7 @@ class Grid:
 
 
 def section(shown: Section) -> None:
-    """A part of a report: title, facts, tables, sentences. What begins with a dash is a point of a list."""
+    """A part of a report. A sentence that begins with a dash is a point of a list."""
     if shown.title:
         ui.label(shown.title[0].upper() + shown.title[1:]).classes("part")
     if shown.facts:
@@ -241,7 +242,7 @@ def report(shown: Report) -> None:
 
 
 def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str = "") -> Panel:
-    """What `draw` makes of what `read` found, made anew when that changes; before that, the words `meanwhile`."""
+    """What `draw` makes of what `read` found, made anew when that changes; before that, `meanwhile`."""
     with ui.element("div").classes("bare") as box:
         ui.label(meanwhile)
 

@@ -91,7 +91,6 @@ class RunViews:
         return charts.sankey(show.accounts(held)), ""
 
     def _accounts(self) -> Listing:
-        """A line for each account, with a link to its trajectories."""
         held, here = books.read_accounts(self._live.path), ("run", self._name, "trajectories")
         found = show.accounts(held)
         links = [address(*here, state=one.state, reason=one.reason) for one in found]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from headrace.dashboard.books import LagShares, read_accounts, read_elapsed_s, update_lag_shares
-from headrace.dashboard.series import RECENT_STEPS, Series, looking_into, read_series
+from headrace.dashboard import books
+from headrace.dashboard.books import RECENT_STEPS, LagShares, Series, looking_into
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.equation import ADVICE
 from headrace.insight.triage import Triage, triage
@@ -55,7 +55,6 @@ class Overview:
 
     @property
     def dollars_per_million(self) -> float | None:
-        """What a million trained tokens have cost."""
         trained = self.books.trained.tokens
         return None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
@@ -97,56 +96,18 @@ def _or_dash(value: float | None, form: str = "") -> str:
     return "-" if value is None else f"{value:{form}}" if form else short(value)
 
 
-class LiveTriage:
-    """What holds a run back, worked out in a thread of its own: nobody waits for it."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir
-        self._lock = threading.Lock()
-        self._found: Triage | str = NOT_YET
-        self._asked: tuple[str, int] | None = None  # ledger and number of steps that `_found` is about
-        self._idle, self._next_s = True, 0.0
-
-    def latest(self, created: str, num_steps: int) -> Triage | str:
-        """The newest there is, or why there is none. A newer one is begun where there are more steps."""
-        with self._lock:
-            if self._asked is not None and self._asked[0] != created:  # another run took its place
-                self._found, self._next_s = NOT_YET, 0.0
-            due = (created, num_steps) != self._asked and time.monotonic() >= self._next_s
-            if self._idle and due:
-                self._idle, self._asked = False, (created, num_steps)
-                timer = threading.Timer(TRIAGE_AFTER_S, self._work)
-                timer.daemon = True
-                timer.start()
-            return self._found
-
-    def _work(self) -> None:
-        found: Triage | str
-        with _one_at_a_time:
-            begun_s = time.monotonic()
-            try:
-                with looking_into(self._path):  # what is wrong with the file is said in words
-                    found = triage(self._path)
-            except HeadraceError as error:
-                found = str(error)
-            except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
-                _log.exception("triage of %s", self._path)
-                found = f"This cannot be told: {type(error).__name__}: {error}"
-            taken_s = time.monotonic() - begun_s
-        with self._lock:
-            self._found, self._idle = found, True
-            self._next_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
-
-
 class LiveRun:
     """One run. Any thread may ask, and what has not changed is not read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path, self.name = run_dir, run_dir.name
         self._lock = threading.Lock()
-        self._series, self._lags, self._triage = Series(), LagShares(), LiveTriage(run_dir)
+        self._series, self._lags = Series(), LagShares()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
+        self._triage: Triage | str = NOT_YET
+        self._triaged: tuple[str, int] | None = None  # ledger and number of steps that `_triage` is about
+        self._triaging, self._next_triage_s = False, 0.0
 
     def facts(self) -> RunFacts:
         """How the run stands, as of a few seconds ago."""
@@ -157,33 +118,63 @@ class LiveRun:
 
     def series(self) -> Series:
         with self._lock:
-            self._series = read_series(self.path, self._series)
+            self._series = books.read_series(self.path, self._series)
             return self._series
 
     def lag_shares(self) -> LagShares:
         with self._lock:
-            update_lag_shares(self.path, self._lags)
+            books.update_lag_shares(self.path, self._lags)
             return replace(self._lags, tokens=self._lags.tokens.copy())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
-        elapsed_s = read_elapsed_s(self.path)
+        elapsed_s = books.read_elapsed_s(self.path)
         return Overview(
             facts=facts,
             series=self.series(),
-            books=read_accounts(self.path),
+            books=books.read_accounts(self.path),
             elapsed_s=elapsed_s,
             dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
         )
 
     def triage(self) -> Triage | str:
-        """What holds the run back, as of some recent step, or why that cannot be told yet."""
+        """What holds the run back, as of some recent step, or why that cannot be told yet.
+
+        If there are more steps by now, a newer one is begun in a thread of its own: nobody waits for it.
+        """
         series = self.series()
         if not series.last_step:
             return "The first step is under way."
-        return self._triage.latest(series.created, series.last_step)
+        wanted = (series.created, series.last_step)
+        with self._lock:
+            if self._triaged is not None and self._triaged[0] != series.created:  # another run's
+                self._triage, self._next_triage_s = NOT_YET, 0.0
+            due = self._triaged != wanted and time.monotonic() >= self._next_triage_s
+            if due and not self._triaging:
+                self._triaging, self._triaged = True, wanted
+                timer = threading.Timer(TRIAGE_AFTER_S, self._work)
+                timer.daemon = True
+                timer.start()
+            return self._triage
+
+    def _work(self) -> None:
+        found: Triage | str
+        with _one_at_a_time:
+            begun_s = time.monotonic()
+            try:
+                with looking_into(self.path):  # what is wrong with the file is said in words
+                    found = triage(self.path)
+            except HeadraceError as error:
+                found = str(error)
+            except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
+                _log.exception("triage of %s", self.path)
+                found = f"This cannot be told: {type(error).__name__}: {error}"
+            taken_s = time.monotonic() - begun_s
+        with self._lock:
+            self._triage, self._triaging = found, False
+            self._next_triage_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
 
     def wanted_lag(self) -> int | None:
         """`loop.max_lag` of the run; None where its settings cannot be read."""

@@ -1,8 +1,8 @@
 """Whether a run's books are true: everything is recomputed from the transfers, nothing is believed.
 
-Rows are held against accounts in totals. A row counts what was booked up to its writing, so a run that
-stopped in the middle of a step has booked more than its rows show. Of a finished run they must show all that
-was booked up to the last row; only what was booked after it (thrown away at the end) may be missing.
+Rows are held against accounts in totals. A row counts what was booked up to its writing, so a run
+that stopped in the middle of a step has booked more than its rows show. Of a finished run they must
+show all that was booked up to the last row; only what was thrown away after it may be missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITH entries (name, tokens, trajectories) AS (
 sums (name, tokens, trajectories) AS (
     SELECT name, SUM(tokens), SUM(trajectories) FROM entries GROUP BY name)
 """
-# Each query selects what the sentence above it needs; a sound ledger answers every one with nothing.
+# Each query selects what the sentence above it needs; of a sound ledger it finds nothing.
 _CHECKS = """
 -- account {} holds {} tokens and {} trajectories, but its transfers add up to {} and {}
 SELECT a.name, a.tokens, a.trajectories, COALESCE(s.tokens, 0), COALESCE(s.trajectories, 0)

@@ -64,11 +64,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Where some of the generated tokens went; `reason` is that of a drop.
-
-    Example:
-        Account(state="dropped", reason="stale", amount=Amount(tokens=1608, trajectories=88))
-    """
+    """Where some of the generated tokens went; `reason` is that of a drop."""
 
     state: str  # trained, dropped, buffered or in flight; generated for all of them together
     amount: Amount
@@ -169,7 +165,6 @@ def run_row(facts: RunFacts, arrow: str = " → ") -> tuple[str, ...]:
 
 
 def scores(facts: RunFacts, arrow: str = " → ") -> str:
-    """On held-out prompts, before and after."""
     both = (facts.score_before, facts.score_after)
     return arrow.join(f"{score:.3f}" for score in both if score is not None) or "-"
 
@@ -197,7 +192,6 @@ def newest_ids(run_dir: Path) -> dict[str, str]:
 
 
 def why_dropped(reason: str) -> str:
-    """The reason in a sentence."""
     if reason.startswith("filter:"):
         return f"your filter {reason.removeprefix('filter:')} said no"
     return DROP_WORDS.get(reason, "a reason that this version does not know")
@@ -239,7 +233,6 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
 
 
 def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
-    """What became of a trajectory, and how it came about."""
     finish = found.finish or "not finished"
     if finish in FINISH_WORDS:
         finish = f"{finish}: {FINISH_WORDS[finish]}"
@@ -269,7 +262,6 @@ def _fate(found: TrajectoryDetails) -> str:
 
 
 def why_no_tokens(found: TrajectoryDetails) -> str:
-    """Of a trajectory that is not `whole`."""
     pruned = "buffered" in found.times_s
     why = "this old (recovery.journal_steps)" if pruned else "that never reached the buffer"
     return f"No tokens are kept of a trajectory {why}."
