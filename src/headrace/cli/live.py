@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -49,7 +50,7 @@ class _ProgressLine(Progress):
             yield Text(facts, style="bold")
 
 
-class LiveDisplay:
+class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     """Shows one training run. A context manager, so that the cursor comes back whatever happens."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,9 +63,6 @@ class LiveDisplay:
         self._run_dir: Path | str = ""
         self._bar: _ProgressLine | None = None
         self._quarter = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

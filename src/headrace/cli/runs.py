@@ -14,6 +14,7 @@ from headrace.cli.app import RunDir, app
 from headrace.cli.paper import Paper
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
+from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
@@ -22,7 +23,7 @@ from headrace.row import Row
 from headrace.runs import show as shown
 from headrace.runs.audit import audit as audit_books
 from headrace.runs.audit import books as read_books
-from headrace.runs.facts import RunFacts, RunState, read_readable, read_runs
+from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 from headrace.runs.report import Table, ago, count, printable
 
 LAST_ROWS = 8  # of a run that is shown
@@ -92,7 +93,9 @@ def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
 
 
 def show_run(paper: Paper, run_dir: Path) -> None:
-    facts = read_readable(run_dir)
+    facts = read_run(run_dir)
+    if facts.state is RunState.UNREADABLE:
+        raise RunError(facts.problem)
     settings = [text for text in changed(run_config(run_dir)) if not text.startswith("run.dir=")]
     steps = ", ".join(f"step {step}" for step in facts.checkpoints)
     paper.line(str(run_dir), style="bold")

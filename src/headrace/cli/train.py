@@ -19,6 +19,9 @@ from headrace.ledger.files import scale as scale_run
 from headrace.runs.report import Table
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
+OutDir = Annotated[Path, Argument(metavar="OUT", help="directory to make")]
+Workers = Annotated[int, Argument(help="how many rollout workers it is to have")]
+Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt")]
 
 
 def prepare_process() -> None:
@@ -50,15 +53,13 @@ def resume(
 
 
 @app.command()
-def scale(run: RunDir, workers: Annotated[int, Argument(help="how many rollout workers it is to have")]) -> None:
+def scale(run: RunDir, workers: Workers) -> None:
     """Give a run on a cluster more or fewer rollout workers, while it goes on."""
     print(scale_run(run, workers))
 
 
 @app.command("eval")
-def evaluate(
-    run: RunDir, samples: Annotated[int | None, Option(min=1, help="answers per held-out prompt")] = None
-) -> None:
+def evaluate(run: RunDir, samples: Samples = None) -> None:
     """The held-out score of a run's weights."""
     prepare_process()
     score = headrace.evaluate_run(run, samples=samples)
@@ -66,7 +67,7 @@ def evaluate(
 
 
 @app.command()
-def export(run: RunDir, out: Annotated[Path, Argument(metavar="OUT", help="directory to make")]) -> None:
+def export(run: RunDir, out: OutDir) -> None:
     """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
     print(f"wrote {headrace.export(run, out)}")
 

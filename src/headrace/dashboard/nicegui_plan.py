@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from nicegui import run as threads
@@ -42,7 +43,7 @@ async def plan(site: Site, run: str = "") -> None:
         sliders = _sliders(times, names, "" if trouble else run, trouble)
         work_out_form = _form()
         await sliders.refresh()
-        ui.timer(0.1, work_out_form, once=True)  # layouts are simulated: the page does not wait for that
+        ui.timer(0.1, work_out_form, once=True)  # layouts are simulated: the page does not wait
 
 
 def _sliders(times: StageTimes, names: list[str], run: str, trouble: str) -> Panel:
@@ -69,8 +70,9 @@ def _sliders(times: StageTimes, names: list[str], run: str, trouble: str) -> Pan
             if names:
                 taken = page.choice(names, run, "take the times of a run", _take)
                 taken.classes("above")
-            top = _round_up(2 * max(getattr(times, stage) for stage in STAGES) or 1.0)
-            sliders = {stage: _slider(stage, getattr(times, stage), top, changed) for stage in STAGES}
+            values = asdict(times)
+            top = _round_up(2 * max(values.values()) or 1.0)
+            sliders = {stage: _slider(stage, values[stage], top, changed) for stage in STAGES}
             placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
             first = Placement.COLOCATED if run else Placement.OVERLAPPED
             placement = page.choice(placements, first, "what may run at the same time", changed)

@@ -88,14 +88,6 @@ def read_run(run_dir: Path) -> RunFacts:
     )
 
 
-def read_readable(run_dir: Path) -> RunFacts:
-    """How a run stands; one that cannot be read is an error."""
-    facts = read_run(run_dir)
-    if facts.state is RunState.UNREADABLE:
-        raise RunError(facts.problem)
-    return facts
-
-
 def _written(run_dir: Path) -> datetime:
     changed_s = [0.0]
     for name in (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY):
