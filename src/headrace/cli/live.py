@@ -239,7 +239,11 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if not points:
         return ["(no steps)"]
-    low, high = _limits([value for _, value in points])
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    low = 0.0 if 0 <= low < 0.5 * high else low  # where that wastes little
+    high = 1.0 if 0.8 < high <= 1 else high  # where the curve comes close
+    if high <= low:
+        low, high = min(low, 0.0), max(high, 1.0)
     middle = (low + high) / 2
     labels = {0: f"{high:.2f}", PLOT_ROWS // 2: f"{middle:.2f}", PLOT_ROWS - 1: f"{low:.2f}"}
     margin = max(map(len, labels.values()))
@@ -247,20 +251,14 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     across, down = (2, 4) if fine else (1, 1)
     heights = _resample([value for _, value in points], columns * across)
     lifted = [round((value - low) / (high - low) * (PLOT_ROWS * down - 1)) for value in heights]
-    canvas = _braille(lifted, columns) if fine else _asterisks(lifted)
+    rows = reversed(range(PLOT_ROWS))
+    asterisks = ["".join("*" if height == row else " " for height in lifted) for row in rows]
+    canvas = _braille(lifted, columns) if fine else asterisks
     lines = [f"{labels.get(i, ''):>{margin}} ┤{line}".rstrip() for i, line in enumerate(canvas)]
     first, last = f"step {points[0][0]}", str(points[-1][0])
     lines.append(f"{'':{margin}} └{'─' * columns}")
     lines.append(f"{'':{margin}}  {first}{last:>{columns - len(first)}}")
     return lines if fine else [line.translate(ASCII) for line in lines]
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """The axis: from 0 where that wastes little, up to 1 where the curve comes close."""
-    low, high = min(values), max(values)
-    low = 0.0 if 0 <= low < 0.5 * high else low
-    high = 1.0 if 0.8 < high <= 1 else high
-    return (low, high) if high > low else (min(low, 0.0), max(high, 1.0))
 
 
 def _resample(values: Sequence[float], num_columns: int) -> list[float]:
@@ -284,8 +282,3 @@ def _braille(lifted: Sequence[int], columns: int) -> list[str]:
             cells[PLOT_ROWS - 1 - y // 4][x // 2] |= dots[x % 2][y % 4]
         previous = height
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
-
-
-def _asterisks(lifted: Sequence[int]) -> list[str]:
-    rows = reversed(range(PLOT_ROWS))
-    return ["".join("*" if height == row else " " for height in lifted) for row in rows]

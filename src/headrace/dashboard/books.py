@@ -10,7 +10,7 @@ import json
 import math
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,8 +220,12 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
         start_s = float(spans["end_s"].min())
     length_s = max(end_s - start_s, 1e-9)
     gap_s, bars, busy = length_s / FINEST, [], {}
-    lanes = set(zip(spans["stage"], spans["worker"], strict=True))
-    for (stage, worker), name in _lane_names(lanes).items():
+    # stages in the order of a step, then whatever else there is; the worker only if there are several
+    order = {stage: place for place, stage in enumerate(STAGES)}
+    lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
+    num_workers = Counter(stage for stage, _ in lanes)
+    for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
+        name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
         own = spans.where((spans["stage"] == stage) & (spans["worker"] == worker))
         starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
         busy[name] = float((ends_s - starts_s).sum()) / length_s
@@ -307,14 +311,6 @@ def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts |
         return found, token_texts(run_dir)
     except HeadraceError:
         return found, None  # the settings, which say where the tokenizer is, cannot be read
-
-
-def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Stages in the order of a step, then whatever else there is; the worker only where a stage has several."""
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    keys = sorted(lanes, key=lambda key: (order.get(key[0], len(order)), key))
-    num_workers = Counter(stage for stage, _ in keys)
-    return {key: key[0] if num_workers[key[0]] == 1 else f"{key[0]} · {key[1]}" for key in keys}
 
 
 def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:

@@ -259,11 +259,15 @@ def table_panel(title: str, says: str, read: Callable[[], Listing]) -> Panel:
         return Panel(read, Grid().show)
 
 
-def chart(height_px: int) -> Callable[[Options], None]:
-    """An empty chart; what is returned gives it its options."""
+def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
+    """An empty chart; what is returned gives it its options, and a sentence about them."""
+    now = ui.label("").classes("says")
     element = ui.echart({}, renderer="svg", theme=THEME).style(f"height: {height_px}px; width: 100%")
 
-    def show(options: Options) -> None:
+    def show(found: tuple[Options, str]) -> None:
+        options, text = found
+        now.set_text(text)
+        now.set_visibility(bool(text))
         element.set_visibility(bool(options))
         element.options.clear()
         element.options.update(options)
@@ -273,15 +277,5 @@ def chart(height_px: int) -> Callable[[Options], None]:
 
 
 def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
-    """A chart; `read` gives its options and a sentence about what it shows just now."""
     with card(title, says):
-        now = ui.label("").classes("says")
-        show_chart = chart(height_px)
-
-        def show(found: tuple[Options, str]) -> None:
-            options, text = found
-            now.set_text(text)
-            now.set_visibility(bool(text))
-            show_chart(options)
-
-        return Panel(read, show)
+        return Panel(read, chart(height_px))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -246,19 +246,17 @@ def _answer(name: str, start: int, read: tuple[TrajectoryDetails, TokenTexts | N
     )
     with page.card("Token by token", says):
         if num_tokens > TOKENS_SHOWN:
-            page.views(_pieces(name, found.id, num_tokens, start))
+            here, pieces = partial(address, "run", name, "trajectory", id=found.id), []
+            for first in range(0, num_tokens, TOKENS_SHOWN):
+                last = min(first + TOKENS_SHOWN, num_tokens) - 1
+                pieces.append((f"{first}-{last}", here(start=first), first == start))
+            page.views(pieces)
         if texts is None:
             page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
         _in_reading_order(shown)
     with page.card("The same as a table"):
         cells = [_cells(token) for token in shown]
         page.Grid().show(Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
-
-
-def _pieces(name: str, id: str, num_tokens: int, start: int) -> Iterable[tuple[str, str, bool]]:
-    for first in range(0, num_tokens, TOKENS_SHOWN):
-        last = min(first + TOKENS_SHOWN, num_tokens) - 1
-        yield f"{first}-{last}", address("run", name, "trajectory", id=id, start=first), first == start
 
 
 def _in_reading_order(shown: Sequence[Token]) -> None:

@@ -78,12 +78,14 @@ def read_run(run_dir: Path) -> RunFacts:
         return RunFacts(path=run_dir, state=state, written=written, problem=str(error))
     if state is RunState.FINISHED:  # the summary has the scores of the run's own evaluations
         booked |= {name: summary.get(name) for name in ("score_before", "score_after")}
+    paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]
+    steps = [path.name.removeprefix("step-") for path in paths]
     return RunFacts(
         path=run_dir,
         state=state,
         written=written,
         wanted_steps=config.loop.steps,
-        checkpoints=_checkpoints(run_dir),
+        checkpoints=tuple(sorted((int(step) for step in steps if step.isdecimal()), reverse=True)),
         **booked,
     )
 
@@ -107,9 +109,3 @@ def _booked(run_dir: Path) -> dict[str, Any]:
     with reading(run_dir) as connection:
         found = {name: one(connection, query) for name, query in queries.items()}
     return found | {"score_before": json.loads(found["score_before"] or "{}").get("score_before")}
-
-
-def _checkpoints(run_dir: Path) -> tuple[int, ...]:
-    paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]
-    steps = [path.name.removeprefix("step-") for path in paths]
-    return tuple(sorted((int(step) for step in steps if step.isdecimal()), reverse=True))
