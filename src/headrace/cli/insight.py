@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from headrace.cli.app import Json, RunDir, Settings, app, settings_from
-from headrace.cli.paper import Paper
+from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
 from headrace.errors import ConfigError
 from headrace.insight.equation import ADVICE, Placement
-from headrace.insight.frameworks import Framework, others_that_fit
+from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import find_device, model_shape, read_hardware
-from headrace.insight.planner import LayoutPlan, Question, plan, search
+from headrace.insight.planner import Question, plan, search
 from headrace.insight.reports import idle_shares, plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import Simulated
@@ -103,7 +102,14 @@ def plan_command(
         found = plan(question)
     size = question.model.num_params
     others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=max_lag > 0)
-    _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
+    for_programs = {
+        "model": asdict(question.model),
+        "device": question.device.name,
+        "num_devices": question.num_devices,
+        "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
+        "others": [other.name for other in others],
+    }
+    _tell(plan_report(question, found, others), for_programs, as_json)
 
 
 @app.command()
@@ -216,16 +222,6 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
         "dropped_tokens": dict(reading.dropped_tokens),
         "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
         "idle": dict(idle_shares(reading)),
-    }
-
-
-def plan_json(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> dict[str, Any]:
-    return {
-        "model": asdict(question.model),
-        "device": question.device.name,
-        "num_devices": question.num_devices,
-        "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
-        "others": [other.name for other in others],
     }
 
 

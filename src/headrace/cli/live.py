@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from headrace.cli.paper import ASCII, Paper
+from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +10,7 @@ import typer
 from rich.text import Text
 from typer import Argument, Option
 
-from headrace.cli.app import RunDir, app
-from headrace.cli.paper import Paper
+from headrace.cli.app import Paper, RunDir, app
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
 from headrace.errors import RunError
@@ -49,7 +48,18 @@ def runs(
     directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
 ) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
-    show_runs(Paper(), read_runs(directory))
+    paper, found = Paper(), read_runs(directory)
+    rows = [shown.run_row(facts, paper.drawn("→")) for facts in found]
+    paper.table(Table(columns=shown.RUN_COLUMNS, rows=rows, numeric=range(2, 6)), indent=0, whole={1, 6})
+    ended = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE)]
+    lost = [facts for facts in ended if not facts.can_be_resumed]
+    told = [f"{facts.path.name}: {_standing(facts)}" for facts in lost[:MOST_PROBLEMS]]
+    if (num_more := len(lost) - MOST_PROBLEMS) > 0:
+        told.append(f"... and {num_more} more; `headrace show` says what is wrong with each")
+    for text in told:
+        paper.print()
+        paper.paragraph(text)
+    paper.commands({f"resume {facts.path}": "" for facts in found if facts.can_be_resumed})
 
 
 @app.command()
@@ -77,21 +87,6 @@ def dash(
     serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
-def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
-    """A line for each, and below what can be done about those that did not finish."""
-    rows = [shown.run_row(facts, paper.drawn("→")) for facts in found]
-    paper.table(Table(columns=shown.RUN_COLUMNS, rows=rows, numeric=range(2, 6)), indent=0, whole={1, 6})
-    ended = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE)]
-    lost = [facts for facts in ended if not facts.can_be_resumed]
-    told = [f"{facts.path.name}: {_standing(facts)}" for facts in lost[:MOST_PROBLEMS]]
-    if (num_more := len(lost) - MOST_PROBLEMS) > 0:
-        told.append(f"... and {num_more} more; `headrace show` says what is wrong with each")
-    for text in told:
-        paper.print()
-        paper.paragraph(text)
-    paper.commands({f"resume {facts.path}": "" for facts in found if facts.can_be_resumed})
-
-
 def show_run(paper: Paper, run_dir: Path) -> None:
     facts = read_run(run_dir)
     if facts.state is RunState.UNREADABLE:
@@ -112,9 +107,22 @@ def show_run(paper: Paper, run_dir: Path) -> None:
     if (run_dir / FILE_NAME).exists():
         newest = shown.newest_ids(run_dir)
         with Ledger.open(run_dir) as ledger:
-            _show_restarts(paper, ledger.restarts())
-            _show_accounts(paper, ledger.totals(), newest)
-            _show_rows(paper, ledger.rows(after_step=facts.steps - LAST_ROWS))
+            books, restarts = ledger.totals(), list(map(_restart, ledger.restarts()))
+            rows = list(map(_row, ledger.rows(after_step=facts.steps - LAST_ROWS)))
+        if restarts:
+            paper.section("restarts", "what each found, and did again")
+            paper.table(Table.of(restarts))
+        paper.section("accounts", "what became of every sampled token")
+        paper.table(_accounts(books, newest))
+        found = [account for account in shown.accounts(books) if account.amount != Amount()]
+        dropped = [f"{account.reason}: {account.explanation}." for account in found if account.reason]
+        if dropped:
+            paper.print()
+        for text in dropped:
+            paper.paragraph(text, hang=2)
+        if rows:
+            paper.section("last rows")
+            paper.table(Table.of(rows, numeric=range(1, 8)))
         if newest:  # an example: a trained one, if there is any
             more[f"show {run_dir} --trajectory {newest[max(newest)]}"] = ""
     paper.commands(more)
@@ -130,33 +138,30 @@ def _standing(facts: RunFacts) -> str:
     return f"{done}; {can}"
 
 
-def _show_restarts(paper: Paper, restarts: Sequence[Restart]) -> None:
-    lines = [
-        {
-            "": str(r.number),
-            "at": f"{r.at_s:,.0f} s",
-            "checkpoint": f"step {r.checkpoint}",
-            "resumed at": f"step {r.version}",
-            "taken again": f"{count(r.redone_steps, 'step')}, {count(r.retrained_tokens, 'token')}",
-            "lost": f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
-            "in flight": r.rule,
-        }
-        for r in restarts
-    ]
-    if lines:
-        paper.section("restarts", "what each found, and did again")
-        paper.table(Table.of(lines))
+def _restart(r: Restart) -> dict[str, str]:
+    return {
+        "": str(r.number),
+        "at": f"{r.at_s:,.0f} s",
+        "checkpoint": f"step {r.checkpoint}",
+        "resumed at": f"step {r.version}",
+        "taken again": f"{count(r.redone_steps, 'step')}, {count(r.retrained_tokens, 'token')}",
+        "lost": f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
+        "in flight": r.rule,
+    }
 
 
-def _show_accounts(paper: Paper, books: Books, newest: Mapping[str, str]) -> None:
-    paper.section("accounts", "what became of every sampled token")
-    paper.table(_accounts(books, newest))
-    found = [account for account in shown.accounts(books) if account.amount != Amount()]
-    dropped = [f"{account.reason}: {account.explanation}." for account in found if account.reason]
-    if dropped:
-        paper.print()
-    for text in dropped:
-        paper.paragraph(text, hang=2)
+def _row(row: Row) -> dict[str, str]:
+    return {
+        "step": str(row.step),
+        "reward": f"{row.reward_mean:.3f}",
+        "held-out": "-" if row.score is None else f"{row.score:.3f}",
+        "length": f"{row.length_mean:.1f}",
+        "lag": f"{row.lag_mean:.1f}/{row.lag_max}",
+        "trained": f"{row.trained_tokens:,}",
+        "dropped": f"{sum(row.dropped_tokens.values()):,}",
+        "seconds": f"{row.wall_s:.2f}",
+        "wall": "step skipped" if row.skipped else row.stage_s.wall,
+    }
 
 
 def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
@@ -168,26 +173,6 @@ def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
         columns.append("newest")
         rows = [(*row, newest.get(row[0].replace(": ", ":", 1), "")) for row in rows]
     return Table(columns=columns, rows=rows, numeric=range(1, 5))
-
-
-def _show_rows(paper: Paper, rows: Sequence[Row]) -> None:
-    lines = [
-        {
-            "step": str(row.step),
-            "reward": f"{row.reward_mean:.3f}",
-            "held-out": "-" if row.score is None else f"{row.score:.3f}",
-            "length": f"{row.length_mean:.1f}",
-            "lag": f"{row.lag_mean:.1f}/{row.lag_max}",
-            "trained": f"{row.trained_tokens:,}",
-            "dropped": f"{sum(row.dropped_tokens.values()):,}",
-            "seconds": f"{row.wall_s:.2f}",
-            "wall": "step skipped" if row.skipped else row.stage_s.wall,
-        }
-        for row in rows
-    ]
-    if lines:
-        paper.section("last rows")
-        paper.table(Table.of(lines, numeric=range(1, 8)))
 
 
 def show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:

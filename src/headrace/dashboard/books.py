@@ -35,6 +35,7 @@ _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the 
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
 _OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
 _COLUMNS = ("step", *_OVER)
+_CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from a later one in its place
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
@@ -89,7 +90,7 @@ class Series:
 def read_series(run_dir: Path, before: Series) -> Series:
     """The rows as they are now; `before` is what the last look found, or an empty Series."""
     with looking_into(run_dir) as connection:
-        created = when_created(connection)
+        created = str(one(connection, _CREATED))
         last_step = one(connection, "SELECT COALESCE(MAX(step), 0) FROM rows")
         if created != before.created or last_step < before.last_step:
             before = Series(created=created)
@@ -119,11 +120,6 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         found = f"something that cannot be read ({error})"
         raise RunError(f"The ledger of {run_dir.name} holds {found}.") from error
-
-
-def when_created(connection: sqlite3.Connection) -> str:
-    """What tells a ledger from another in the same place."""
-    return str(connection.execute("SELECT value FROM meta WHERE key = 'created'").fetchone())
 
 
 def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
@@ -238,7 +234,7 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
 def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
     with looking_into(run_dir) as connection:
         last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
-        if (created := when_created(connection)) != shares.created:
+        if (created := str(one(connection, _CREATED))) != shares.created:
             shares.created, shares.last_id, shares.tokens = created, 0, Counter()
         found = connection.execute(
             "SELECT step, COALESCE(lag, 0), SUM(tokens) FROM transfers "

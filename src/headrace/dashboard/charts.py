@@ -70,7 +70,10 @@ class Curve:
             _add_band(options, name, series.curve(low), series.curve(high))
         if self.points:
             name, column, colour = self.points
-            _add_points(options, name, series.curve(column), colour)
+            known = [list(point) for point in series.curve(column) if point[1] is not None]
+            look = {"type": "scatter", "itemStyle": {"color": colour}}
+            options["series"] += [{"name": name, "data": known} | look] if known else []
+            options["legend"]["data"] += [name] if known else []
         mean = f"Each point is the mean of {series.width} steps."
         return options, mean if series.width > 1 else ""
 
@@ -170,14 +173,6 @@ def _add_band(options: Options, name: str, low: Points, high: Points) -> None:
     options["series"] = [_line("", low, colour) | unseen, band, line]
     options["legend"] |= {"show": True, "data": [line["name"], name]}
     options["grid"] = {"top": 60}
-
-
-def _add_points(options: Options, name: str, points: Points, colour: str) -> None:
-    known = [list(point) for point in points if point[1] is not None]
-    if known:
-        look = {"type": "scatter", "itemStyle": {"color": colour}}
-        options["series"].append({"name": name, "data": known} | look)
-        options["legend"]["data"].append(name)
 
 
 def sankey(accounts: Sequence[Account]) -> Options:

@@ -233,7 +233,14 @@ def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -
         raise RunError(f"there is no directory {root}; name a run, or the directory that your runs are in")
     if dollars_per_hour is not None and dollars_per_hour < 0:
         raise ConfigError(f"--dollars-per-hour is {dollars_per_hour:g}; a price is not below zero")
-    _check_free(host, port)
+    try:  # say now what the server would say in a traceback
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        why = error.strerror or error
+        raise RunError(f"cannot listen on {host} port {port}: {why}. Choose another with --port") from error
     page = load_optional("headrace.dashboard.nicegui_pages", "nicegui", "dash")
     page.serve(Site(root, dollars_per_hour), host=host, port=port, local=is_local(host))
 
@@ -244,15 +251,3 @@ def is_local(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _check_free(host: str, port: int) -> None:
-    """Say now what the server would say in a traceback."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        why = error.strerror or error
-        raise RunError(f"cannot listen on {host} port {port}: {why}. Choose another with --port") from error
