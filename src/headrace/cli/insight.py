@@ -207,8 +207,7 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
     known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": sign, "moves": moves}
     if isinstance(found, TypedTriage):
         steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
-        known |= {"placement": str(found.placement), "step_s": steps}
-        return known | {"stage_s": asdict(found.times)}
+        return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
     reading = found.reading
     return known | {
         "run_dir": str(reading.run_dir),
@@ -227,9 +226,8 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
 
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
     speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
-    step: dict[str, Any] = {"groups_per_step": work.groups_per_step, "samples": work.samples}
-    step |= {"mean_tokens": work.tokens.mean, "reward_s": work.reward_s.mean}
-    step |= {"no_signal_share": work.no_signal_share}
+    step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
+    step |= {"reward_s": work.reward_s.mean, "no_signal_share": work.no_signal_share}
     runs = [_plain(one) for one in found]
     return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
 

@@ -105,13 +105,13 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     def row(self, row: Row) -> None:
         self._rows.append(row)
         self._score = self._score if row.score is None else row.score
+        total = max(self._steps, row.step, 1)
+        text = f"step {row.step:>{len(str(total))}}/{total}"
+        chosen = row.step % max(1, total // PLAIN_LINES) == 0 or row.step == self._steps
         if self._animated:
-            self._draw(self._steps_text(), row.step, self._total_steps())
-            return
-        every = max(1, self._total_steps() // PLAIN_LINES)
-        chosen = row.step % every == 0 or row.step == self._steps
-        if chosen or len(self._rows) == 1 or row.score is not None:
-            self.paper.line("  ".join((self._steps_text(), *self._texts())))
+            self._draw(text, row.step, total)
+        elif chosen or len(self._rows) == 1 or row.score is not None:
+            self.paper.line("  ".join((text, *self._texts())))
 
     def note(self, text: str) -> None:
         self.paper.print(Text(f"note: {text}"))
@@ -136,13 +136,6 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         (task,) = self._bar.task_ids
         self._bar.update(task, description=text, completed=done, total=total, refresh=True)
 
-    def _total_steps(self) -> int:
-        return max(self._steps, self._rows[-1].step, 1)
-
-    def _steps_text(self) -> str:
-        total = str(self._total_steps())
-        return f"step {self._rows[-1].step:>{len(total)}}/{total}"
-
     def _texts(self) -> tuple[str, str]:
         """The clock, and a line that fits 80 columns: what is always there first, what is rare last."""
         if not self._rows:
@@ -150,7 +143,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         recent = self._rows[-RECENT_ROWS:]
         row = recent[-1]
         wall_s = sum(r.wall_s for r in recent)
-        left_s = (self._total_steps() - row.step) * wall_s / len(recent)
+        left_s = max(0, self._steps - row.step) * wall_s / len(recent)
         left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
@@ -198,8 +191,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             paper.print(Text(line, style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
             advice = ADVICE[BOTTLENECK_OF_STAGE[slowest]]
-            helps = "; ".join(advice.moves)
-            paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {helps}.")
+            paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {'; '.join(advice.moves)}.")
 
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:
         self.paper.section("tokens", "every sampled token is accounted for")
@@ -249,8 +241,14 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     margin = max(map(len, labels.values()))
     columns = width - margin - 2
     across, down = (2, 4) if fine else (1, 1)
-    heights = _resample([value for _, value in points], columns * across)
-    lifted = [round((value - low) / (high - low) * (PLOT_ROWS * down - 1)) for value in heights]
+    values, num = [value for _, value in points], columns * across
+    if len(values) <= num:  # straight lines between few, or means of many
+        heights = np.interp(np.linspace(0, len(values) - 1, num), np.arange(len(values)), values)
+    else:
+        edges = np.arange(num + 1) * len(values) // num
+        heights = np.add.reduceat(values, edges[:-1]) / np.diff(edges)
+    share = (heights - low) / (high - low)
+    lifted = [round(height) for height in (share * (PLOT_ROWS * down - 1)).tolist()]
     rows = reversed(range(PLOT_ROWS))
     asterisks = ["".join("*" if height == row else " " for height in lifted) for row in rows]
     canvas = _braille(lifted, columns) if fine else asterisks
@@ -259,15 +257,6 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     lines.append(f"{'':{margin}} └{'─' * columns}")
     lines.append(f"{'':{margin}}  {first}{last:>{columns - len(first)}}")
     return lines if fine else [line.translate(ASCII) for line in lines]
-
-
-def _resample(values: Sequence[float], num_columns: int) -> list[float]:
-    """One value per column: means of many, or straight lines between few."""
-    if len(values) <= num_columns:
-        places = np.linspace(0, len(values) - 1, num_columns)
-        return list(np.interp(places, np.arange(len(values)), values).tolist())
-    edges = np.arange(num_columns + 1) * len(values) // num_columns
-    return list((np.add.reduceat(values, edges[:-1]) / np.diff(edges)).tolist())
 
 
 def _braille(lifted: Sequence[int], columns: int) -> list[str]:

@@ -19,9 +19,8 @@ from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.row import Row
+from headrace.runs import audit as checks
 from headrace.runs import show as shown
-from headrace.runs.audit import audit as audit_books
-from headrace.runs.audit import books as read_books
 from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 from headrace.runs.report import Table, ago, count, printable
 
@@ -34,9 +33,9 @@ LONGEST_WORD = 14  # of a token's text, with its quotes
 @app.command()
 def audit(run: RunDir) -> None:
     """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
-    paper, books = Paper(), read_books(run)
-    paper.table(_accounts(books))
-    problems = audit_books(run)
+    paper = Paper()
+    paper.table(_accounts(checks.books(run)))
+    problems = checks.audit(run)
     for problem in problems:
         paper.print(Text(f"- {problem}"))
     paper.line("the books do not balance" if problems else "the books balance")
@@ -94,15 +93,14 @@ def show_run(paper: Paper, run_dir: Path) -> None:
     settings = [text for text in changed(run_config(run_dir)) if not text.startswith("run.dir=")]
     steps = ", ".join(f"step {step}" for step in facts.checkpoints)
     paper.line(str(run_dir), style="bold")
-    paper.facts(
-        [
-            ("state", _standing(facts)),
-            ("set", "  ".join(settings) or "every setting is at its default"),
-            ("held-out", shown.scores(facts, paper.drawn(" → "))),
-            ("checkpoints", f"of {steps}" if steps else "none"),
-            ("written", f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})"),
-        ]
-    )
+    told = {
+        "state": _standing(facts),
+        "set": "  ".join(settings) or "every setting is at its default",
+        "held-out": shown.scores(facts, paper.drawn(" → ")),
+        "checkpoints": f"of {steps}" if steps else "none",
+        "written": f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})",
+    }
+    paper.facts(told.items())
     more = {f"resume {run_dir}": ""} if facts.can_be_resumed else {}
     if (run_dir / FILE_NAME).exists():
         newest = shown.newest_ids(run_dir)

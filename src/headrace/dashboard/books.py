@@ -112,14 +112,12 @@ def read_series(run_dir: Path, before: Series) -> Series:
 def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
     """One view of the books. Whatever is wrong with them is said in words."""
     if not (run_dir / FILE_NAME).is_file():
-        why = "it is just starting, or ended before its first step"
-        raise RunError(f"{run_dir.name} has no ledger yet: {why}.")
+        raise RunError(f"{run_dir.name} has no ledger yet: it is just starting, or ended before its first step.")
     try:
         with reading(run_dir) as connection:
             yield connection
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        found = f"something that cannot be read ({error})"
-        raise RunError(f"The ledger of {run_dir.name} holds {found}.") from error
+        raise RunError(f"The ledger of {run_dir.name} holds something that cannot be read ({error}).") from error
 
 
 def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:

@@ -74,8 +74,7 @@ class Curve:
             look = {"type": "scatter", "itemStyle": {"color": colour}}
             options["series"] += [{"name": name, "data": known} | look] if known else []
             options["legend"]["data"] += [name] if known else []
-        mean = f"Each point is the mean of {series.width} steps."
-        return options, mean if series.width > 1 else ""
+        return options, f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
 
 
 REWARD = Curve(
@@ -294,12 +293,10 @@ def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) 
 
 
 def _below(name: str) -> Options:
-    """The axis along the bottom, its name under the middle."""
     place = {"nameLocation": "middle", "nameGap": 28}
     return {"type": "value", "name": name, "splitLine": {"show": False}} | place
 
 
 def _left(name: str) -> Options:
-    """The axis on the left, with short numbers."""
     look = {"nameTextStyle": {"align": "left"}, "axisLabel": {":formatter": _SHORT}}
     return {"type": "value", "name": name} | look

@@ -10,9 +10,7 @@ from nicegui import ui
 
 from headrace.dashboard import books, charts
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.books import Page, Wanted
 from headrace.dashboard.charts import Curve, Options
-from headrace.dashboard.nicegui_elements import Listing, Panel
 from headrace.dashboard.site import Site, address
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import Triage
@@ -34,15 +32,14 @@ class RunViews:
         self._name, self._live, self._price = name, site.run(name), site.dollars_per_hour
         self._steps = min(max(steps, 1), TIMELINE_STEPS[-1])
 
-    def _curve(self, curve: Curve) -> Panel:
+    def _curve(self, curve: Curve) -> page.Panel:
         return page.chart_panel(curve.title, curve.says, lambda: curve.drawn(self._live.series()))
 
-    def _pair(self, *curves: Curve) -> list[Panel]:
-        """Beside each other where there is room."""
+    def _pair(self, *curves: Curve) -> list[page.Panel]:
         with ui.element("div").classes("pair"):
             return [self._curve(curve) for curve in curves]
 
-    def overview(self) -> list[Panel]:
+    def overview(self) -> list[page.Panel]:
         panels = [page.panel(self._numbers, page.numbers), self._curve(charts.REWARD)]
         says = (
             "What holds a step back most, and what each change would bring. A prediction, not a promise: "
@@ -57,7 +54,7 @@ class RunViews:
         live = self._live
         return live.overview(self._price).numbers(live.wanted_lag(), live.triage())
 
-    def timeline(self) -> list[Panel]:
+    def timeline(self) -> list[page.Panel]:
         here = partial(address, "run", self._name, "timeline")
         page.views((f"last {n} steps", here(steps=n), n == self._steps) for n in TIMELINE_STEPS)
         says = (
@@ -72,10 +69,9 @@ class RunViews:
         if not shown.bars:
             return {}, "No stage has been measured yet."
         busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shown.busy.items())
-        length = f"{shown.end_s - shown.start_s:.1f} s"
-        return charts.timeline(shown), f"Busy share of these {length}: {busy}."
+        return charts.timeline(shown), f"Busy share of these {shown.end_s - shown.start_s:.1f} s: {busy}."
 
-    def tokens(self) -> list[Panel]:
+    def tokens(self) -> list[page.Panel]:
         says = (
             "Every sampled token is in exactly one place. Green was trained on. Orange was paid for and thrown "
             "away, by reason. The rest is still under way."
@@ -90,11 +86,11 @@ class RunViews:
             return {}, "No token has been sampled yet."
         return charts.sankey(show.accounts(held)), ""
 
-    def _accounts(self) -> Listing:
+    def _accounts(self) -> page.Listing:
         held, here = books.read_accounts(self._live.path), ("run", self._name, "trajectories")
         found = show.accounts(held)
         links = [address(*here, state=one.state, reason=one.reason) for one in found]
-        return Listing(
+        return page.Listing(
             columns=(*show.ACCOUNT_COLUMNS, "because"),
             rows=[(*one.row(held.generated), one.explanation) for one in found],
             numeric=range(1, 5),
@@ -102,7 +98,7 @@ class RunViews:
             wide={4, 5},
         )
 
-    def lag(self) -> list[Panel]:
+    def lag(self) -> list[page.Panel]:
         says = (
             "Lag counts the updates between sampling a token and training on it. 0 is fresh. Some lag lets "
             "stages overlap; too much makes the policy learn from what it no longer would say."
@@ -114,14 +110,13 @@ class RunViews:
         shares, allowed = self._live.lag_shares(), self._live.wanted_lag()
         if not shares.tokens:
             return {}, "Nothing has been trained on yet."
-        text = f"loop.max_lag = {allowed}: older tokens are dropped as stale."
-        drawn = charts.lag_bars(shares, self._live.series().last_step)
-        return drawn, "" if allowed is None else text
+        text = "" if allowed is None else f"loop.max_lag = {allowed}: older tokens are dropped as stale."
+        return charts.lag_bars(shares, self._live.series().last_step), text
 
-    def publish(self) -> list[Panel]:
+    def publish(self) -> list[page.Panel]:
         return [self._curve(charts.LATENCY), self._curve(charts.BYTES)]
 
-    def rewards(self) -> list[Panel]:
+    def rewards(self) -> list[page.Panel]:
         says = "How often each reward was given. Training moves the bars to the right."
         chart = page.chart_panel("Rewards at the start and now", says, self._rewards)
         return [chart, *self._pair(charts.SPREAD, charts.LENGTHS)]
@@ -160,24 +155,24 @@ async def trajectories(
     newer: int | None = None,
 ) -> None:
     path = site.run(name).path
-    wanted = Wanted(state=state, reason=reason, step=step, older_than=older, newer_than=newer)
+    wanted = books.Wanted(state=state, reason=reason, step=step, older_than=older, newer_than=newer)
 
     def there(**changes: Any) -> str:
         kept = {"state": state, "reason": reason, "step": step}
         return address("run", name, "trajectories", **kept | changes)
 
-    def draw(read: tuple[Books, Page]) -> None:
+    def draw(read: tuple[Books, books.Page]) -> None:
         held, found = read
         says = "Every answer that was finished or dropped. Choose one to read it."
         with page.card("Answers, the newest first", says):
             _filters(wanted, list(held.dropped), there)
-        listing = Listing(
+        listing = page.Listing(
             columns=books.PAGE_COLUMNS,
             rows=found.rows,
             numeric={1, 2, 4, 5},
             links=[address("run", name, "trajectory", id=row[0]) for row in found.rows],
             wide={4, 5, 6},
-            instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
+            instead="No answer is like this." if wanted != books.Wanted() else "No answer is finished yet.",
         )
         with page.card():
             page.Grid().show(listing)
@@ -193,7 +188,7 @@ async def trajectories(
         await shown.refresh()  # not followed: a list that moves is hard to click
 
 
-def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
+def _filters(wanted: books.Wanted, reasons: list[str], there: Any) -> None:
     def go(state: str | None = wanted.state, reason: str | None = wanted.reason, **step: int | None) -> None:
         state, reason = (None if chosen == ANY else chosen for chosen in (state, reason))
         ui.navigate.to(there(state=state, reason=reason if state == "dropped" else None, **step))
@@ -256,7 +251,7 @@ def _answer(name: str, start: int, read: tuple[TrajectoryDetails, TokenTexts | N
         _in_reading_order(shown)
     with page.card("The same as a table"):
         cells = [_cells(token) for token in shown]
-        page.Grid().show(Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
+        page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
 
 
 def _in_reading_order(shown: Sequence[Token]) -> None:

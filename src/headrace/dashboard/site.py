@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from headrace.dashboard import books
-from headrace.dashboard.books import RECENT_STEPS, LagShares, Series, looking_into
+from headrace.dashboard.books import Series
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.equation import ADVICE
 from headrace.insight.triage import Triage, triage
@@ -63,7 +63,7 @@ class Overview:
         facts, series = self.facts, self.series
         held_out = scores(facts)
         held_out = "" if held_out == "-" else f"; held-out score {held_out}"
-        recent = f"over the last {min(series.last_step, RECENT_STEPS)} steps"
+        recent = f"over the last {min(series.last_step, books.RECENT_STEPS)} steps"
         speed = f"tokens trained on per second, {recent}; {_or_dash(series.goodput())} over the whole run"
         wall, sign = "…" if verdict == NOT_YET else "-", verdict
         if isinstance(verdict, Triage):
@@ -75,7 +75,7 @@ class Overview:
         useful = "of the finished tokens were trained on; the rest was dropped"
         numbers = [
             ("Reward", _or_dash(series.now("reward_mean"), ".3f"), reward),
-            ("Goodput", _or_dash(series.goodput(RECENT_STEPS)), speed),
+            ("Goodput", _or_dash(series.goodput(books.RECENT_STEPS)), speed),
             ("Bottleneck", wall, str(sign)),
             ("Lag", _or_dash(series.now("lag_mean"), ".2f"), lag),
             ("Useful", percent(self.useful_share), useful),
@@ -92,7 +92,6 @@ class Overview:
 
 
 def _or_dash(value: float | None, form: str = "") -> str:
-    """The number in this form, or with few digits."""
     return "-" if value is None else f"{value:{form}}" if form else short(value)
 
 
@@ -102,7 +101,7 @@ class LiveRun:
     def __init__(self, run_dir: Path) -> None:
         self.path, self.name = run_dir, run_dir.name
         self._lock = threading.Lock()
-        self._series, self._lags = Series(), LagShares()
+        self._series, self._lags = Series(), books.LagShares()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
         self._triage: Triage | str = NOT_YET
@@ -121,7 +120,7 @@ class LiveRun:
             self._series = books.read_series(self.path, self._series)
             return self._series
 
-    def lag_shares(self) -> LagShares:
+    def lag_shares(self) -> books.LagShares:
         with self._lock:
             books.update_lag_shares(self.path, self._lags)
             return replace(self._lags, tokens=self._lags.tokens.copy())
@@ -164,7 +163,7 @@ class LiveRun:
         with _one_at_a_time:
             begun_s = time.monotonic()
             try:
-                with looking_into(self.path):  # what is wrong with the file is said in words
+                with books.looking_into(self.path):  # what is wrong with the file is said in words
                     found = triage(self.path)
             except HeadraceError as error:
                 found = str(error)
@@ -246,7 +245,6 @@ def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can connect."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -132,8 +132,7 @@ class RowColumns:
         for i in np.flatnonzero(damaged):
             parsed[i] = dict(zip(names, found[i], strict=False))
         if strict and damaged.any():
-            step = found[int(np.argmax(damaged))][0]
-            raise RunError(f"the ledger's rows are damaged: step {step} cannot be read")
+            raise RunError(f"the ledger's rows are damaged: step {found[int(np.argmax(damaged))][0]} cannot be read")
         return cls(parsed, damaged)
 
     def __len__(self) -> int:

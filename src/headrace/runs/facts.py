@@ -74,8 +74,7 @@ def read_run(run_dir: Path) -> RunFacts:
         config = run_config(run_dir)
         booked = _booked(run_dir) if (run_dir / FILE_NAME).exists() else {}
     except HeadraceError as error:
-        state = RunState.UNREADABLE
-        return RunFacts(path=run_dir, state=state, written=written, problem=str(error))
+        return RunFacts(path=run_dir, state=RunState.UNREADABLE, written=written, problem=str(error))
     if state is RunState.FINISHED:  # the summary has the scores of the run's own evaluations
         booked |= {name: summary.get(name) for name in ("score_before", "score_after")}
     paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]

@@ -11,11 +11,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text under column titles. `numeric` holds the indices of right-aligned columns.
-
-    Example:
-        Table(columns=("stage", "mean"), rows=[("rollout", "1.9 s"), ("train", "0.8 s")], numeric={1})
-    """
+    """Rows of text under column titles. `numeric` holds the indices of right-aligned columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -55,8 +51,7 @@ def short(number: float) -> str:
     """A number in a few characters: `0.123`, `2,080`, `81.9 k`, `1.2 M`."""
     for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if abs(number) >= least:
-            form = ",.0f" if abs(number) >= 100 * size else ".3g"
-            return f"{number / size:{form}} {unit}"
+            return f"{number / size:{',.0f' if abs(number) >= 100 * size else '.3g'}} {unit}"
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 
 
