@@ -35,10 +35,10 @@ ROOMS = {
     "publish": 1_200,
     "reward": 1_075,
     "rollout": 2_530,
-    "cli": 1_160,
-    "dashboard": 2_095,
-    "insight": 3_350,
-    "runs": 1_125,
+    "cli": 1_050,
+    "dashboard": 1_850,
+    "insight": 4_025,
+    "runs": 985,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 

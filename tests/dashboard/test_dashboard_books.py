@@ -24,8 +24,15 @@ from headrace.dashboard.books import (
 )
 from headrace.ledger.ledger import Ledger
 from headrace.runs.audit import books
-from headrace.runs.show import TokenTexts, TrajectoryDetails
-from headrace.runs.tables import accounts, prompt_ids, tokens, trajectory_facts, why_no_tokens
+from headrace.runs.show import (
+    TokenTexts,
+    TrajectoryDetails,
+    accounts,
+    prompt_ids,
+    tokens,
+    trajectory_facts,
+    why_no_tokens,
+)
 from headrace.types import StageSpan, Trajectory
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hand_made import row
 
-from headrace.dashboard import series as module
-from headrace.dashboard.series import Series, read_series
+from headrace.dashboard import books as module
+from headrace.dashboard.books import Series, read_series
 from headrace.errors import RunError
 from headrace.ledger.ledger import Ledger
 from headrace.runs.columns import RowColumns

@@ -16,20 +16,17 @@ from page_runs import BROKEN
 from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
-from headrace.dashboard import curves
+from headrace.dashboard import charts
 from headrace.dashboard import site as site_module
-from headrace.dashboard.books import Wanted, read_accounts, read_page, read_rewards, read_timeline
+from headrace.dashboard.books import Series, Wanted, read_accounts, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
-from headrace.dashboard.overview import NOT_YET, overview_numbers
 from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.series import Series
-from headrace.dashboard.serve import is_local
-from headrace.dashboard.site import LiveRun, Site, address
+from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan
 from headrace.insight.triage import Triage, triage
 from headrace.runs.report import duration
-from headrace.runs.tables import accounts
+from headrace.runs.show import accounts
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../secret", "real/../../secret", "/etc", "a/b", "real\0", "nothing"])
@@ -61,9 +58,9 @@ def test_overview_is_what_the_rows_say(real_run: Path):
 def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
     seen = Site(real_run).run("real").overview(dollars_per_hour=3600.0)
     verdict = triage(real_run)
-    told = {name: (value, says) for name, value, says in overview_numbers(seen, 2, verdict)}
+    told = {name: (value, says) for name, value, says in seen.numbers(2, verdict)}
     assert told["Bottleneck"][0] == verdict.bottleneck
-    assert ("Bottleneck", "…", NOT_YET) in overview_numbers(seen, 2, NOT_YET)
+    assert ("Bottleneck", "…", NOT_YET) in seen.numbers(2, NOT_YET)
     assert told["Cost so far"][0] == f"${seen.elapsed_s:,.2f}"
     assert told["Steps"] == ("6", "of 6; finished, after " + duration(seen.elapsed_s))
     assert "2 allowed" in told["Lag"][1]
@@ -102,11 +99,11 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
 
 
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert curves.REWARD.drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
+    assert charts.REWARD.drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options = curves.STAGE_TIMES.draw(Site(real_run).run("real").series())
+    options, _ = charts.STAGE_TIMES.drawn(Site(real_run).run("real").series())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
@@ -235,6 +232,6 @@ def test_reading_for_the_page_needs_neither_torch_nor_nicegui():
     code = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None, 'nicegui': None}; "
         "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books, "
-        "headrace.dashboard.plan, headrace.dashboard.curves, headrace.dashboard.overview"
+        "headrace.dashboard.plan"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,55 +1,155 @@
-"""What all commands share: the application, messages instead of tracebacks, settings from words."""
+"""What all commands share: the application, messages instead of tracebacks, settings, and what they print on."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from textwrap import TextWrapper
+from typing import Annotated, Any
 
+import rich.table
 import typer
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+from typer import Argument, Option
+from typer.core import TyperGroup
 
 from headrace.config import Config
 from headrace.config_file import DEMO, load_config
 from headrace.errors import HeadraceError, HungError
+from headrace.runs.report import Report, Table
+
+# For terminals that know no other characters than these.
+ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
+TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
+
+
+class Commands(TyperGroup):
+    """All commands. Errors meant for the user are shown as a message, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HungError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)  # the libraries' own clearing up could wait for what hangs
+        except HeadraceError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from error
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Headrace trains language models by reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-Settings = Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
-Json = Annotated[bool, typer.Option("--json", help="for programs")]
-
-
-@contextmanager
-def messages() -> Iterator[None]:
-    """Errors meant for the user are shown as a message, without a traceback."""
-    try:
-        yield
-    except HungError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # the libraries' own clearing up could wait for what hangs
-    except HeadraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from error
+RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
+Settings = Annotated[list[str] | None, Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
+Json = Annotated[bool, Option("--json", help="for programs")]
 
 
 def settings_from(words: list[str] | None) -> Config:
     """Settings from a file, if the first word is one, and overrides.
 
-    Without a file they start from the demo's, or from the defaults where the prompts are the user's own.
+    Without a file they start from the demo's; where the prompts are the user's own, from the defaults.
     """
     words = list(words or [])
     if words and "=" not in words[0]:
         return load_config(Path(words.pop(0)), words)
     own_prompts = any(word.startswith("prompts.source=") for word in words)
     return load_config(None if own_prompts else DEMO, words)
+
+
+class Paper:
+    """What commands print on. Paths, commands and ids are never cut: a reader may copy them."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.fine = self.console.encoding.lower().startswith("utf")
+
+    def report(self, report: Report) -> None:
+        self.paragraph(report.title, indent=0, style="bold")
+        for section in report.sections:
+            if section.title:
+                self.section(section.title)
+            else:
+                self.print()
+            self.facts(section.facts)
+            for table in section.tables:
+                if section.facts:
+                    self.print()
+                self.table(table)
+            if section.sentences and (section.facts or section.tables):
+                self.print()
+            for sentence in section.sentences:
+                self.paragraph(sentence, hang=2 * sentence.startswith("- "))
+
+    def section(self, title: str, explanation: str = "") -> None:
+        explanation = f"  {explanation}" if explanation else ""
+        self.print()
+        self.print(Text.assemble((title, "bold"), (explanation, "dim")))
+
+    def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
+        pairs = list(pairs)
+        column = max((len(name) for name, _ in pairs), default=0) + 2
+        for name, value in pairs:
+            self.paragraph(f"{name:<{column}}{value}", hang=column)
+
+    def table(self, table: Table, *, indent: int = 2, whole: Collection[int] = ()) -> None:
+        """Numbers and the columns in `whole` are not broken into lines; their titles are, if it is tight."""
+        if table.title:
+            self.paragraph(table.title, indent=indent)
+        whole, last = {*whole, *table.numeric}, len(table.columns) - 1
+        room = self.console.width - indent
+        for place, name in enumerate(table.columns):
+            widest = max(map(len, (name, *(row[place] for row in table.rows if place < len(row)))))
+            room -= widest if place in whole else min(widest, TEXT_COLUMNS)
+        apart = 2 if room >= 2 * last else 1
+        shown = rich.table.Table(box=None, pad_edge=False, padding=(0, apart, 0, 0))
+        for place, name in enumerate(table.columns):
+            title = name.replace(" ", "\n") if place in whole and room < last else name
+            shown.add_column(Text(title), no_wrap=place in whole, overflow="fold")
+            if place in table.numeric:
+                shown.columns[place].justify = "right"
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        self.indented(shown, indent)
+
+    def paragraph(self, text: str, *, indent: int = 2, hang: int = 0, style: str = "") -> None:
+        wrap = TextWrapper(self.console.width, break_long_words=False, break_on_hyphens=False)
+        wrap.initial_indent, wrap.subsequent_indent = " " * indent, " " * (indent + hang)
+        for line in wrap.wrap(text):
+            self.line(line, style=style)
+
+    def line(self, text: str, *, style: str = "") -> None:
+        """One line, however narrow the terminal is."""
+        self.print(Text(text, style=style), one_line=True)
+
+    def commands(self, commands: Mapping[str, str]) -> None:
+        """What to type next, and what each command does."""
+        if commands:
+            self.section("next")
+        for command, effect in commands.items():
+            self.line(f"  {f'headrace {command}':<40}  # {effect}" if effect else f"  headrace {command}")
+
+    def indented(self, content: RenderableType, indent: int = 2) -> None:
+        self.print(Padding(content, (0, 0, 0, indent), expand=False))
+
+    def print(self, content: RenderableType = "", *, one_line: bool = False) -> None:
+        self.console.print(content, highlight=False, soft_wrap=one_line)
+
+    def drawn(self, text: str) -> str:
+        return text if self.fine else text.translate(ASCII)
+
+    def bar(self, share: float, width: int) -> str:
+        filled = round(width * min(max(share, 0.0), 1.0))
+        return self.drawn("█" * filled + "░" * (width - filled))

@@ -10,15 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from headrace.cli.app import Json, RunDir, Settings, app, messages, settings_from
-from headrace.cli.paper import Paper
+from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
 from headrace.errors import ConfigError
 from headrace.insight.equation import ADVICE, Placement
-from headrace.insight.frameworks import Framework, others_that_fit
+from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import find_device, model_shape, read_hardware
-from headrace.insight.planner import LayoutPlan, Question, plan, search
+from headrace.insight.planner import Question, plan, search
 from headrace.insight.reports import idle_shares, plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import Simulated
@@ -29,157 +28,163 @@ from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
-Seconds = Annotated[float | None, typer.Option(min=0.0, help="seconds a step")]
-HardwareFile = Annotated[Path | None, typer.Option("--hardware", help="TOML file with devices and prices of your own")]
+Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
+HardwareFile = Annotated[Path | None, Option("--hardware", help="TOML file with devices and prices of your own")]
 
 
 @app.command("triage")
 def triage_command(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="a run directory")] = None,
+    run: Annotated[Path | None, Argument(metavar="[RUN]", help="a run directory")] = None,
     tau_r: Seconds = None,
     tau_v: Seconds = None,
     tau_ref: Seconds = None,
     tau_t: Seconds = None,
     tau_s: Seconds = None,
     placement: Annotated[
-        Placement, typer.Option(help="of typed times: what may run at the same time")
+        Placement, Option(help="of typed times: what may run at the same time")
     ] = Placement.OVERLAPPED,
-    last_steps: Annotated[int | None, typer.Option(min=1, help="look only at this many of the last steps")] = None,
+    last_steps: Annotated[int | None, Option(min=1, help="look only at this many of the last steps")] = None,
     as_json: Json = False,
 ) -> None:
     """Name the stage that holds a run back, and what to change first; of a run, or of five stage times."""
     typed = (tau_r, tau_v, tau_ref, tau_t, tau_s)
     some = any(time is not None for time in typed)
-    with messages():
-        if run is not None and some:
-            raise ConfigError("give a run, or stage times (--tau-r ...), not both")
-        if run is None and not some:
-            raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
-        times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
-        found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
-        _tell(triage_report(found), triage_json(found), as_json)
+    if run is not None and some:
+        raise ConfigError("give a run, or stage times (--tau-r ...), not both")
+    if run is None and not some:
+        raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
+    times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
+    found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
+    _tell(triage_report(found), triage_json(found), as_json)
 
 
 @app.command("plan")
 def plan_command(
-    params: Annotated[str, typer.Option(help="size of the model, 7B or 235B-A22B, or its config.json")],
-    gpus: Annotated[str, typer.Option(help="how many of which, 64xH100")],
-    prompts: Annotated[int, typer.Option(min=1, help="per step")] = 64,
-    samples: Annotated[int, typer.Option(min=1, help="answers per prompt")] = 16,
-    mean_tokens: Annotated[str, typer.Option(help="of an answer, 512 or 8k")] = "1k",
-    cv: Annotated[float, typer.Option(min=0.0, help="spread of the lengths: standard deviation over mean")] = 1.0,
-    max_tokens: Annotated[str, typer.Option(help="an answer is cut here; 0 never")] = "0",
-    prompt_tokens: Annotated[str, typer.Option(help="of a prompt")] = "512",
-    reward_p95: Annotated[str, typer.Option(help="seconds that a verdict takes, 95 in 100: 4s or 200ms")] = "0s",
-    max_lag: Annotated[int, typer.Option(min=0, help="how many versions old a trained token may be")] = 4,
-    kl: Annotated[bool, typer.Option("--kl", help="with a reference policy")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="train a low-rank adapter only")] = False,
-    useful: Annotated[float, typer.Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
+    params: Annotated[str, Option(help="size of the model, 7B or 235B-A22B, or its config.json")],
+    gpus: Annotated[str, Option(help="how many of which, 64xH100")],
+    prompts: Annotated[int, Option(min=1, help="per step")] = 64,
+    samples: Annotated[int, Option(min=1, help="answers per prompt")] = 16,
+    mean_tokens: Annotated[str, Option(help="of an answer, 512 or 8k")] = "1k",
+    cv: Annotated[float, Option(min=0.0, help="spread of the lengths: standard deviation over mean")] = 1.0,
+    max_tokens: Annotated[str, Option(help="an answer is cut here; 0 never")] = "0",
+    prompt_tokens: Annotated[str, Option(help="of a prompt")] = "512",
+    reward_p95: Annotated[str, Option(help="seconds that a verdict takes, 95 in 100: 4s or 200ms")] = "0s",
+    max_lag: Annotated[int, Option(min=0, help="how many versions old a trained token may be")] = 4,
+    kl: Annotated[bool, Option("--kl", help="with a reference policy")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="train a low-rank adapter only")] = False,
+    useful: Annotated[float, Option(min=0.01, max=1.0, help="share of the tokens that is not dropped")] = 1.0,
     hardware: HardwareFile = None,
     target: Annotated[
-        str | None, typer.Option("--search", help="find the fewest devices that train this many tokens a second")
+        str | None, Option("--search", help="find the fewest devices that train this many tokens a second")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Work out a layout for a model, a workload and a number of GPUs: stage times, bottleneck, memory, lag, cost."""
-    with messages():
-        number, device = _gpus(gpus)
-        cap = amount(max_tokens, "--max-tokens") or float("inf")
-        question = Question(
-            model=model_shape(params),
-            device=find_device(device, read_hardware(hardware)),
-            num_devices=number,
-            num_prompts=prompts,
-            num_samples=samples,
-            lengths=LogNormal(amount(mean_tokens, "--mean-tokens"), cv, cap),
-            prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
-            reward_s=seconds(reward_p95, "--reward-p95"),
-            max_lag=max_lag,
-            reference=kl,
-            adapter=adapter,
-            useful=useful,
-        )
-        if target is not None:
-            question, found = search(question, amount(target, "--search"))
-        else:
-            found = plan(question)
-        others = others_that_fit(found[0].bottleneck, num_params=question.model.num_params, may_lag=max_lag > 0)
-        _tell(plan_report(question, found, others), plan_json(question, found, others), as_json)
+    number, device = _gpus(gpus)
+    cap = amount(max_tokens, "--max-tokens") or float("inf")
+    question = Question(
+        model=model_shape(params),
+        device=find_device(device, read_hardware(hardware)),
+        num_devices=number,
+        num_prompts=prompts,
+        num_samples=samples,
+        lengths=LogNormal(amount(mean_tokens, "--mean-tokens"), cv, cap),
+        prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
+        reward_s=seconds(reward_p95, "--reward-p95"),
+        max_lag=max_lag,
+        reference=kl,
+        adapter=adapter,
+        useful=useful,
+    )
+    if target is not None:
+        question, found = search(question, amount(target, "--search"))
+    else:
+        found = plan(question)
+    size = question.model.num_params
+    others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=max_lag > 0)
+    for_programs = {
+        "model": asdict(question.model),
+        "device": question.device.name,
+        "num_devices": question.num_devices,
+        "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
+        "others": [other.name for other in others],
+    }
+    _tell(plan_report(question, found, others), for_programs, as_json)
 
 
 @app.command()
 def simulate(
     settings: Settings = None,
-    run: Annotated[Path | None, typer.Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
-    max_lag: Annotated[str, typer.Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
-    params: Annotated[str, typer.Option(help="speeds of a model of this size, 7B, or of this config.json")] = "",
-    gpus: Annotated[str, typer.Option(help="in all, 1024 or 64xH200; H100 if it matters and nobody says")] = "1",
-    gpus_per_worker: Annotated[int, typer.Option(min=1, help="GPUs of one rollout worker")] = 1,
-    rollout_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
-    colocated: Annotated[bool, typer.Option(help="generate and train in turns, on all GPUs")] = False,
-    mean_tokens: Annotated[str, typer.Option(help="of an answer, e.g. 8k")] = "0",
-    cv: Annotated[float, typer.Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
-    prompt_tokens: Annotated[str, typer.Option(help="of a prompt")] = "0",
-    reward_mean: Annotated[str, typer.Option(help="seconds of a verdict, e.g. 200ms")] = "0",
-    reward_p95: Annotated[str, typer.Option(help="that 95 in 100 verdicts stay below")] = "0",
-    decode: Annotated[str, typer.Option(help="seconds of a decode step with one row")] = "0",
-    rollout_tokens_s: Annotated[str, typer.Option(help="tokens a second of a full rollout worker")] = "0",
-    train_tokens_s: Annotated[str, typer.Option(help="tokens a second that one GPU trains on")] = "0",
-    publish: Annotated[str, typer.Option(help="seconds until rollout workers have new weights")] = "0",
-    straggler_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the rollout workers are slow")] = 0.0,
-    straggler_factor: Annotated[float, typer.Option(min=1.0, help="that slow ones are slower by")] = 2.0,
-    mtbf: Annotated[str, typer.Option(help="mean time between failures of a rollout worker, e.g. 10h; 0: none")] = "0",
-    repair: Annotated[str, typer.Option(help="time until a failed rollout worker is back")] = "1min",
+    run: Annotated[Path | None, Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
+    max_lag: Annotated[str, Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
+    params: Annotated[str, Option(help="speeds of a model of this size, 7B, or of this config.json")] = "",
+    gpus: Annotated[str, Option(help="in all, 1024 or 64xH200; H100 if it matters and nobody says")] = "1",
+    gpus_per_worker: Annotated[int, Option(min=1, help="GPUs of one rollout worker")] = 1,
+    rollout_share: Annotated[float, Option(min=0.0, max=1.0, help="of the GPUs, to generate with")] = 0.75,
+    colocated: Annotated[bool, Option(help="generate and train in turns, on all GPUs")] = False,
+    mean_tokens: Annotated[str, Option(help="of an answer, e.g. 8k")] = "0",
+    cv: Annotated[float, Option(min=0.0, help="spread of that: standard deviation over mean")] = 1.0,
+    prompt_tokens: Annotated[str, Option(help="of a prompt")] = "0",
+    reward_mean: Annotated[str, Option(help="seconds of a verdict, e.g. 200ms")] = "0",
+    reward_p95: Annotated[str, Option(help="that 95 in 100 verdicts stay below")] = "0",
+    decode: Annotated[str, Option(help="seconds of a decode step with one row")] = "0",
+    rollout_tokens_s: Annotated[str, Option(help="tokens a second of a full rollout worker")] = "0",
+    train_tokens_s: Annotated[str, Option(help="tokens a second that one GPU trains on")] = "0",
+    publish: Annotated[str, Option(help="seconds until rollout workers have new weights")] = "0",
+    straggler_share: Annotated[float, Option(min=0.0, max=1.0, help="of the rollout workers are slow")] = 0.0,
+    straggler_factor: Annotated[float, Option(min=1.0, help="that slow ones are slower by")] = 2.0,
+    mtbf: Annotated[str, Option(help="mean time between failures of a rollout worker, e.g. 10h; 0: none")] = "0",
+    repair: Annotated[str, Option(help="time until a failed rollout worker is back")] = "1min",
     hardware: HardwareFile = None,
-    steps: Annotated[int, typer.Option(min=1, help="to simulate")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="of the answers' lengths and the like")] = 0,
+    steps: Annotated[int, Option(min=1, help="to simulate")] = 32,
+    seed: Annotated[int, Option(min=0, help="of the answers' lengths and the like")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run a recipe on a virtual clock: the real buffer and lag policy, with any number of GPUs."""
-    with messages():
-        recipe = settings_from(settings)
-        wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
-        typed = Typed(
-            mean_tokens=amount(mean_tokens, "--mean-tokens"),
-            cv=cv,
-            prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
-            reward_s=seconds(reward_mean, "--reward-mean"),
-            reward_p95_s=seconds(reward_p95, "--reward-p95"),
-            decode_s=seconds(decode, "--decode"),
-            rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
-            train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
-            publish_s=seconds(publish, "--publish"),
-            straggler_share=straggler_share,
-            straggler_factor=straggler_factor,
-            worker_mtbf_s=seconds(mtbf, "--mtbf"),
-            repair_s=seconds(repair, "--repair"),
-        )
-        number, device = _gpus(gpus, "H100")
-        layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
-        model = params or (recipe.model.path if run is None and Path(recipe.model.path).is_dir() else "")
-        if hardware and not model:
-            raise ConfigError("--hardware says what a device can do with a model: name one with --params")
-        if model:
-            typed = worked_out(typed, recipe, layout, model_shape(model), find_device(device, read_hardware(hardware)))
-        work, machine = scenario(recipe, typed, layout, run)
-        found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
-        told = simulation_report(work, machine, layout, found)
-        _tell(told, simulation_json(work, machine, layout, found), as_json)
+    recipe = settings_from(settings)
+    wanted = lags(max_lag) if max_lag else [recipe.loop.max_lag]
+    typed = Typed(
+        mean_tokens=amount(mean_tokens, "--mean-tokens"),
+        cv=cv,
+        prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
+        reward_s=seconds(reward_mean, "--reward-mean"),
+        reward_p95_s=seconds(reward_p95, "--reward-p95"),
+        decode_s=seconds(decode, "--decode"),
+        rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
+        train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
+        publish_s=seconds(publish, "--publish"),
+        straggler_share=straggler_share,
+        straggler_factor=straggler_factor,
+        worker_mtbf_s=seconds(mtbf, "--mtbf"),
+        repair_s=seconds(repair, "--repair"),
+    )
+    number, device = _gpus(gpus, "H100")
+    layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
+    own = recipe.model.path
+    model = params or (own if run is None and Path(own).is_dir() else "")
+    if hardware and not model:
+        raise ConfigError("--hardware says what a device can do with a model: name one with --params")
+    if model:
+        shape, gpu = model_shape(model), find_device(device, read_hardware(hardware))
+        typed = worked_out(typed, recipe, layout, shape, gpu)
+    work, machine = scenario(recipe, typed, layout, run)
+    found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+    told = simulation_report(work, machine, layout, found)
+    _tell(told, simulation_json(work, machine, layout, found), as_json)
 
 
 @app.command()
 def trace(
     run: RunDir,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a timeline of every stage and worker, to look at in a browser."""
-    with messages():
-        path, num_events = write_trace(run, out)
-        if as_json:
-            print(json.dumps({"file": str(path), "events": num_events}))
-        else:
-            print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
+    path, num_events = write_trace(run, out)
+    if as_json:
+        print(json.dumps({"file": str(path), "events": num_events}))
+    else:
+        print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
 
 
 def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
@@ -198,7 +203,8 @@ def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
 
 def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
     moves = [asdict(move) for move in found.moves]
-    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": ADVICE[found.bottleneck].sign, "moves": moves}
+    sign = ADVICE[found.bottleneck].sign
+    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": sign, "moves": moves}
     if isinstance(found, TypedTriage):
         steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
         return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
@@ -218,16 +224,6 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
     }
 
 
-def plan_json(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> dict[str, Any]:
-    return {
-        "model": asdict(question.model),
-        "device": question.device.name,
-        "num_devices": question.num_devices,
-        "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
-        "others": [other.name for other in others],
-    }
-
-
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
     speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
@@ -237,8 +233,8 @@ def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Seq
 
 
 def _plain(one: Simulated) -> dict[str, Any]:
-    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share", "generated_tokens"]
-    same += ["trained_tokens", "buffered_tokens", "in_flight_tokens"]
+    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
+    same += ["generated_tokens", "trained_tokens", "buffered_tokens", "in_flight_tokens"]
     return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
         "step_p50_s": one.step_quantile_s(0.5),

@@ -1,4 +1,4 @@
-"""What a training run shows: progress while it trains, the reward curve and the five stage times at the end.
+"""What a training run shows: progress while it trains, then the reward curve and the stage times.
 
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from headrace.cli.paper import ASCII, FINE, Paper
+from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
@@ -33,31 +34,29 @@ PLOT_ROWS = 9  # odd, so that one of them is the middle
 class _ProgressLine(Progress):
     """The bar of a phase, with a line of facts below it."""
 
-    def __init__(self, console: Console, clock: Callable[[], str], facts: Callable[[], str]) -> None:
-        self._clock_text, self._facts_text = clock, facts
+    def __init__(self, console: Console, texts: Callable[[], tuple[str, str]]) -> None:
+        self._texts = texts  # beside the bar, and below it
         bar = BarColumn(max(10, min(40, console.width - 55)))
         columns = (TextColumn("{task.description}", markup=False), bar, TaskProgressColumn())
-        super().__init__(*columns, TextColumn("{task.fields[clock]}"), console=console, refresh_per_second=4)
+        clock = TextColumn("{task.fields[clock]}")
+        super().__init__(*columns, clock, console=console, refresh_per_second=4)
 
     def get_renderables(self) -> Iterator[RenderableType]:
+        clock, facts = self._texts()
         for task in self.tasks:
-            task.fields["clock"] = self._clock_text()
+            task.fields["clock"] = clock
         yield from super().get_renderables()
-        if facts := self._facts_text():
+        if facts:
             yield Text(facts, style="bold")
 
 
-class LiveDisplay:
+class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     """Shows one training run. A context manager, so that the cursor comes back whatever happens."""
 
-    def __init__(
-        self, console: Console | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.paper = Paper(console, quiet=quiet)
-        screen = self.paper.console
-        self._animated = screen.is_terminal and not screen.is_dumb_terminal and not screen.quiet
-        self._clock = clock
-        self._started_s = clock()
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.paper = Paper(console)
+        self._animated = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._clock, self._started_s = clock, clock()
         self._steps = 0
         self._rows: list[Row] = []
         self._score: float | None = None
@@ -65,12 +64,7 @@ class LiveDisplay:
         self._bar: _ProgressLine | None = None
         self._quarter = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -82,13 +76,14 @@ class LiveDisplay:
     def header(self, config: Config, run_dir: Path | str, facts: Mapping[str, str]) -> None:
         self._started_s = self._clock()
         self._run_dir, self._steps = run_dir, config.loop.steps
-        loop, samples = config.loop, config.rollout.samples
-        lag = "strictly on-policy" if loop.max_lag == 0 else f"tokens up to {count(loop.max_lag, 'version')} old"
+        loop = config.loop
+        lag = f"tokens up to {count(loop.max_lag, 'version')} old" if loop.max_lag else "strictly on-policy"
+        a_step = f"{loop.groups_per_step} prompts x {config.rollout.samples} answers"
         lines = {
             "run": str(run_dir),
             "model": config.model.path,
             "prompts": config.prompts.source,
-            "plan": f"{loop.steps} steps of {loop.groups_per_step} prompts x {samples} answers, {lag}",
+            "plan": f"{loop.steps} steps of {a_step}, {lag}",
             "set": "  ".join(changed(config)) or "every setting is at its default",
         }
         self.paper.line("headrace", style="bold")
@@ -98,22 +93,25 @@ class LiveDisplay:
     def phase(self, text: str) -> None:
         """A new part of the run begins, such as "warm start"."""
         self.close()
-        self.paper.print(Text(f"{self.paper.glyphs.mark} {text}", style="bold"))
+        self.paper.print(Text(f"{self.paper.drawn('▸')} {text}", style="bold"))
 
     def progress(self, done: int, total: int, text: str) -> None:
         if self._animated:
             self._draw(f"  {done}/{total} {text}", done, total)
-        elif (quarter := 4 * done // max(total, 1)) != self._quarter:  # not every call is worth a line in a log
+        elif (quarter := 4 * done // max(total, 1)) != self._quarter:  # a few lines in a log
             self._quarter = quarter
             self.paper.line(f"  {done}/{total} {text}")
 
     def row(self, row: Row) -> None:
         self._rows.append(row)
         self._score = self._score if row.score is None else row.score
+        total = max(self._steps, row.step, 1)
+        text = f"step {row.step:>{len(str(total))}}/{total}"
+        chosen = row.step % max(1, total // PLAIN_LINES) == 0 or row.step == self._steps
         if self._animated:
-            self._draw(self._steps_text(), row.step, self._total_steps())
-        elif self._worth_a_line(row):
-            self.paper.line(f"{self._steps_text()}  {self._clock_text()}  {self._facts_text()}")
+            self._draw(text, row.step, total)
+        elif chosen or len(self._rows) == 1 or row.score is not None:
+            self.paper.line("  ".join((text, *self._texts())))
 
     def note(self, text: str) -> None:
         self.paper.print(Text(f"note: {text}"))
@@ -121,7 +119,7 @@ class LiveDisplay:
     def summary(
         self, summary: Mapping[str, Any], *, run_dir: Path | str | None = None, rows: Sequence[Row] | None = None
     ) -> None:
-        """How the run went: its summary.json, with the curve of the rows shown so far (or of those given)."""
+        """How the run went: its summary.json, with the curve of the rows shown so far, or of `rows`."""
         self.close()
         self._show_curve(summary, self._rows if rows is None else rows)
         self._show_stages(summary)
@@ -132,38 +130,25 @@ class LiveDisplay:
 
     def _draw(self, text: str, done: int, total: int) -> None:
         if self._bar is None:
-            training = bool(self._rows)
-            clock = self._clock_text if training else str
-            self._bar = _ProgressLine(self.paper.console, clock, self._facts_text if training else str)
+            self._bar = _ProgressLine(self.paper.console, self._texts)
             self._bar.add_task(text, clock="")
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total, refresh=True)
+        (task,) = self._bar.task_ids
+        self._bar.update(task, description=text, completed=done, total=total, refresh=True)
 
-    def _worth_a_line(self, row: Row) -> bool:
-        every = max(1, self._total_steps() // PLAIN_LINES)
-        return len(self._rows) == 1 or row.step % every == 0 or row.step == self._steps or row.score is not None
-
-    def _total_steps(self) -> int:
-        return max(self._steps, self._rows[-1].step, 1)
-
-    def _steps_text(self) -> str:
-        total = str(self._total_steps())
-        return f"step {self._rows[-1].step:>{len(total)}}/{total}"
-
-    def _clock_text(self) -> str:
-        recent = self._rows[-RECENT_ROWS:]
-        left_s = (self._total_steps() - recent[-1].step) * sum(row.wall_s for row in recent) / len(recent)
-        left = f", {duration(left_s)} left" if left_s else ""
-        return f"{duration(self._clock() - self._started_s)} elapsed{left}"
-
-    def _facts_text(self) -> str:
-        """One line that fits 80 columns: what is always there first, what is rare last."""
+    def _texts(self) -> tuple[str, str]:
+        """The clock, and a line that fits 80 columns: what is always there first, what is rare last."""
+        if not self._rows:
+            return "", ""
         recent = self._rows[-RECENT_ROWS:]
         row = recent[-1]
         wall_s = sum(r.wall_s for r in recent)
+        left_s = max(0, self._steps - row.step) * wall_s / len(recent)
+        left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
-        busy = StageTimes(**{stage: sum(float(getattr(r.stage_s, stage)) for r in recent) for stage in STAGES})
+        stages = [asdict(r.stage_s) for r in recent]
+        busy = StageTimes(**{stage: sum(times[stage] for times in stages) for stage in STAGES})
         facts = [
             f"reward {row.reward_mean:.3f}",
             "" if self._score is None else f"held-out {self._score:.3f}",
@@ -174,7 +159,8 @@ class LiveDisplay:
             f"preempted {row.preemptions}" if row.preemptions else "",
             "step skipped" if row.skipped else "",
         ]
-        return "  ".join(filter(None, facts))
+        clock = f"{duration(self._clock() - self._started_s)} elapsed{left}"
+        return clock, "  ".join(filter(None, facts))
 
     # When it is over
 
@@ -186,7 +172,7 @@ class LiveDisplay:
             paper.print(Text(f"  {line}", no_wrap=True))
         before, after = summary.get("score_before"), summary.get("score_after")
         if before is not None and after is not None:
-            scores = f"{before:.3f} {paper.glyphs.arrow} {after:.3f}  ({after - before:+.3f})"
+            scores = f"{before:.3f} {paper.drawn('→')} {after:.3f}  ({after - before:+.3f})"
         else:
             known = before if after is None else after
             scores = "not measured" if known is None else f"{known:.3f}"
@@ -199,8 +185,9 @@ class LiveDisplay:
         for stage in STAGES:
             busy_s = float(summary["stage_s"].get(stage, 0.0))
             share = busy_s / loop_s if loop_s else 0.0
-            mark = paper.glyphs.mark if stage == slowest else " "
-            line = f"{mark} {stage:<9} {busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}  {STAGE_WORDS[stage]}"
+            mark = paper.drawn("▸") if stage == slowest else " "
+            shown = f"{busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}"
+            line = f"{mark} {stage:<9} {shown}  {STAGE_WORDS[stage]}"
             paper.print(Text(line, style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
             advice = ADVICE[BOTTLENECK_OF_STAGE[slowest]]
@@ -216,10 +203,8 @@ class LiveDisplay:
         lines |= {f"dropped: {reason}": num for reason, num in by_size if num}
         if open_tokens:
             lines["not settled"] = open_tokens
-        names, digits = max(map(len, lines)), len(f"{generated:,}")
-        for name, num_tokens in lines.items():
-            share = num_tokens / generated if generated else 0.0
-            self.paper.line(f"  {name:<{names}}  {num_tokens:>{digits},}  {share:>6.1%}")
+        digits, whole = len(f"{generated:,}"), max(generated, 1)
+        self.paper.facts((name, f"{num:>{digits},}  {num / whole:>6.1%}") for name, num in lines.items())
 
     def _show_run(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
         lag = int(summary["max_lag_seen"])
@@ -238,53 +223,45 @@ class LiveDisplay:
         commands = {f"audit {run_dir}": "check the books", f"export {run_dir} OUT": "get the model"}
         if summary.get("finished") is False:
             commands = {f"resume {run_dir}": "go on with it"} | commands
-        self.paper.section("next")
-        for command, effect in commands.items():
-            self.paper.line(f"  {f'headrace {command}':<40}  # {effect}")
+        self.paper.commands(commands)
 
 
 def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) -> list[str]:
-    """A curve over steps as text lines with labelled axes; braille dots if `fine`, else asterisks."""
+    """A curve over steps as text with labelled axes; of braille dots if `fine`, else of asterisks."""
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if not points:
         return ["(no steps)"]
-    low, high = _limits([value for _, value in points])
-    labels = [f"{high:.2f}", f"{(low + high) / 2:.2f}", f"{low:.2f}"]
-    margin = max(map(len, labels))
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    low = 0.0 if 0 <= low < 0.5 * high else low  # where that wastes little
+    high = 1.0 if 0.8 < high <= 1 else high  # where the curve comes close
+    if high <= low:
+        low, high = min(low, 0.0), max(high, 1.0)
+    middle = (low + high) / 2
+    labels = {0: f"{high:.2f}", PLOT_ROWS // 2: f"{middle:.2f}", PLOT_ROWS - 1: f"{low:.2f}"}
+    margin = max(map(len, labels.values()))
     columns = width - margin - 2
     across, down = (2, 4) if fine else (1, 1)
-    heights = _resample([value for _, value in points], columns * across)
-    lifted = [round((value - low) / (high - low) * (PLOT_ROWS * down - 1)) for value in heights]
-    canvas = _braille(lifted, columns) if fine else _asterisks(lifted, columns)
-    glyphs = FINE if fine else ASCII
-    marks = {0: labels[0], PLOT_ROWS // 2: labels[1], PLOT_ROWS - 1: labels[2]}
-    lines = [f"{marks.get(i, ''):>{margin}} {glyphs.upright}{line}".rstrip() for i, line in enumerate(canvas)]
+    values, num = [value for _, value in points], columns * across
+    if len(values) <= num:  # straight lines between few, or means of many
+        heights = np.interp(np.linspace(0, len(values) - 1, num), np.arange(len(values)), values)
+    else:
+        edges = np.arange(num + 1) * len(values) // num
+        heights = np.add.reduceat(values, edges[:-1]) / np.diff(edges)
+    share = (heights - low) / (high - low)
+    lifted = [round(height) for height in (share * (PLOT_ROWS * down - 1)).tolist()]
+    rows = reversed(range(PLOT_ROWS))
+    asterisks = ["".join("*" if height == row else " " for height in lifted) for row in rows]
+    canvas = _braille(lifted, columns) if fine else asterisks
+    lines = [f"{labels.get(i, ''):>{margin}} ┤{line}".rstrip() for i, line in enumerate(canvas)]
     first, last = f"step {points[0][0]}", str(points[-1][0])
-    lines.append(f"{'':{margin}} {glyphs.corner}{glyphs.level * columns}")
+    lines.append(f"{'':{margin}} └{'─' * columns}")
     lines.append(f"{'':{margin}}  {first}{last:>{columns - len(first)}}")
-    return lines
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """The axis: from 0 where that wastes little, up to 1 where the curve comes close."""
-    low, high = min(values), max(values)
-    low = 0.0 if 0 <= low < 0.5 * high else low
-    high = 1.0 if 0.8 < high <= 1 else high
-    return (low, high) if high > low else (min(low, 0.0), max(high, 1.0))
-
-
-def _resample(values: Sequence[float], num_columns: int) -> list[float]:
-    """One value per column: means of many, or straight lines between few."""
-    if len(values) <= num_columns:
-        places = np.linspace(0, len(values) - 1, num_columns)
-        return list(np.interp(places, np.arange(len(values)), values).tolist())
-    edges = np.arange(num_columns + 1) * len(values) // num_columns
-    return list((np.add.reduceat(values, edges[:-1]) / np.diff(edges)).tolist())
+    return lines if fine else [line.translate(ASCII) for line in lines]
 
 
 def _braille(lifted: Sequence[int], columns: int) -> list[str]:
     """Two columns and four rows of dots to a character."""
-    dots = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # left and right column, from the bottom up
+    dots = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # left and right, from the bottom up
     cells = [[0] * columns for _ in range(PLOT_ROWS)]
     previous = lifted[0]
     for x, height in enumerate(lifted):
@@ -294,7 +271,3 @@ def _braille(lifted: Sequence[int], columns: int) -> list[str]:
             cells[PLOT_ROWS - 1 - y // 4][x // 2] |= dots[x % 2][y % 4]
         previous = height
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
-
-
-def _asterisks(lifted: Sequence[int], columns: int) -> list[str]:
-    return ["".join("*" if lifted[x] == y else " " for x in range(columns)) for y in range(PLOT_ROWS - 1, -1, -1)]

@@ -1,38 +1,28 @@
-"""The commands that show what runs left on disk: a list of runs, one run, one trajectory, the books, the web page."""
+"""The commands that show what runs left: a list, one run, a trajectory, the books, the web page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
+from typer import Argument, Option
 
-from headrace.cli.app import RunDir, app, messages
-from headrace.cli.paper import Paper
+from headrace.cli.app import Paper, RunDir, app
 from headrace.config_file import changed
-from headrace.dashboard.serve import serve
+from headrace.dashboard.site import serve
+from headrace.errors import RunError
+from headrace.ledger.database import FILE_NAME
+from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
-from headrace.ledger.ledger import Amount, Books
+from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.row import Row
-from headrace.runs.audit import audit as audit_books
-from headrace.runs.audit import books as read_books
-from headrace.runs.facts import RunFacts, RunState, read_runs
+from headrace.runs import audit as checks
+from headrace.runs import show as shown
+from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 from headrace.runs.report import Table, ago, count, printable
-from headrace.runs.show import RunDetails, TokenTexts, TrajectoryDetails, read_details, read_trajectory, token_texts
-from headrace.runs.tables import (
-    ACCOUNT_COLUMNS,
-    RUN_COLUMNS,
-    accounts,
-    generated_row,
-    prompt_ids,
-    run_row,
-    scores,
-    tokens,
-    trajectory_facts,
-    why_no_tokens,
-)
 
 LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs
@@ -43,91 +33,97 @@ LONGEST_WORD = 14  # of a token's text, with its quotes
 @app.command()
 def audit(run: RunDir) -> None:
     """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
-    with messages():
-        paper, books = Paper(), read_books(run)
-        paper.table(_accounts(books))
-        problems = audit_books(run)
-        for problem in problems:
-            paper.print(Text(f"- {problem}"))
-        paper.line("the books do not balance" if problems else "the books balance")
-        raise typer.Exit(1 if problems else 0)
+    paper = Paper()
+    paper.table(_accounts(checks.books(run)))
+    problems = checks.audit(run)
+    for problem in problems:
+        paper.print(Text(f"- {problem}"))
+    paper.line("the books do not balance" if problems else "the books balance")
+    raise typer.Exit(1 if problems else 0)
 
 
 @app.command()
 def runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
+    directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
 ) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
-    with messages():
-        show_runs(Paper(), read_runs(directory))
+    paper, found = Paper(), read_runs(directory)
+    rows = [shown.run_row(facts, paper.drawn("→")) for facts in found]
+    paper.table(Table(columns=shown.RUN_COLUMNS, rows=rows, numeric=range(2, 6)), indent=0, whole={1, 6})
+    ended = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE)]
+    lost = [facts for facts in ended if not facts.can_be_resumed]
+    told = [f"{facts.path.name}: {_standing(facts)}" for facts in lost[:MOST_PROBLEMS]]
+    if (num_more := len(lost) - MOST_PROBLEMS) > 0:
+        told.append(f"... and {num_more} more; `headrace show` says what is wrong with each")
+    for text in told:
+        paper.print()
+        paper.paragraph(text)
+    paper.commands({f"resume {facts.path}": "" for facts in found if facts.can_be_resumed})
 
 
 @app.command()
 def show(
     run: RunDir,
-    trajectory: Annotated[str | None, typer.Option(metavar="ID", help="one answer, token by token")] = None,
+    trajectory: Annotated[str | None, Option(metavar="ID", help="one answer, token by token")] = None,
 ) -> None:
     """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
-    with messages():
-        if trajectory is None:
-            show_run(Paper(), read_details(run, num_rows=LAST_ROWS))
-        else:
-            show_trajectory(Paper(), read_trajectory(run, trajectory), token_texts(run))
+    if trajectory is None:
+        show_run(Paper(), run)
+    else:
+        show_trajectory(Paper(), run, trajectory)
 
 
 @app.command()
 def dash(
     run: Annotated[
-        Path, typer.Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare")
+        Path, Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare")
     ] = Path("runs"),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="where the page is")] = 8080,
-    host: Annotated[str, typer.Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",
-    dollars_per_hour: Annotated[
-        float | None, typer.Option(help="what the machines cost, to see what a run costs")
-    ] = None,
+    port: Annotated[int, Option(min=1, max=65535, help="where the page is")] = 8080,
+    host: Annotated[str, Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",
+    dollars_per_hour: Annotated[float | None, Option(help="what the machines cost, to see what a run costs")] = None,
 ) -> None:
     """Show runs on a web page, also while they go on."""
-    with messages():
-        serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
+    serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
-def show_runs(paper: Paper, found: Sequence[RunFacts]) -> None:
-    """A line for each, and below what can be done about those that did not finish."""
-    rows = tuple(run_row(facts, paper.glyphs.arrow) for facts in found)
-    paper.table(
-        Table(columns=RUN_COLUMNS, rows=rows, numeric=frozenset(range(2, 6))), indent=0, whole=frozenset({1, 6})
-    )
-    lost = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE) and not f.can_be_resumed]
-    for facts in lost[:MOST_PROBLEMS]:
-        paper.print()
-        paper.paragraph(f"{facts.path.name}: {_standing(facts)}")
-    if len(lost) > MOST_PROBLEMS:
-        paper.print()
-        paper.paragraph(f"... and {len(lost) - MOST_PROBLEMS} more; `headrace show` says what is wrong with each")
-    paper.commands([("resume", facts.path, "") for facts in found if facts.can_be_resumed])
-
-
-def show_run(paper: Paper, details: RunDetails) -> None:
-    facts = details.facts
-    settings = [text for text in changed(details.config) if not text.startswith("run.dir=")]
+def show_run(paper: Paper, run_dir: Path) -> None:
+    facts = read_run(run_dir)
+    if facts.state is RunState.UNREADABLE:
+        raise RunError(facts.problem)
+    settings = [text for text in changed(run_config(run_dir)) if not text.startswith("run.dir=")]
     steps = ", ".join(f"step {step}" for step in facts.checkpoints)
-    paper.line(str(facts.path), style="bold")
-    paper.facts(
-        [
-            ("state", _standing(facts)),
-            ("set", "  ".join(settings) or "every setting is at its default"),
-            ("held-out", scores(facts, f" {paper.glyphs.arrow} ")),
-            ("checkpoints", f"of {steps}" if steps else "none"),
-            ("written", f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})"),
-        ]
-    )
-    _show_restarts(paper, details.restarts)
-    if details.books is not None:
-        _show_accounts(paper, details.books, details.examples)
-    _show_rows(paper, details.rows)
-    examples = [details.examples[account] for account in sorted(details.examples, reverse=True)]  # trained first
-    more = [("resume", facts.path, "")] if facts.can_be_resumed else []
-    paper.commands([*more, *(("show", facts.path, f" --trajectory {id}") for id in examples[:1])])
+    paper.line(str(run_dir), style="bold")
+    told = {
+        "state": _standing(facts),
+        "set": "  ".join(settings) or "every setting is at its default",
+        "held-out": shown.scores(facts, paper.drawn(" → ")),
+        "checkpoints": f"of {steps}" if steps else "none",
+        "written": f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})",
+    }
+    paper.facts(told.items())
+    more = {f"resume {run_dir}": ""} if facts.can_be_resumed else {}
+    if (run_dir / FILE_NAME).exists():
+        newest = shown.newest_ids(run_dir)
+        with Ledger.open(run_dir) as ledger:
+            books, restarts = ledger.totals(), list(map(_restart, ledger.restarts()))
+            rows = list(map(_row, ledger.rows(after_step=facts.steps - LAST_ROWS)))
+        if restarts:
+            paper.section("restarts", "what each found, and did again")
+            paper.table(Table.of(restarts))
+        paper.section("accounts", "what became of every sampled token")
+        paper.table(_accounts(books, newest))
+        found = [account for account in shown.accounts(books) if account.amount != Amount()]
+        dropped = [f"{account.reason}: {account.explanation}." for account in found if account.reason]
+        if dropped:
+            paper.print()
+        for text in dropped:
+            paper.paragraph(text, hang=2)
+        if rows:
+            paper.section("last rows")
+            paper.table(Table.of(rows, numeric=range(1, 8)))
+        if newest:  # an example: a trained one, if there is any
+            more[f"show {run_dir} --trajectory {newest[max(newest)]}"] = ""
+    paper.commands(more)
 
 
 def _standing(facts: RunFacts) -> str:
@@ -136,95 +132,69 @@ def _standing(facts: RunFacts) -> str:
     done = f"{facts.state} after step {facts.steps} of {facts.wanted_steps}"
     if facts.state is not RunState.STOPPED:
         return done
-    return f"{done}; {'can be resumed' if facts.can_be_resumed else 'cannot be resumed: no checkpoint is left'}"
+    can = "can be resumed" if facts.can_be_resumed else "cannot be resumed: no checkpoint is left"
+    return f"{done}; {can}"
 
 
-def _show_restarts(paper: Paper, restarts: Sequence[Restart]) -> None:
-    if not restarts:
-        return
-    paper.section("restarts", "what each found, and did again")
-    columns = ("", "at", "checkpoint", "resumed at", "taken again", "lost", "in flight")
-    rows = [
-        (
-            str(r.number),
-            f"{r.at_s:,.0f} s",
-            f"step {r.checkpoint}",
-            f"step {r.version}",
-            f"{count(r.redone_steps, 'step')}, {count(r.retrained_tokens, 'token')}",
-            f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
-            r.rule,
-        )
-        for r in restarts
-    ]
-    paper.table(Table(columns=columns, rows=tuple(rows)))
+def _restart(r: Restart) -> dict[str, str]:
+    return {
+        "": str(r.number),
+        "at": f"{r.at_s:,.0f} s",
+        "checkpoint": f"step {r.checkpoint}",
+        "resumed at": f"step {r.version}",
+        "taken again": f"{count(r.redone_steps, 'step')}, {count(r.retrained_tokens, 'token')}",
+        "lost": f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
+        "in flight": r.rule,
+    }
 
 
-def _show_accounts(paper: Paper, books: Books, examples: Mapping[str, str]) -> None:
-    paper.section("accounts", "what became of every sampled token")
-    paper.table(_accounts(books, examples))
-    dropped = [account for account in accounts(books) if account.reason and account.amount != Amount()]
-    if dropped:
-        paper.print()
-    for account in dropped:
-        paper.paragraph(f"{account.reason}: {account.explanation}.", hang=2)
+def _row(row: Row) -> dict[str, str]:
+    return {
+        "step": str(row.step),
+        "reward": f"{row.reward_mean:.3f}",
+        "held-out": "-" if row.score is None else f"{row.score:.3f}",
+        "length": f"{row.length_mean:.1f}",
+        "lag": f"{row.lag_mean:.1f}/{row.lag_max}",
+        "trained": f"{row.trained_tokens:,}",
+        "dropped": f"{sum(row.dropped_tokens.values()):,}",
+        "seconds": f"{row.wall_s:.2f}",
+        "wall": "step skipped" if row.skipped else row.stage_s.wall,
+    }
 
 
-def _accounts(books: Books, examples: Mapping[str, str] | None = None) -> Table:
-    """With `examples`, the newest trajectory of each account has a column."""
-    lines = [generated_row(books)]
-    for account in accounts(books):
-        key = f"dropped:{account.reason}" if account.reason else account.state
-        newest = () if examples is None else (examples.get(key, ""),)
-        lines.append((*account.row(books.generated), *newest))
-    columns = ACCOUNT_COLUMNS if examples is None else (*ACCOUNT_COLUMNS, "newest")
-    return Table(columns=columns, rows=tuple(lines), numeric=frozenset(range(1, 5)))
+def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
+    """With `newest`, the newest trajectory of each account has a column."""
+    everything = shown.Account(state="generated", amount=books.generated)
+    rows = [account.row(books.generated) for account in (everything, *shown.accounts(books))]
+    columns = [*shown.ACCOUNT_COLUMNS]
+    if newest is not None:
+        columns.append("newest")
+        rows = [(*row, newest.get(row[0].replace(": ", ":", 1), "")) for row in rows]
+    return Table(columns=columns, rows=rows, numeric=range(1, 5))
 
 
-def _show_rows(paper: Paper, rows: Sequence[Row]) -> None:
-    if not rows:
-        return
-    paper.section("last rows")
-    columns = ("step", "reward", "held-out", "length", "lag", "trained", "dropped", "seconds", "wall")
-    lines = [
-        (
-            str(row.step),
-            f"{row.reward_mean:.3f}",
-            "-" if row.score is None else f"{row.score:.3f}",
-            f"{row.length_mean:.1f}",
-            f"{row.lag_mean:.1f}/{row.lag_max}",
-            f"{row.trained_tokens:,}",
-            f"{sum(row.dropped_tokens.values()):,}",
-            f"{row.wall_s:.2f}",
-            "step skipped" if row.skipped else row.stage_s.wall,
-        )
-        for row in rows
-    ]
-    paper.table(Table(columns=columns, rows=tuple(lines), numeric=frozenset(range(1, 8))))
-
-
-def show_trajectory(paper: Paper, found: TrajectoryDetails, texts: TokenTexts | None) -> None:
+def show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
+    found, texts = shown.read_trajectory(run_dir, id), shown.token_texts(run_dir)
     paper.line(f"trajectory {found.id}", style="bold")
-    paper.facts(trajectory_facts(found).items())
+    paper.facts(shown.trajectory_facts(found).items())
     if found.whole is None:
         paper.section("tokens")
-        paper.paragraph(why_no_tokens(found))
+        paper.paragraph(shown.why_no_tokens(found))
         return
-    given = prompt_ids(found.whole)
+    given = shown.prompt_ids(found.whole)
     prompt = texts.text(given) if texts else f"token ids {given}"
     for title, text in (("prompt", prompt), ("answer", found.whole.text)):
         paper.section(title)
         paper.indented(Text(printable(text), overflow="fold"))
     paper.section("tokens", "" if texts else "as ids: the run's tokenizer cannot be read")
-    sampled = [token for token in tokens(found.whole, texts) if token.logprob is not None]
-    cells = [
-        (str(number), _shortened(repr(one.text) if texts else one.text), f"{one.logprob:.3f}", f"v{one.version}")
-        for number, one in enumerate(sampled, 1)
-    ]
-    across = max(1, min(paper.console.width // TOKEN_COLUMNS, len(cells)))  # in reading order, several to a line
+    cells: list[tuple[str, ...]] = []
+    for token in shown.tokens(found.whole, texts):
+        if token.logprob is not None:
+            word = repr(token.text) if texts else token.text
+            word = word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..."
+            cells.append((str(len(cells) + 1), word, f"{token.logprob:.3f}", f"v{token.version}"))
+    across = max(1, min(paper.console.width // TOKEN_COLUMNS, len(cells)))  # in reading order
     lines = [sum(cells[start : start + across], ()) for start in range(0, len(cells), across)]
-    numeric = frozenset(place for place in range(4 * across) if place % 4 in (0, 2))
-    paper.table(Table(columns=("", "token", "log-prob", "policy") * across, rows=tuple(lines), numeric=numeric))
-
-
-def _shortened(word: str) -> str:
-    return word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..."
+    numeric = [place for place in range(4 * across) if place % 4 in (0, 2)]
+    columns = ("", "token", "log-prob", "policy") * across
+    paper.table(Table(columns=columns, rows=lines, numeric=numeric))

@@ -1,25 +1,41 @@
-"""What the page asks of the books besides curves: accounts, spans, lag, rewards, trajectories.
+"""What the page asks of a run's ledger: curves over its steps, accounts, spans, lag, rewards, trajectories.
 
-Nothing here looks at a whole table when it is asked again: it reads accounts, the newest entries, or a page of them.
+Nothing here looks at a whole table when it is asked again: every row is read once. A curve has a point for
+each step while they are few, and one for 2, 4, 8 ... of them when they are many.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
-from headrace.dashboard.series import looking_into, when_created
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, RunError
+from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books
-from headrace.runs.columns import Columns, Numbers, read_spans, read_trajectories, union
+from headrace.row import ROW_METRICS
+from headrace.runs.audit import books
+from headrace.runs.columns import Columns, Ints, Numbers, RowColumns, one, read_spans, read_trajectories, reading, union
 from headrace.runs.show import TokenTexts, TrajectoryDetails, read_trajectory, token_texts
-from headrace.types import STAGES
+from headrace.types import STAGES, StageTimes
 
+MOST_POINTS = 400  # of a curve
+RECENT_STEPS = 20  # what "now" is in the overview
+
+_DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the mean reward
+# How the numbers of several rows become one.
+_OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
+_OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
+_COLUMNS = ("step", *_OVER)
+_CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from a later one in its place
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
@@ -29,14 +45,105 @@ PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """The rows of a run by column, up to the newest."""
+
+    created: str = ""  # when the ledger was: another run may take the place of one
+    columns: Mapping[str, Numbers] = field(default_factory=lambda: dict.fromkeys(_COLUMNS, np.empty(0)))
+    last_step: int = 0
+    num_damaged: int = 0  # rows that cannot be read
+
+    @property
+    def width(self) -> int:
+        """Steps that make one point of a curve."""
+        return int(2 ** max(0, math.ceil(math.log2(max(self.last_step, 1) / MOST_POINTS))))
+
+    def curve(self, name: str, scale: float = 1.0, over: str = "") -> list[tuple[int, float | None]]:
+        """The points of one curve, with gaps; `goodput` is trained tokens per second."""
+        if name == "goodput":
+            both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
+            return [(step, num / wall_s if num and wall_s else num) for (step, num), (_, wall_s) in both]
+        steps = self.columns["step"].astype(np.int64)
+        begins = np.flatnonzero(np.diff((steps - 1) // self.width, prepend=-1))
+        last = steps[np.append(begins[1:], len(steps))[: len(begins)] - 1]
+        values = _combined(self.columns[name], begins, over or _OVER[name]) * scale
+        return [
+            (step, value if math.isfinite(value) else None)
+            for step, value in zip(last.tolist(), values.tolist(), strict=True)
+        ]
+
+    def goodput(self, num_steps: int = 0) -> float | None:
+        """Trained tokens per second of the last `num_steps`, or of all."""
+        tokens, wall_s = self.columns["trained_tokens"], self.columns["wall_s"]
+        taken_s = np.nansum(wall_s[-num_steps:])
+        return float(np.nansum(tokens[-num_steps:]) / taken_s) if taken_s else None
+
+    def now(self, name: str, over: str = "") -> float | None:
+        values = self.columns[name][-RECENT_STEPS:]
+        found = _combined(values, np.zeros(min(len(values), 1), np.int64), over or _OVER[name])
+        return float(found[0]) if len(found) and np.isfinite(found[0]) else None
+
+    def stages_now(self) -> StageTimes:
+        return StageTimes(**{stage: self.now(f"stage_s.{stage}") or 0.0 for stage in STAGES})
+
+
+def read_series(run_dir: Path, before: Series) -> Series:
+    """The rows as they are now; `before` is what the last look found, or an empty Series."""
+    with looking_into(run_dir) as connection:
+        created = str(one(connection, _CREATED))
+        last_step = one(connection, "SELECT COALESCE(MAX(step), 0) FROM rows")
+        if created != before.created or last_step < before.last_step:
+            before = Series(created=created)
+        if last_step == before.last_step:
+            return before
+        rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
+        new = {name: rows.column(name) for name in _COLUMNS if name not in _DERIVED}
+        for name, sign in _DERIVED.items():
+            new[name] = new["reward_mean"] + sign * new["reward_std"]
+        return Series(
+            created=created,
+            columns={name: np.append(known, new[name]) for name, known in before.columns.items()},
+            last_step=last_step,
+            num_damaged=before.num_damaged + int(rows.damaged.sum()),
+        )
+
+
+@contextmanager
+def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """One view of the books. Whatever is wrong with them is said in words."""
+    if not (run_dir / FILE_NAME).is_file():
+        raise RunError(f"{run_dir.name} has no ledger yet: it is just starting, or ended before its first step.")
+    try:
+        with reading(run_dir) as connection:
+            yield connection
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise RunError(f"The ledger of {run_dir.name} holds something that cannot be read ({error}).") from error
+
+
+def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
+    """One number for the finite values from each of `begins` to the next; NaN where there is none."""
+    if not len(begins):
+        return np.empty(0)
+    if over == "last":
+        return np.asarray(values[np.append(begins[1:], len(values)) - 1])
+    known = np.isfinite(values)
+    counts = np.add.reduceat(known, begins, dtype=np.int64)
+    ways = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}
+    combine, neutral = ways.get(over, (np.add, 0.0))
+    found = combine.reduceat(np.where(known, values, neutral), begins)
+    found = found / np.maximum(counts, 1) if over == "mean" else found
+    return np.where(counts > 0, found, np.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run, a lane each; `busy` is the share of them by lane."""
+    """What every worker did in the last seconds of a run, a lane each; `busy` is its share of them."""
 
     start_s: float
     end_s: float
     lanes: tuple[str, ...]
     busy: Mapping[str, float]
-    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start and end; spans that are close are one bar
+    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,26 +189,23 @@ class Page:
 
 
 def read_accounts(run_dir: Path) -> Books:
-    with looking_into(run_dir) as connection:
-        found = connection.execute("SELECT name, tokens, trajectories FROM accounts")
-        return Books.of({name: (tokens, trajectories) for name, tokens, trajectories in found})
+    with looking_into(run_dir):
+        return books(run_dir)
 
 
 def read_elapsed_s(run_dir: Path) -> float:
-    """Seconds on the run's clock when something was last booked; pauses between two processes do not count."""
+    """Seconds on the run's clock when something was last booked; pauses between processes do not count."""
     with looking_into(run_dir) as connection:
-        (span_s,) = connection.execute("SELECT MAX(end_s) FROM spans").fetchone()
-        moved = connection.execute("SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1").fetchone()
-    return max(float(span_s or 0.0), float(moved[0]) if moved else 0.0)
+        span_s = one(connection, "SELECT MAX(end_s) FROM spans")
+        moved_s = one(connection, "SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1")
+    return max(float(span_s or 0.0), float(moved_s or 0.0))
 
 
 def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
+    last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
     with looking_into(run_dir) as connection:
-        (end_s,) = connection.execute("SELECT MAX(end_s) FROM spans").fetchone()
-        (length_s,) = connection.execute(
-            "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)", (num_steps,)
-        ).fetchone()
+        end_s, length_s = one(connection, "SELECT MAX(end_s) FROM spans"), one(connection, last, num_steps)
         if end_s is None:
             return Timeline(start_s=0.0, end_s=0.0, lanes=(), busy={}, bars=())
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
@@ -109,12 +213,16 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     if len(spans) == MOST_SPANS:
         start_s = float(spans["end_s"].min())
     length_s = max(end_s - start_s, 1e-9)
-    bars, busy = [], {}
-    for (stage, worker), name in _lane_names(set(zip(spans["stage"], spans["worker"], strict=True))).items():
+    gap_s, bars, busy = length_s / FINEST, [], {}
+    # stages in the order of a step, then whatever else there is; the worker only if there are several
+    order = {stage: place for place, stage in enumerate(STAGES)}
+    lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
+    num_workers = Counter(stage for stage, _ in lanes)
+    for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
+        name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
         own = spans.where((spans["stage"] == stage) & (spans["worker"] == worker))
         starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
         busy[name] = float((ends_s - starts_s).sum()) / length_s
-        gap_s = length_s / FINEST
         starts_s, ends_s = union((starts_s, ends_s + gap_s))
         drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
         bars += [(name, stage, begin, end) for begin, end in drawn]
@@ -122,10 +230,9 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
 
 
 def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
-    """Read the transfers that came since the last look."""
     with looking_into(run_dir) as connection:
-        (last_id,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM transfers").fetchone()
-        if (created := when_created(connection)) != shares.created:
+        last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
+        if (created := str(one(connection, _CREATED))) != shares.created:
             shares.created, shares.last_id, shares.tokens = created, 0, Counter()
         found = connection.execute(
             "SELECT step, COALESCE(lag, 0), SUM(tokens) FROM transfers "
@@ -140,19 +247,20 @@ def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
 def read_rewards(run_dir: Path) -> RewardShape:
     """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
     with looking_into(run_dir) as connection:
-        (num_answers,) = connection.execute("SELECT COALESCE(MAX(rowid), 0) FROM trajectories").fetchone()
+        num_answers = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
         num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
-        both = read_trajectories(connection, oldest=num_each), read_trajectories(connection, newest=num_each)
-    first, newest = (found.where(np.isfinite(found["reward"])) for found in both)
+        first = read_trajectories(connection, oldest=num_each)
+        newest = read_trajectories(connection, newest=num_each)
+    first, newest = (found.where(np.isfinite(found["reward"])) for found in (first, newest))
     labels, shares = _histogram(first["reward"], newest["reward"])
-    parts_first, parts_newest = _part_means(first), _part_means(newest)
+    before, now = _part_means(first), _part_means(newest)
     return RewardShape(
         labels=labels,
         first=shares[0],
         newest=shares[1],
         num_first=len(first),
         num_newest=len(newest),
-        parts={name: (parts_first[name], parts_newest[name]) for name in parts_first if name in parts_newest},
+        parts={name: (before[name], now[name]) for name in before if name in now},
     )
 
 
@@ -167,8 +275,9 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     given = {text: value for text, value in conditions.items() if value is not None}
     backwards = wanted.newer_than is not None
     query = (
-        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish FROM trajectories "
-        f"WHERE {' AND '.join(given) or '1'} ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
+        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish "
+        f"FROM trajectories WHERE {' AND '.join(given) or '1'} "
+        f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
     )
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
@@ -178,9 +287,14 @@ def read_page(run_dir: Path, wanted: Wanted) -> Page:
     for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
         fate = f"dropped: {reason}" if state == "dropped" else state
         known = ("" if number is None else str(number) for number in (step, lag))
-        rows.append((id, "-" if reward is None else f"{reward:g}", f"{num_tokens:,}", fate, *known, finish or "-"))
-    newer = more if backwards else wanted.older_than is not None
-    return Page(places=[line[0] for line in found], rows=rows, has_newer=newer, has_older=backwards or more)
+        earned = "-" if reward is None else f"{reward:g}"
+        rows.append((id, earned, f"{num_tokens:,}", fate, *known, finish or "-"))
+    return Page(
+        places=[line[0] for line in found],
+        rows=rows,
+        has_newer=more if backwards else wanted.older_than is not None,
+        has_older=backwards or more,
+    )
 
 
 def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts | None]:
@@ -193,31 +307,23 @@ def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts |
         return found, None  # the settings, which say where the tokenizer is, cannot be read
 
 
-def _lane_names(lanes: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Stages in the order of a step, then whatever else there is; the worker only where a stage has several."""
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    keys = sorted(lanes, key=lambda key: (order.get(key[0], len(order)), key))
-    num_workers = Counter(stage for stage, _ in keys)
-    return {key: key[0] if num_workers[key[0]] == 1 else f"{key[0]} · {key[1]}" for key in keys}
-
-
 def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
-    """The middle of each bar, and the share of each side in it. Rewards of a few values have a bar each."""
+    """The middle of each bar, and the share of each side in it; few values have a bar each."""
     values = np.unique(np.concatenate([first, newest]))
     edges, labels = np.append(values, np.inf), tuple(f"{value:g}" for value in values)
     if len(values) > MOST_BARS:
         edges = np.linspace(values[0], values[-1], MOST_BARS + 1)
         labels = tuple(f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2)
-    counts = [np.histogram(side, edges)[0] if len(values) else np.empty(0) for side in (first, newest)]
+    if not len(values):
+        return (), [(), ()]
+    counts = [np.histogram(side, edges)[0] for side in (first, newest)]
     return labels, [tuple((side / max(side.sum(), 1)).tolist()) for side in counts]
 
 
 def _part_means(found: Columns) -> dict[str, float]:
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    values = defaultdict(list)
     for text in found["reward_parts"].tolist():
         for name, value in json.loads(text).items():
             if isinstance(value, int | float):
-                sums[name] += value  # type: ignore[assignment]
-                counts[name] += 1
-    return {name: sums[name] / counts[name] for name in sums}
+                values[name].append(value)
+    return {name: fmean(found) for name, found in values.items()}

@@ -1,21 +1,35 @@
-"""Tables, facts, numbers, reports and charts on a page.
+"""What pages are made of: the frame, cards, tables, reports, charts, and panels that follow the ledger.
 
 Texts are given to NiceGUI's own elements, which escape them: a policy may write anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from nicegui import ui
+from nicegui import run, ui
 
 from headrace.dashboard.charts import THEME, Options
-from headrace.dashboard.nicegui_frame import Panel, card
+from headrace.dashboard.site import address
+from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
 
-# Cells are texts such as "1,608", "36.6 k", "50.2%" or "5 min ago": their numbers decide, else their letters.
+VIEWS = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")  # of a run
+EVERY_S = 2.0  # a look into the ledger
+SETTLED_S = 0.25  # without another change: nobody types or drags any more
+STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+DARK_COOKIE = "headrace_theme"  # light or dark, if somebody chose
+_SWITCH_THEME = f"""() => {{
+    const dark = !document.body.classList.contains('body--dark');
+    Quasar.Dark.set(dark);
+    document.cookie = '{DARK_COOKIE}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
+}}"""
+# Cells are texts such as "1,608", "36.6 k" or "5 min ago": their numbers decide, else their letters.
 _SORT = """(a, b) => {
     const units = {k: 1e3, M: 1e6, G: 1e9, min: 60, h: 3600, days: 86400};
     const value = text => {
@@ -31,19 +45,108 @@ _LINKED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """A table on the page. `links` are where the first cell of each row leads; `wide` columns are not for a phone.
+@contextmanager
+def frame(title: str, small: str = "") -> Iterator[None]:
+    chosen = ui.context.client.request.cookies.get(DARK_COOKIE)
+    ui.dark_mode({"dark": True, "light": False}.get(chosen))
+    ui.colors(primary="#1f78b4")
+    ui.page_title(f"{title} · Headrace")
+    ui.add_head_html(f"<style>{STYLE}</style>")
+    with ui.element("header").classes("top"):
+        ui.link("Headrace", "/").classes("brand")
+        for name, target in (("Runs", "/"), ("Compare", "/compare"), ("Plan", "/plan")):
+            ui.link(name, target)
+        ui.element("div").classes("space")
+        with ui.element("button").props("aria-label='light or dark' title='light or dark'") as button:
+            ui.label("◐")
+        button.on("click", js_handler=_SWITCH_THEME)
+    with ui.element("div").classes("page"):
+        with ui.element("h1"):
+            ui.label(printable(title))
+            if small:
+                ui.label(small).classes("says")
+        yield
 
-    Example:
-        Listing(table=Table(columns=("run", "state"), rows=(("a", "finished"),)), links=("/run/a/overview",))
+
+def views(links: Iterable[tuple[str, str, bool]]) -> None:
+    """Links to the views of one thing: name, address, and whether it is this one."""
+    with ui.element("nav").classes("views"):
+        for name, target, here in links:
+            ui.link(name, target).classes("here" if here else "")
+
+
+def run_views(name: str, here: str) -> None:
+    views((view.capitalize(), address("run", name, view), view == here) for view in VIEWS)
+
+
+@contextmanager
+def card(title: str = "", says: str = "") -> Iterator[None]:
+    with ui.element("section").classes("card"):
+        if title:
+            with ui.element("h2"):
+                ui.label(title)
+        if says:
+            ui.label(says).classes("says")
+        yield
+
+
+def message(text: str) -> Any:
+    return ui.label(printable(text)).classes("message").props("role=status")
+
+
+def choice(options: Any, value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
+    """A list to choose from; `on_change` is told what was chosen."""
+    known = value if value in options else None
+    chosen = ui.select(options, value=known, label=label, on_change=lambda event: on_change(event.value))
+    return chosen.classes("field").props("outlined dense options-dense")
+
+
+class Panel:
+    """Something on the page that is read again and again. If it cannot be read, it says why.
+
+    `read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is hidden.
     """
 
-    table: Table
-    links: tuple[str, ...] = ()
-    wide: frozenset[int] = frozenset()
-    below: Section | None = None
-    instead: str = ""  # of a table without rows
+    def __init__(self, read: Callable[[], Any], show: Callable[[Any], None], box: Any = None) -> None:
+        self._read, self._show, self._box = read, show, box
+        self._found: Any = None
+        self._changes, self._one_at_a_time = 0, asyncio.Lock()
+        self._message = message("")
+        self._message.set_visibility(False)
+
+    async def refresh(self) -> None:
+        problem = ""
+        try:
+            found = await run.io_bound(self._read)
+        except HeadraceError as error:
+            problem = printable(str(error))
+        self._message.set_text(problem)
+        self._message.set_visibility(bool(problem))
+        if self._box is not None:
+            self._box.set_visibility(not problem)
+        if not problem and found != self._found:
+            self._found = found
+            self._show(found)
+
+    async def changed(self) -> bool:
+        """Look again, a moment after the last of several changes; whether this was the last."""
+        self._changes += 1
+        mine = self._changes
+        await asyncio.sleep(SETTLED_S)
+        async with self._one_at_a_time:
+            if mine == self._changes:
+                await self.refresh()
+        return mine == self._changes
+
+
+async def follow(panels: Sequence[Panel]) -> None:
+    """Fill the panels now, and keep them up to date while the page is open."""
+
+    async def refresh() -> None:
+        await asyncio.gather(*(panel.refresh() for panel in panels))
+
+    await refresh()
+    ui.timer(EVERY_S, refresh, immediate=False)
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> None:
@@ -51,15 +154,13 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
     pairs = list(pairs)
     short = all(len(name + text) < 30 for name, text in pairs)
     with ui.element("dl").classes("short" if short else ""):
-        for name, text in pairs:
-            with ui.element("dt"):
-                ui.label(printable(name))
-            with ui.element("dd"):
-                ui.label(printable(text))
+        for pair in pairs:
+            for kind, text in zip(("dt", "dd"), pair, strict=True):
+                with ui.element(kind):
+                    ui.label(printable(text))
 
 
 def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
-    """Boxes of a name, its number, and what the number means."""
     with ui.element("div").classes("numbers"):
         for name, value, says in shown:
             with ui.element("section").classes("card"):
@@ -68,40 +169,44 @@ def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
                 ui.label(says).classes("says")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing(Table):
+    """A table on the page: where the first cell of each row leads, columns that are not for a phone."""
+
+    links: Sequence[str] = ()
+    wide: Collection[int] = ()
+    below: Section | None = None
+    instead: str = ""  # of a table without rows
+
+
 class Grid:
     """A table whose rows may change; what a reader sorted it by stays."""
 
-    def __init__(self, shown: Listing) -> None:
+    def __init__(self) -> None:
         self._columns: list[dict[str, Any]] = []
         self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells hide-bottom")
         self._table.add_slot("body-cell-0", _LINKED)
+        self._table.set_visibility(False)
         self._instead, self._below = ui.label(""), ui.element("div")
-        self.show(shown)
 
     def show(self, shown: Listing) -> None:
-        table, links = shown.table, shown.links or ("",) * len(shown.table.rows)
-        columns = [
-            {
-                "name": str(place),
-                "field": str(place),
-                "label": printable(title),
-                "align": "right" if place in table.numeric else "left",
-                "classes": (kind := ("number " * (place in table.numeric) + "wide" * (place in shown.wide)).strip()),
-                "headerClasses": kind,
-                "sortable": len(table.rows) > 1,
-                ":sort": _SORT,
-            }
-            for place, title in enumerate(table.columns)
-        ]
+        columns = []
+        for place, title in enumerate(shown.columns):
+            numeric = place in shown.numeric
+            kind = ("number " * numeric + "wide" * (place in shown.wide)).strip()
+            column = {"name": str(place), "field": str(place), "label": printable(title)}
+            column |= {"classes": kind, "headerClasses": kind, "align": "right" if numeric else "left"}
+            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": _SORT})
         if columns != self._columns:
             self._columns, self._table.columns = columns, [dict(column) for column in columns]
+        links = shown.links or [""] * len(shown.rows)
         self._table.rows = [
             {"id": number, "link": link, **{str(place): printable(cell) for place, cell in enumerate(row)}}
-            for number, (row, link) in enumerate(zip(table.rows, links, strict=True))
+            for number, (row, link) in enumerate(zip(shown.rows, links, strict=True))
         ]
-        self._table.set_visibility(bool(table.rows))
+        self._table.set_visibility(bool(shown.rows))
         self._instead.set_text(shown.instead)
-        self._instead.set_visibility(not table.rows)
+        self._instead.set_visibility(not shown.rows)
         self._below.clear()
         if shown.below:
             with self._below:
@@ -109,16 +214,16 @@ class Grid:
 
 
 def section(shown: Section) -> None:
-    """A part of a report: title, facts, tables, sentences. What begins with a dash is a point of a list."""
+    """A part of a report. A sentence that begins with a dash is a point of a list."""
     if shown.title:
-        ui.label(_capital(shown.title)).classes("part")
+        ui.label(shown.title[0].upper() + shown.title[1:]).classes("part")
     if shown.facts:
         facts(shown.facts)
     for table in shown.tables:
         if table.title:
             ui.label(table.title)
-        Grid(Listing(table=table))
-    points = [text.removeprefix("- ") for text in shown.sentences if text.startswith("- ")]
+        Grid().show(Listing(columns=table.columns, rows=table.rows, numeric=table.numeric))
+    points = [printable(text[2:]) for text in shown.sentences if text.startswith("- ")]
     for text in shown.sentences:
         if not text.startswith("- "):
             ui.label(printable(text)).classes("sentence")
@@ -126,7 +231,7 @@ def section(shown: Section) -> None:
         with ui.element("ul"):
             for text in points:
                 with ui.element("li"):
-                    ui.label(printable(text))
+                    ui.label(text)
 
 
 def report(shown: Report) -> None:
@@ -136,19 +241,8 @@ def report(shown: Report) -> None:
             section(part)
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def choice(options: list[str] | dict[Any, str], value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
-    """A list to choose from; `on_change` is told what was chosen."""
-    known = value if value in options else None
-    chosen = ui.select(options, value=known, label=label, on_change=lambda event: on_change(event.value))
-    return chosen.classes("field").props("outlined dense options-dense")
-
-
 def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str = "") -> Panel:
-    """What `draw` makes of what `read` found, made anew when that changes; before that, the words `meanwhile`."""
+    """What `draw` makes of what `read` found, made anew when that changes; before that, `meanwhile`."""
     with ui.element("div").classes("bare") as box:
         ui.label(meanwhile)
 
@@ -162,15 +256,18 @@ def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str =
 
 def table_panel(title: str, says: str, read: Callable[[], Listing]) -> Panel:
     with card(title, says):
-        grid = Grid(Listing(table=Table(columns=(), rows=())))
-        return Panel(read, grid.show)
+        return Panel(read, Grid().show)
 
 
-def chart(height_px: int) -> Callable[[Options], None]:
-    """An empty chart; what is returned gives it its options."""
+def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
+    """An empty chart; what is returned gives it its options, and a sentence about them."""
+    now = ui.label("").classes("says")
     element = ui.echart({}, renderer="svg", theme=THEME).style(f"height: {height_px}px; width: 100%")
 
-    def show(options: Options) -> None:
+    def show(found: tuple[Options, str]) -> None:
+        options, text = found
+        now.set_text(text)
+        now.set_visibility(bool(text))
         element.set_visibility(bool(options))
         element.options.clear()
         element.options.update(options)
@@ -180,15 +277,5 @@ def chart(height_px: int) -> Callable[[Options], None]:
 
 
 def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
-    """A chart; `read` gives its options and a sentence about what it shows just now."""
     with card(title, says):
-        now = ui.label("").classes("says")
-        show_chart = chart(height_px)
-
-        def show(found: tuple[Options, str]) -> None:
-            options, text = found
-            now.set_text(text)
-            now.set_visibility(bool(text))
-            show_chart(options)
-
-        return Panel(read, show)
+        return Panel(read, chart(height_px))

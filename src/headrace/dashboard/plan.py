@@ -1,4 +1,4 @@
-"""The plan page's form: what can be typed about a run that does not exist yet, and how it is read."""
+"""The plan page's form: what can be typed about a run of the future, and how it is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.insight.workload import LogNormal
 MOST_ANSWERS = 16_384  # of a step: the more there are, the longer it takes to work a plan out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Field:
     """Something to type; `value` is what it holds at first."""
 
@@ -47,19 +47,14 @@ def _number(low: float, high: float, read: Callable[[str], float] = amount) -> C
 
 
 FIELDS = {
-    "num_devices": Field(label="GPUs", says="how many", value="8", read=_number(1, 100_000)),
-    "model": Field(label="model size", says="7B, 500M; a mixture: 235B-A22B", value="7B", read=sized_shape),
-    "num_prompts": Field(label="prompts", says="per step", value="64", read=_number(1, MOST_ANSWERS)),
-    "num_samples": Field(label="answers", says="per prompt", value="16", read=_number(1, 4096)),
-    "mean_tokens": Field(label="tokens", says="of an answer, on average: 512, 8k", value="1k", read=_number(1, 1e7)),
-    "cv": Field(label="spread of lengths", says="deviation over mean; 0: all alike", value="1", read=_number(0, 10.0)),
-    "reward_s": Field(
-        label="time of a verdict",
-        says="95 in 100 take less: 4s, 200ms",
-        value="0s",
-        read=_number(0, 86_400.0, seconds),
-    ),
-    "max_lag": Field(label="largest lag", says="updates behind; 0: on-policy", value="4", read=_number(0, 64)),
+    "num_devices": Field("GPUs", "how many", "8", _number(1, 100_000)),
+    "model": Field("model size", "7B, 500M; a mixture: 235B-A22B", "7B", sized_shape),
+    "num_prompts": Field("prompts", "per step", "64", _number(1, MOST_ANSWERS)),
+    "num_samples": Field("answers", "per prompt", "16", _number(1, 4096)),
+    "mean_tokens": Field("tokens", "of an answer, on average: 512, 8k", "1k", _number(1, 1e7)),
+    "cv": Field("spread of lengths", "deviation over mean; 0: all alike", "1", _number(0, 10.0)),
+    "reward_s": Field("time of a verdict", "95 in 100 take less: 4s, 200ms", "0s", _number(0, 86_400.0, seconds)),
+    "max_lag": Field("largest lag", "updates behind; 0: on-policy", "4", _number(0, 64)),
 }
 
 
@@ -71,5 +66,6 @@ def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter:
     lengths = LogNormal(read.pop("mean_tokens"), read.pop("cv"))
     asked = Question(device=find_device(device), lengths=lengths, reference=reference, adapter=adapter, **read)
     if asked.num_answers > MOST_ANSWERS:
-        raise ConfigError(f"{asked.num_answers:,} answers in a step are too many to plan: at most {MOST_ANSWERS:,}")
+        many = f"{asked.num_answers:,} answers in a step are too many to plan"
+        raise ConfigError(f"{many}: at most {MOST_ANSWERS:,}")
     return asked

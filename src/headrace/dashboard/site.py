@@ -2,82 +2,111 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from headrace.dashboard.books import LagShares, read_accounts, read_elapsed_s, update_lag_shares
-from headrace.dashboard.overview import NOT_YET, Overview
-from headrace.dashboard.series import Series, looking_into, read_series
+from headrace.dashboard import books
+from headrace.dashboard.books import Series
 from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.insight.equation import ADVICE
 from headrace.insight.triage import Triage, triage
 from headrace.ledger.files import is_run, run_config
+from headrace.ledger.ledger import Books
 from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
+from headrace.runs.report import dollars, duration, percent, short
+from headrace.runs.show import scores
+from headrace.user_code import load_optional
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
+NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
+_STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
 _log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()  # runs are triaged
 
 
-class LiveTriage:
-    """What holds a run back, worked out in a thread of its own: nobody waits for it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """What is known of a run at one moment."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir
-        self._lock = threading.Lock()
-        self._found: Triage | str = NOT_YET
-        self._asked: tuple[str, int] | None = None  # ledger and number of steps that `_found` is about, or will be
-        self._idle, self._next_s = True, 0.0
+    facts: RunFacts  # a few seconds old
+    series: Series
+    books: Books
+    elapsed_s: float
+    dollars: float | None  # None without a price
 
-    def latest(self, created: str, num_steps: int) -> Triage | str:
-        """The newest there is, or why there is none. A newer one is begun where there are more steps."""
-        with self._lock:
-            if self._asked is not None and self._asked[0] != created:  # another run took the place of this one
-                self._found, self._next_s = NOT_YET, 0.0
-            if self._idle and (created, num_steps) != self._asked and time.monotonic() >= self._next_s:
-                self._idle, self._asked = False, (created, num_steps)
-                timer = threading.Timer(TRIAGE_AFTER_S, self._work)
-                timer.daemon = True
-                timer.start()
-            return self._found
+    @property
+    def useful_share(self) -> float | None:
+        """Of the tokens whose fate is decided."""
+        trained = self.books.trained.tokens
+        decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
+        return trained / decided if decided else None
 
-    def _work(self) -> None:
-        with _one_at_a_time:
-            begun_s = time.monotonic()
-            try:
-                with looking_into(self._path):  # what is wrong with the file is said in words
-                    found: Triage | str = triage(self._path)
-            except HeadraceError as error:
-                found = str(error)
-            except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
-                _log.exception("triage of %s", self._path)
-                found = f"This cannot be told: {type(error).__name__}: {error}"
-            taken_s = time.monotonic() - begun_s
-        with self._lock:
-            self._found, self._idle = found, True
-            self._next_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
+    @property
+    def lag_max(self) -> int:
+        return int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
+
+    @property
+    def dollars_per_million(self) -> float | None:
+        trained = self.books.trained.tokens
+        return None if self.dollars is None or not trained else self.dollars / trained * 1e6
+
+    def numbers(self, max_lag: int | None, verdict: Triage | str) -> list[tuple[str, str, str]]:
+        """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
+        facts, series = self.facts, self.series
+        held_out = scores(facts)
+        held_out = "" if held_out == "-" else f"; held-out score {held_out}"
+        recent = f"over the last {min(series.last_step, books.RECENT_STEPS)} steps"
+        speed = f"tokens trained on per second, {recent}; {_or_dash(series.goodput())} over the whole run"
+        wall, sign = "…" if verdict == NOT_YET else "-", verdict
+        if isinstance(verdict, Triage):
+            wall, sign = str(verdict.bottleneck), ADVICE[verdict.bottleneck].sign
+        allowed = "" if max_lag is None else f"; {max_lag} allowed"
+        state = f"{_STATE_WORDS.get(facts.state, facts.state)}, after {duration(self.elapsed_s)}"
+        lag = f"updates between sampling and training; at most {self.lag_max} seen{allowed}"
+        reward = f"mean of all scored answers {recent}{held_out}"
+        useful = "of the finished tokens were trained on; the rest was dropped"
+        numbers = [
+            ("Reward", _or_dash(series.now("reward_mean"), ".3f"), reward),
+            ("Goodput", _or_dash(series.goodput(books.RECENT_STEPS)), speed),
+            ("Bottleneck", wall, str(sign)),
+            ("Lag", _or_dash(series.now("lag_mean"), ".2f"), lag),
+            ("Useful", percent(self.useful_share), useful),
+            ("Steps", f"{series.last_step:,}", f"of {facts.wanted_steps:,}; {state}"),
+        ]
+        if self.dollars is not None:
+            cost = self.dollars_per_million
+            says = f"{'-' if cost is None else dollars(cost)} per million trained tokens"
+            numbers.append(("Cost so far", dollars(self.dollars), says))
+        if series.num_damaged:
+            says = "rows of the ledger cannot be read and are left out"
+            numbers.append(("Damaged", str(series.num_damaged), says))
+        return numbers
+
+
+def _or_dash(value: float | None, form: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}" if form else short(value)
 
 
 class LiveRun:
     """One run. Any thread may ask, and what has not changed is not read again."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir
+        self.path, self.name = run_dir, run_dir.name
         self._lock = threading.Lock()
-        self._series = Series()
-        self._lags = LagShares()
-        self._triage = LiveTriage(run_dir)
+        self._series, self._lags = Series(), books.LagShares()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+        self._triage: Triage | str = NOT_YET
+        self._triaged: tuple[str, int] | None = None  # ledger and number of steps that `_triage` is about
+        self._triaging, self._next_triage_s = False, 0.0
 
     def facts(self) -> RunFacts:
         """How the run stands, as of a few seconds ago."""
@@ -88,33 +117,63 @@ class LiveRun:
 
     def series(self) -> Series:
         with self._lock:
-            self._series = read_series(self.path, self._series)
+            self._series = books.read_series(self.path, self._series)
             return self._series
 
-    def lag_shares(self) -> LagShares:
+    def lag_shares(self) -> books.LagShares:
         with self._lock:
-            update_lag_shares(self.path, self._lags)
+            books.update_lag_shares(self.path, self._lags)
             return replace(self._lags, tokens=self._lags.tokens.copy())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
-        elapsed_s = read_elapsed_s(self.path)
+        elapsed_s = books.read_elapsed_s(self.path)
         return Overview(
             facts=facts,
             series=self.series(),
-            books=read_accounts(self.path),
+            books=books.read_accounts(self.path),
             elapsed_s=elapsed_s,
             dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
         )
 
     def triage(self) -> Triage | str:
-        """What holds the run back, as of some recent step, or why that cannot be told yet."""
+        """What holds the run back, as of some recent step, or why that cannot be told yet.
+
+        If there are more steps by now, a newer one is begun in a thread of its own: nobody waits for it.
+        """
         series = self.series()
         if not series.last_step:
             return "The first step is under way."
-        return self._triage.latest(series.created, series.last_step)
+        wanted = (series.created, series.last_step)
+        with self._lock:
+            if self._triaged is not None and self._triaged[0] != series.created:  # another run's
+                self._triage, self._next_triage_s = NOT_YET, 0.0
+            due = self._triaged != wanted and time.monotonic() >= self._next_triage_s
+            if due and not self._triaging:
+                self._triaging, self._triaged = True, wanted
+                timer = threading.Timer(TRIAGE_AFTER_S, self._work)
+                timer.daemon = True
+                timer.start()
+            return self._triage
+
+    def _work(self) -> None:
+        found: Triage | str
+        with _one_at_a_time:
+            begun_s = time.monotonic()
+            try:
+                with books.looking_into(self.path):  # what is wrong with the file is said in words
+                    found = triage(self.path)
+            except HeadraceError as error:
+                found = str(error)
+            except Exception as error:  # a mistake of ours, and the thread has nobody else to tell
+                _log.exception("triage of %s", self.path)
+                found = f"This cannot be told: {type(error).__name__}: {error}"
+            taken_s = time.monotonic() - begun_s
+        with self._lock:
+            self._triage, self._triaging = found, False
+            self._next_triage_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
 
     def wanted_lag(self) -> int | None:
         """`loop.max_lag` of the run; None where its settings cannot be read."""
@@ -148,9 +207,7 @@ class Site:
         path = self.root if name == self.root.name and self.is_one_run else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
             raise RunError(f"There is no run {name!r} in {self.root}.")
-        if name not in self._runs:
-            self._runs[name] = LiveRun(path)
-        return self._runs[name]
+        return self._runs.setdefault(name, LiveRun(path))
 
     def measured(self, name: str = "") -> LiveRun:
         """The run of that name; without a name the only one there is, or the one that was written last."""
@@ -159,7 +216,7 @@ class Site:
         found = self.facts()
         if not found:
             raise RunError(f"There is no run in {self.root} yet.")
-        return self.run(max(found, key=lambda facts: facts.written).path.name)
+        return self.run(found[0].path.name)
 
 
 def address(*parts: str, **query: object) -> str:
@@ -167,3 +224,28 @@ def address(*parts: str, **query: object) -> str:
     path = "/" + "/".join(quote(part, safe="") for part in parts)
     given = {name: value for name, value in query.items() if value is not None}
     return f"{path}?{urlencode(given)}" if given else path
+
+
+def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -> None:
+    """Show the runs in `root`, or the one run that it is, until interrupted."""
+    if not root.is_dir():
+        raise RunError(f"there is no directory {root}; name a run, or the directory that your runs are in")
+    if dollars_per_hour is not None and dollars_per_hour < 0:
+        raise ConfigError(f"--dollars-per-hour is {dollars_per_hour:g}; a price is not below zero")
+    try:  # say now what the server would say in a traceback
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        why = error.strerror or error
+        raise RunError(f"cannot listen on {host} port {port}: {why}. Choose another with --port") from error
+    page = load_optional("headrace.dashboard.nicegui_pages", "nicegui", "dash")
+    page.serve(Site(root, dollars_per_hour), host=host, port=port, local=is_local(host))
+
+
+def is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

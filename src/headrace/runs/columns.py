@@ -1,7 +1,7 @@
 """A run's tables by column, as numpy arrays: rows, spans and trajectories.
 
-Ten thousand rows take a tenth of a second this way; a record for each would take four. In a column of numbers NaN
-stands for what is not known, in a column of texts the empty text. Only reads, also while the run goes on.
+Ten thousand rows take a tenth of a second this way; a record for each would take four. In a column of
+numbers NaN stands for what is not known, in a column of texts the empty text.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Numbers, Numbers]  # starts and ends
 
-_TEXTS = frozenset(("id", "stage", "worker", "detail", "finish", "state", "drop_reason", "reward_parts"))
+_TEXTS = ("stage", "worker", "detail", "finish", "drop_reason", "reward_parts")
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
 _SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
 _TRAJECTORY = (
-    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, reward_parts, finish, started_s, "
-    "finished_s, scored_s, drop_reason, trained_step"
+    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, reward_parts, finish, "
+    "started_s, finished_s, scored_s, drop_reason, trained_step"
 )
 
 
@@ -51,6 +51,12 @@ def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
+def one(connection: sqlite3.Connection, query: str, *values: Any) -> Any:
+    """The first value that `query` finds, if any."""
+    found = connection.execute(query, values).fetchone()
+    return found[0] if found else None
+
+
 class Columns:
     """Columns of equal length, by name: `spans["start_s"]`."""
 
@@ -61,9 +67,8 @@ class Columns:
     def query(cls, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> Self:
         cursor = connection.execute(sql, values)
         names = [name for name, *_ in cursor.description]
-        found = cursor.fetchall()
-        columns = zip(*found, strict=True) if found else ((),) * len(names)
-        return cls({name: _array(name, column) for name, column in zip(names, columns, strict=True)})
+        columns = list(zip(*cursor, strict=True)) or [()] * len(names)
+        return cls(dict(zip(names, map(_array, names, columns), strict=True)))
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name]
@@ -84,7 +89,7 @@ def read_spans(
     since_s: float = -np.inf,
     newest: int = -1,
 ) -> Columns:
-    """Spans in the order they were booked, of one `stage` or of all; only the `newest`, if that is not -1."""
+    """Spans in the order they were booked, of one `stage` or of all; only `newest` of them, if not -1."""
     by = "end_s" if since_s > -np.inf else "rowid"  # either way there is an index to go along
     found = Columns.query(
         connection,
@@ -98,7 +103,7 @@ def read_spans(
 def read_trajectories(
     connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1, oldest: int = -1
 ) -> Columns:
-    """Trajectories in the order they were booked: since a moment, and only the `newest` or `oldest`, if not -1."""
+    """Trajectories in the order they were booked; only `newest` or `oldest` of them, if not -1."""
     first = _first_rowid(connection, since_s)
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
@@ -115,9 +120,10 @@ class RowColumns:
 
     @classmethod
     def read(cls, connection: sqlite3.Connection, *, after_step: int = 0, strict: bool = True) -> Self:
-        """The rows after a step. A damaged one is an error if `strict`, else only its own columns are known."""
+        """A damaged row is an error if `strict`, else only its columns in the database are known."""
         names = _ROW.split(", ")[:-1]
-        found = connection.execute(f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step", (after_step,)).fetchall()
+        query = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
+        found = connection.execute(query, (after_step,)).fetchall()
         try:
             parsed = json.loads(f"[{','.join(data for *_, data in found)}]")
         except (ValueError, TypeError):
@@ -133,8 +139,8 @@ class RowColumns:
         return len(self._rows)
 
     def column(self, name: str) -> Numbers:
-        """One number of every row, by its name in `Row`; a stage's seconds are `stage_s.rollout` and so on."""
-        if name not in self._columns:  # numpy makes None NaN, and "Infinity", which JSON has as text, a number
+        """One number of every row, by its name in `Row`; a stage's seconds are `stage_s.rollout` etc."""
+        if name not in self._columns:  # numpy makes None NaN, and the text "Infinity" a number
             outer, _, inner = name.partition(".")
             values = [row.get(outer) for row in self._rows]
             if inner:
@@ -158,7 +164,6 @@ class RowColumns:
         return float(known.mean()) if len(known) else None
 
     def dropped_tokens(self) -> dict[str, int]:
-        """Tokens dropped in these steps, by reason."""
         total: Counter[str] = Counter()
         for row in self._rows:
             total.update(row.get("dropped_tokens", {}))
@@ -167,7 +172,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """When consecutive steps began and ended, on the run's clock. A step's spans come after `after_rowids`.
+    """When consecutive steps began and ended, on the run's clock; their spans come after `after_rowids`.
 
     Between two rows there may be an evaluation, which belongs to no step: see `measured`.
     """
@@ -179,14 +184,15 @@ class StepTimes:
 
     @classmethod
     def read(cls, connection: sqlite3.Connection, rows: RowColumns) -> StepTimes | None:
-        """Of those of the rows whose step has a publish span: a step ends with it. None if none has.
+        """Of the rows whose step has a publish span: a step ends with it. None if no row has one.
 
         A step that a restart took again was published again; the first time is the one of its row.
         """
         found = read_spans(connection, stage="publish")
+        columns = (found[name] for name in ("version", "rowid", "end_s"))
         published: dict[float, tuple[float, float]] = {}
         current = None  # the version that the last span was of, if that was its first time
-        for version, rowid, end_s in zip(found["version"], found["rowid"], found["end_s"], strict=True):
+        for version, rowid, end_s in zip(*columns, strict=True):
             if version == current or version not in published:
                 published[version], current = (rowid, end_s), version
             else:
@@ -194,26 +200,24 @@ class StepTimes:
         known = np.array([step in published for step in rows.column("step")])
         if not known.any():
             return None
-        steps = rows.column("step")[known]
-        rowids, ends = (np.array([published[step][i] for step in steps], np.float64) for i in (0, 1))
-        before = published.get(steps[0] - 1, (0.0, 0.0))[0]
-        ends_s = np.maximum.accumulate(ends)
+        steps, wall_s = rows.column("step")[known], rows.column("wall_s")[known]
+        rowids, ends_s = np.array([published[step] for step in steps], np.float64).T
+        ends_s = np.maximum.accumulate(ends_s)
+        before, _ = published.get(steps[0] - 1, (0.0, 0.0))
         before_s = np.concatenate([[-np.inf], ends_s[:-1]])
+        after = np.concatenate([[before if before < rowids[0] else 0], rowids[:-1]])
         return cls(
             steps=steps.astype(np.int64),
-            starts_s=np.minimum(np.maximum(ends_s - rows.column("wall_s")[known], before_s), ends_s),
+            starts_s=np.clip(ends_s - wall_s, before_s, ends_s),
             ends_s=ends_s,
-            after_rowids=np.concatenate([[before if before < rowids[0] else 0], rowids[:-1]]).astype(np.int64),
+            after_rowids=after.astype(np.int64),
         )
 
     def last(self, num_steps: int) -> StepTimes:
-        """The last `num_steps` steps."""
-        parts = {name: getattr(self, name)[-num_steps:] for name in self.__slots__}
-        return StepTimes(**parts)
+        return StepTimes(**{name: getattr(self, name)[-num_steps:] for name in self.__slots__})
 
     @property
     def wall_s(self) -> float:
-        """Seconds of all steps."""
         return float((self.ends_s - self.starts_s).sum())
 
     def measured(self, times_s: Numbers) -> Numbers:
@@ -248,31 +252,27 @@ def _parsed(data: Any) -> Any:
 
 
 def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and all(isinstance(row.get(name), dict) for name in ("stage_s", "dropped_tokens"))
+    inner = ("stage_s", "dropped_tokens")
+    return isinstance(row, dict) and all(isinstance(row.get(name), dict) for name in inner)
 
 
 def _first_rowid(connection: sqlite3.Connection, since_s: float) -> int:
     """Where the trajectories begin that left the engine since a moment.
 
-    Transfers are in the order of time, and a trajectory's record is made with its first: no need to look at them all.
+    Transfers are in the order of time, and a trajectory's record is made with its first transfer.
     """
     if since_s <= 0.0:
         return 0
-
-    def at_s(id: int) -> float:
-        found = connection.execute("SELECT at_s FROM transfers WHERE id >= ? ORDER BY id LIMIT 1", (id,)).fetchone()
-        return float(found[0])
-
-    (num,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM transfers").fetchone()
-    first_id = 1 + bisect_left(range(1, num + 1), since_s, key=at_s)
-    found = connection.execute(
+    at_s = "SELECT at_s FROM transfers WHERE id >= ? ORDER BY id LIMIT 1"
+    last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
+    query = (
         "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
-        "WHERE x.id >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1",
-        (first_id,),
-    ).fetchone()
-    return int(found[0]) if found else _last_rowid(connection) + 1
+        "WHERE x.id >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
+    )
+    earlier = bisect_left(range(1, last_id + 1), since_s, key=lambda id: one(connection, at_s, id))
+    found = one(connection, query, 1 + earlier)
+    return _last_rowid(connection) + 1 if found is None else int(found)
 
 
 def _last_rowid(connection: sqlite3.Connection) -> int:
-    (last,) = connection.execute("SELECT COALESCE(MAX(rowid), 0) FROM trajectories").fetchone()
-    return int(last)
+    return int(one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories"))

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import CHECKPOINTS, SETTINGS, SUMMARY, is_claimed, is_run, read_summary, run_config
-from headrace.runs.columns import reading
+from headrace.runs.columns import one, reading
 
 
 class RunState(StrEnum):
@@ -43,7 +43,7 @@ class RunFacts:
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether `headrace resume` can continue it; a run that has no ledger yet starts from its beginning."""
+        """Whether `headrace resume` can continue it; without a ledger it starts from its beginning."""
         begun = (self.path / FILE_NAME).exists()
         return self.state is RunState.STOPPED and (bool(self.checkpoints) or not begun)
 
@@ -77,43 +77,34 @@ def read_run(run_dir: Path) -> RunFacts:
         return RunFacts(path=run_dir, state=RunState.UNREADABLE, written=written, problem=str(error))
     if state is RunState.FINISHED:  # the summary has the scores of the run's own evaluations
         booked |= {name: summary.get(name) for name in ("score_before", "score_after")}
+    paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]
+    steps = [path.name.removeprefix("step-") for path in paths]
     return RunFacts(
         path=run_dir,
         state=state,
         written=written,
         wanted_steps=config.loop.steps,
-        checkpoints=_checkpoints(run_dir),
+        checkpoints=tuple(sorted((int(step) for step in steps if step.isdecimal()), reverse=True)),
         **booked,
     )
 
 
 def _written(run_dir: Path) -> datetime:
-    names = (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY)
     changed_s = [0.0]
-    for name in names:
+    for name in (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY):
         with contextlib.suppress(OSError):  # SQLite may take its log away at any moment
             changed_s.append((run_dir / name).stat().st_mtime)
     return datetime.fromtimestamp(max(changed_s))
 
 
 def _booked(run_dir: Path) -> dict[str, Any]:
-    with reading(run_dir) as connection:
-        (steps,) = connection.execute("SELECT COALESCE(MAX(step), 0) FROM rows").fetchone()
-        (num_restarts,) = connection.execute("SELECT COUNT(*) FROM restarts").fetchone()
-        (tokens,) = connection.execute("SELECT tokens FROM accounts WHERE name = 'trained'").fetchone()
-        before = connection.execute("SELECT value FROM meta WHERE key = 'run:before'").fetchone()
-        after = connection.execute(
-            "SELECT score FROM rows WHERE score IS NOT NULL ORDER BY step DESC LIMIT 1"
-        ).fetchone()
-    return {
-        "steps": steps,
-        "num_restarts": num_restarts,
-        "trained_tokens": tokens,
-        "score_before": json.loads(before[0]).get("score_before") if before else None,
-        "score_after": after[0] if after else None,
+    queries = {
+        "steps": "SELECT COALESCE(MAX(step), 0) FROM rows",
+        "num_restarts": "SELECT COUNT(*) FROM restarts",
+        "trained_tokens": "SELECT tokens FROM accounts WHERE name = 'trained'",
+        "score_before": "SELECT value FROM meta WHERE key = 'run:before'",
+        "score_after": "SELECT score FROM rows WHERE score IS NOT NULL ORDER BY step DESC LIMIT 1",
     }
-
-
-def _checkpoints(run_dir: Path) -> tuple[int, ...]:
-    names = [path.name.removeprefix("step-") for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]
-    return tuple(sorted((int(name) for name in names if name.isdecimal()), reverse=True))
+    with reading(run_dir) as connection:
+        found = {name: one(connection, query) for name, query in queries.items()}
+    return found | {"score_before": json.loads(found["score_before"] or "{}").get("score_before")}

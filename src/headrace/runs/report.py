@@ -1,33 +1,32 @@
-"""What a command prints and a page shows, described once; and how numbers, times and texts are written."""
+"""What commands print and the page shows, described once; and how numbers and times are written."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text under column titles. `numeric` holds the indices of right-aligned columns.
+    """Rows of text under column titles. `numeric` holds the indices of right-aligned columns."""
 
-    Example:
-        Table(columns=("stage", "mean"), rows=(("rollout", "1.9 s"), ("train", "0.8 s")), numeric=frozenset({1}))
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     title: str = ""
-    numeric: frozenset[int] = frozenset()
+    numeric: Collection[int] = ()
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, str]], **more: Any) -> Self:
+        """A table of lines that each have their cells by column."""
+        return cls(columns=list(lines[0]) if lines else (), rows=[list(line.values()) for line in lines], **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Facts (name and value), then tables, then sentences: shown in that order.
-
-    Example:
-        Section(title="the bottleneck", sentences=("generation: the engine is what the others wait for.",))
-    """
+    """Facts (name and value), then tables, then sentences: shown in that order."""
 
     title: str = ""
     facts: tuple[tuple[str, str], ...] = ()
@@ -37,11 +36,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A title and its sections.
-
-    Example:
-        Report(title="runs/a: steps 3 to 60", sections=(Section(...), Section(...)))
-    """
+    """What a command or a page tells."""
 
     title: str
     sections: tuple[Section, ...]
@@ -56,21 +51,13 @@ def short(number: float) -> str:
     """A number in a few characters: `0.123`, `2,080`, `81.9 k`, `1.2 M`."""
     for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if abs(number) >= least:
-            return f"{number / size:,.0f} {unit}" if abs(number) >= 100 * size else f"{number / size:.3g} {unit}"
+            return f"{number / size:{',.0f' if abs(number) >= 100 * size else '.3g'}} {unit}"
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 
 
 def percent(share: float | None, digits: int = 0) -> str:
     """`83%`; a dash for what is not known."""
     return "-" if share is None or math.isnan(share) else f"{share:.{digits}%}"
-
-
-def size(num_bytes: float) -> str:
-    """`512 B`, `64.2 MB`, `1.5 GB`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def dollars(amount: float) -> str:
@@ -103,4 +90,4 @@ def ago(then: datetime) -> str:
 
 def printable(text: str) -> str:
     """Control characters spelt out: what a policy writes must not steer the reader's terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

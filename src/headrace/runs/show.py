@@ -1,72 +1,89 @@
-"""One run at length, one trajectory of it, its tokens as text, and what the books' short words mean."""
+"""What commands and the page show of runs, accounts and trajectories: read, and put into words."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
-from headrace.config import Config
 from headrace.errors import RunError
-from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import START, WEIGHTS, run_config
-from headrace.ledger.journal import Restart, read_trajectories
-from headrace.ledger.ledger import Books, Ledger
+from headrace.ledger.journal import read_trajectories
+from headrace.ledger.ledger import Amount, Books
 from headrace.ledger.schema import DROPPED
-from headrace.row import Row
 from headrace.runs.columns import reading
-from headrace.runs.facts import RunFacts, RunState, read_run
-from headrace.types import DropReason, FinishReason, Span, Trajectory
+from headrace.runs.facts import RunFacts, RunState
+from headrace.runs.report import ago, count, short
+from headrace.types import Span, Trajectory
 
+RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
+ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
+DROP_WORDS = {
+    "stale": "the policy had moved more than loop.max_lag versions on before it could be trained on",
+    "no_signal": "all answers of its group got the same reward, so none was better than another",
+    "overlong": "it was cut before its end, and buffer.drop_overlong leaves such answers out",
+    "reward_timeout": "the reward function gave no verdict within reward.timeout_s",
+    "reward_error": "the reward function raised an error, or returned something that is no reward",
+    "reward_unavailable": "what the reward function needs could not be reached, reward.retries times",
+    "incomplete": "fewer than two answers of its group were left, and one alone cannot be compared",
+    "skipped_step": "the gradient of its step was not finite, so the weights stayed as they were",
+    "run_ended": "the run was over before it could be trained on",
+    "redone": "a process died, and this had to be generated again; a later attempt counts",
+    "crashed": "it was lost with a process that died, and recovery.in_flight = drop leaves its prompt out",
+}
+FINISH_WORDS = {
+    "eos": "the policy ended it",
+    "stop": "at a stop string",
+    "length": "cut at rollout.max_new_tokens",
+    "wall": "cut at rollout.max_wall_s",
+    "abort": "ended before its time",
+}
+ACCOUNT_WORDS = {
+    "trained": "the policy learnt from these: the useful part",
+    "buffered": "complete and scored; they wait for the learner",
+    "in flight": "being written or scored right now",
+}
 _SIMILAR = 5  # ids to suggest
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
-_TOKENIZER_FILE = "tokenizer.json"
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
 _COLUMNS = (
     "id, prompt_id, serial, attempt, num_tokens, reward, reward_parts, finish, spans, "
     "submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag, trained_step"
 )
 
-DROP_WORDS = {
-    DropReason.STALE: "the policy had moved more than loop.max_lag versions on before it could be trained on",
-    DropReason.NO_SIGNAL: "all answers of its group got the same reward, so none was better than another",
-    DropReason.OVERLONG: "it was cut before its end, and buffer.drop_overlong leaves such answers out",
-    DropReason.REWARD_TIMEOUT: "the reward function gave no verdict within reward.timeout_s",
-    DropReason.REWARD_ERROR: "the reward function raised an error, or returned something that is no reward",
-    DropReason.REWARD_UNAVAILABLE: "what the reward function needs could not be reached, reward.retries times",
-    DropReason.INCOMPLETE: "fewer than two answers of its group were left, and one alone cannot be compared",
-    DropReason.SKIPPED_STEP: "the gradient of its step was not finite, so the weights stayed as they were",
-    DropReason.RUN_ENDED: "the run was over before it could be trained on",
-    DropReason.REDONE: "a process died, and this had to be generated again; a later attempt counts",
-    DropReason.CRASHED: "it was lost with a process that died, and recovery.in_flight = drop leaves its prompt out",
-}
-FINISH_WORDS = {
-    FinishReason.EOS: "the policy ended it",
-    FinishReason.STOP: "at a stop string",
-    FinishReason.LENGTH: "cut at rollout.max_new_tokens",
-    FinishReason.WALL: "cut at rollout.max_wall_s",
-    FinishReason.ABORT: "ended before its time",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunDetails:
-    """One run at length; `examples` is the newest trajectory in each account that names any."""
+class Account:
+    """Where some of the generated tokens went; `reason` is that of a drop."""
 
-    facts: RunFacts
-    config: Config
-    books: Books | None  # None before the run has a ledger
-    restarts: list[Restart]
-    rows: list[Row]  # the last ones
-    examples: Mapping[str, str]
+    state: str  # trained, dropped, buffered or in flight; generated for all of them together
+    amount: Amount
+    reason: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"dropped: {self.reason}" if self.reason else self.state
+
+    @property
+    def explanation(self) -> str:
+        return why_dropped(self.reason) if self.reason else ACCOUNT_WORDS[self.state]
+
+    def row(self, generated: Amount) -> tuple[str, ...]:
+        """Under `ACCOUNT_COLUMNS`."""
+        tokens, answers = self.amount.tokens, self.amount.trajectories
+        share = tokens / generated.tokens if generated.tokens else 0.0
+        length = f"{tokens / answers:.1f}" if answers else "-"
+        return (self.name, f"{tokens:,}", f"{share:.1%}", f"{answers:,}", length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +103,24 @@ class TrajectoryDetails:
     state: str
     drop_reason: str | None
     lag: int | None
-    step: int  # it was trained in; of others the last that was complete when it was dropped or buffered
+    step: int  # trained in; of others the last complete one when it was dropped or buffered
     whole: Trajectory | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token of a trajectory; `logprob` and `version` only where it was sampled."""
+
+    position: int
+    id: int
+    text: str
+    logprob: float | None = None
+    version: int | None = None
+
+    @property
+    def probability(self) -> float | None:
+        """What the policy gave this token when it chose it."""
+        return None if self.logprob is None else math.exp(min(self.logprob, 0.0))
 
 
 class TokenTexts:
@@ -100,12 +133,8 @@ class TokenTexts:
     def find(cls, directories: Iterable[Path]) -> TokenTexts | None:
         """By the first of these directories whose tokenizer loads."""
         for directory in directories:
-            file = directory / _TOKENIZER_FILE
-            if file.is_file():
-                try:
-                    return cls(Tokenizer.from_file(str(file)))
-                except Exception:  # the library raises nothing narrower for a file it cannot read
-                    continue
+            with contextlib.suppress(Exception):  # the library raises nothing narrower
+                return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
         return None
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -113,10 +142,10 @@ class TokenTexts:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text. Of a token that is part of a character, its name in the vocabulary."""
+        """What each token adds to the text; of a part of a character, the token's name in the vocabulary."""
         found, before = [], ""
         for position, token_id in enumerate(token_ids):
-            # many tokenizers take the space off the first token of a text, so each is read behind its neighbour
+            # many tokenizers take the space off the first token of a text: each is read behind another
             together = self.text(token_ids[max(0, position - 1) : position + 1])
             if together.startswith(before) and _BROKEN not in together:
                 found.append(together[len(before) :])
@@ -126,43 +155,73 @@ class TokenTexts:
         return found
 
 
-def read_details(run_dir: Path, *, num_rows: int) -> RunDetails:
-    """A run, with its last `num_rows` rows."""
-    facts = read_run(run_dir)
+def run_row(facts: RunFacts, arrow: str = " → ") -> tuple[str, ...]:
+    """Under `RUN_COLUMNS`."""
+    cells = [f"{facts.steps}/{facts.wanted_steps}", scores(facts, arrow)]
+    cells += [str(facts.num_restarts or "-"), short(facts.trained_tokens)]
     if facts.state is RunState.UNREADABLE:
-        raise RunError(facts.problem)
-    config = run_config(run_dir)
-    if not (run_dir / FILE_NAME).exists():
-        return RunDetails(facts=facts, config=config, books=None, restarts=[], rows=[], examples={})
-    with Ledger.open(run_dir) as ledger:
-        rows = ledger.rows(after_step=facts.steps - num_rows)
-        books, restarts = ledger.totals(), ledger.restarts()
-    return RunDetails(
-        facts=facts, config=config, books=books, restarts=restarts, rows=rows, examples=_examples(run_dir)
+        cells = [""] * len(cells)
+    return (facts.path.name or str(facts.path), str(facts.state), *cells, ago(facts.written))
+
+
+def scores(facts: RunFacts, arrow: str = " → ") -> str:
+    both = (facts.score_before, facts.score_after)
+    return arrow.join(f"{score:.3f}" for score in both if score is not None) or "-"
+
+
+def accounts(books: Books) -> list[Account]:
+    """All but what was generated: trained, then drops from the largest, then what is under way."""
+    dropped = sorted(books.dropped.items(), key=lambda item: -item[1].tokens)
+    return [
+        Account(state="trained", amount=books.trained),
+        *(Account(state="dropped", reason=reason, amount=amount) for reason, amount in dropped),
+        Account(state="buffered", amount=books.buffered),
+        Account(state="in flight", amount=books.in_flight),
+    ]
+
+
+def newest_ids(run_dir: Path) -> dict[str, str]:
+    """The newest trajectory in each account that names any."""
+    query = (
+        "SELECT state, drop_reason, id FROM trajectories "
+        "WHERE rowid IN (SELECT MAX(rowid) FROM trajectories GROUP BY state, drop_reason)"
     )
+    with reading(run_dir) as connection:
+        found = connection.execute(query).fetchall()
+    return {f"{DROPPED}{reason}" if reason else state: id for state, reason, id in found}
+
+
+def why_dropped(reason: str) -> str:
+    if reason.startswith("filter:"):
+        return f"your filter {reason.removeprefix('filter:')} said no"
+    return DROP_WORDS.get(reason, "a reason that this version does not know")
 
 
 def read_trajectory(run_dir: Path, id: str) -> TrajectoryDetails:
     """The trajectory of this id; of an unknown one the message has ids that look similar."""
     with reading(run_dir) as connection:
-        found = connection.execute(f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?", (id,)).fetchone()
+        query = f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?"
+        found = connection.execute(query, (id,)).fetchone()
         if found is None:
             raise RunError(_unknown(connection, run_dir, id))
-        values = dict(zip(_COLUMNS.split(", "), found, strict=True))
-        times = {name: values.pop(f"{name}_s") for name in ("submitted", "started", "finished", "scored")}
-        moves = connection.execute(
-            "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id", (id,)
-        ).fetchall()
-        times |= {credit.split(":")[0]: at_s for at_s, _, credit in moves}
-        trained_step = values.pop("trained_step")
-        spans = tuple(Span(version=v, start=start, end=end) for v, start, end in json.loads(values.pop("spans")))
-        return TrajectoryDetails(
-            **values | {"reward_parts": json.loads(values["reward_parts"])},
-            spans=spans,
-            times_s={name: at_s for name, at_s in times.items() if at_s is not None},
-            step=moves[-1][1] - 1 if trained_step is None else trained_step,
-            whole=_whole(connection, id),
-        )
+        query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
+        moves = connection.execute(query, (id,)).fetchall()
+        try:
+            whole = next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise RunError(f"the tokens of trajectory {id} are damaged: {error}") from error
+    values = dict(zip(_COLUMNS.split(", "), found, strict=True))
+    named = ("submitted", "started", "finished", "scored")
+    times = {name: values.pop(f"{name}_s") for name in named}
+    times |= {credit.split(":")[0]: at_s for at_s, _, credit in moves}
+    trained_step, spans = values.pop("trained_step"), json.loads(values.pop("spans"))
+    return TrajectoryDetails(
+        **values | {"reward_parts": json.loads(values["reward_parts"])},
+        spans=tuple(Span(version=v, start=start, end=end) for v, start, end in spans),
+        times_s={name: at_s for name, at_s in times.items() if at_s is not None},
+        step=moves[-1][1] - 1 if trained_step is None else trained_step,
+        whole=whole,
+    )
 
 
 def token_texts(run_dir: Path) -> TokenTexts | None:
@@ -173,50 +232,69 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
     return TokenTexts.find([run_dir / WEIGHTS, *own, began_with])
 
 
-def fate(found: TrajectoryDetails) -> str:
-    """What became of a trajectory, and when."""
+def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
+    finish = found.finish or "not finished"
+    if finish in FINISH_WORDS:
+        finish = f"{finish}: {FINISH_WORDS[finish]}"
+    reward = "none" if found.reward is None else f"{found.reward:g}"
+    parts = "  ".join(f"{name} {value:g}" for name, value in found.reward_parts.items())
+    group = "not known" if found.serial is None else f"{found.serial}, attempt {found.attempt}"
+    sampled = [(span.version, count(span.end - span.start, "token")) for span in found.spans]
+    versions = [f"version {version} sampled {tokens}" for version, tokens in sampled]
+    return {
+        "fate": _fate(found),
+        "prompt id": found.prompt_id,
+        "group": group,
+        "finish": f"{finish}, after {count(found.num_tokens, 'token')}",
+        "reward": f"{reward}  ({parts})" if parts else reward,
+        "policy": ", then ".join(versions) or "not known",
+        "seconds": "  ".join(f"{name} {at_s:.2f}" for name, at_s in found.times_s.items()),
+    }
+
+
+def _fate(found: TrajectoryDetails) -> str:
     if found.state == "trained":
         return f"trained on in step {found.step} with lag {found.lag}"
     if found.state == "buffered":
         return "complete and scored; waits in the buffer to be trained on"
-    reason = str(found.drop_reason)
-    return f"dropped as {reason} after step {found.step}, with lag {found.lag}: {why_dropped(reason)}"
+    dropped = f"dropped as {found.drop_reason} after step {found.step}, with lag {found.lag}"
+    return f"{dropped}: {why_dropped(str(found.drop_reason))}"
 
 
-def why_dropped(reason: str) -> str:
-    """The reason in a sentence."""
-    if reason.startswith("filter:"):
-        return f"your filter {reason.removeprefix('filter:')} said no"
-    return DROP_WORDS[DropReason(reason)] if reason in DROP_WORDS else "a reason that this version does not know"
+def why_no_tokens(found: TrajectoryDetails) -> str:
+    pruned = "buffered" in found.times_s
+    why = "this old (recovery.journal_steps)" if pruned else "that never reached the buffer"
+    return f"No tokens are kept of a trajectory {why}."
 
 
-def _examples(run_dir: Path) -> dict[str, str]:
-    query = (
-        "SELECT state, drop_reason, id FROM trajectories "
-        "WHERE rowid IN (SELECT MAX(rowid) FROM trajectories GROUP BY state, drop_reason)"
-    )
-    with reading(run_dir) as connection:
-        found = connection.execute(query).fetchall()
-    return {f"{DROPPED}{reason}" if reason else state: id for state, reason, id in found}
+def prompt_ids(whole: Trajectory) -> list[int]:
+    """The tokens before the first that was sampled."""
+    ids, sampled = whole.token_ids.tolist(), whole.sampled.tolist()
+    return list(ids[: sampled.index(True)] if True in sampled else ids)
 
 
-def _whole(connection: sqlite3.Connection, id: str) -> Trajectory | None:
-    try:
-        return next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise RunError(f"the tokens of trajectory {id} are damaged: {error}") from error
+def tokens(whole: Trajectory, texts: TokenTexts | None, start: int = 0, num: int | None = None) -> Iterator[Token]:
+    """`num` tokens from `start` on; without `texts` their ids stand for them."""
+    ids = whole.token_ids.tolist()
+    stop = len(ids) if num is None else min(start + num, len(ids))
+    behind = min(start, 1)  # each is read behind its neighbour, so the one before is looked at, too
+    wanted = ids[start - behind : stop]
+    words = (texts.pieces(wanted) if texts else [str(id) for id in wanted])[behind:]
+    version_of = {place: s.version for s in whole.spans for place in range(s.start, s.end)}
+    for place in range(start, stop):
+        token = Token(position=place, id=ids[place], text=words[place - start])
+        if whole.sampled[place]:
+            logprob = float(whole.logprobs[place])
+            token = replace(token, logprob=logprob, version=version_of.get(place))
+        yield token
 
 
 def _unknown(connection: sqlite3.Connection, run_dir: Path, id: str) -> str:
-    """Why there is nothing to show: it is under way, was lost, or never was."""
+    """Why there is nothing to show: it is under way, it was lost, or there never was any."""
     parts = _ID.fullmatch(id)
-    serial = int(parts["serial"]) if parts else None
-    attempts = dict(
-        connection.execute(
-            "SELECT number, state FROM attempts WHERE serial = ? AND prompt_id = ? ORDER BY number",
-            (serial, parts["prompt_id"] if parts else None),
-        )
-    )
+    serial, prompt_id = (int(parts["serial"]), parts["prompt_id"]) if parts else (None, id)
+    query = "SELECT number, state FROM attempts WHERE serial = ? AND prompt_id = ? ORDER BY number"
+    attempts = dict(connection.execute(query, (serial, prompt_id)))
     state = attempts.get(int(parts["attempt"] or 1)) if parts else None
     message = f"there is no trajectory {id} in {run_dir}"
     if state == "open":
@@ -224,10 +302,8 @@ def _unknown(connection: sqlite3.Connection, run_dir: Path, id: str) -> str:
     elif state in ("redone", "crashed"):
         after = "another attempt took its place" if state == "redone" else "its prompt was left out"
         message = f"{id} was under way when the run died, and nothing of it is kept; {after}"
-    narrowed = connection.execute(
-        "SELECT id FROM trajectories WHERE serial = ? OR prompt_id = ? OR INSTR(id, ?) LIMIT ?",
-        (serial, parts["prompt_id"] if parts else id, id, _SEARCHED),
-    ).fetchall()
+    query = "SELECT id FROM trajectories WHERE serial = ? OR prompt_id = ? OR INSTR(id, ?) LIMIT ?"
+    narrowed = connection.execute(query, (serial, prompt_id, id, _SEARCHED)).fetchall()
     any_id = connection.execute("SELECT id FROM trajectories LIMIT ?", (_SEARCHED,)).fetchall()
     known = [found for (found,) in narrowed or any_id]
     similar = get_close_matches(id, known, n=_SIMILAR, cutoff=0.0)
