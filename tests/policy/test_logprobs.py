@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.policy import logprobs
 from headrace.policy.attention import PackedPlan
-from headrace.policy.logprobs import Support, chosen_logprobs
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Policy, Support, chosen_logprobs
 
 N, V, E = 23, 57, 16
 

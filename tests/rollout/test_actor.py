@@ -17,7 +17,7 @@ from headrace.errors import DataError
 from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation
+from headrace.rollout.rows import Generation
 from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
 
 pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known

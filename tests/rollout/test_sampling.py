@@ -12,7 +12,7 @@ import torch
 from plain_forward import Doubles, allowed_ids, distribution, finish, make_engine, next_logits, prompt_ids, stock_model
 
 from headrace.policy.policy import Policy
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.rows import Generation, Request
 from headrace.rollout.sampling import draw, request_seed, uniforms
 from headrace.types import Sampling
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from headrace import kernels
 from headrace.policy.exact_cpu import RectangleAttention
-from headrace.policy.functions import attend_rectangle
+from headrace.policy.family import attend_rectangle
 from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:

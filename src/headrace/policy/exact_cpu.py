@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
-from headrace.policy.family import FamilyBody
-from headrace.policy.functions import Gated, RmsNorm, Rotate, attend_rectangle
+from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle
 from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard

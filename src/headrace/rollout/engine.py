@@ -22,11 +22,9 @@ import torch
 from headrace import kernels
 from headrace.errors import ConfigError, ModelError
 from headrace.policy.policy import Policy
-from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
-from headrace.rollout.request import Generation, Request
-from headrace.rollout.rows import Burst, Parked, Rows
-from headrace.rollout.store import MOST_STEPS, RowStore, sample
+from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
+from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
 from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray
 
 if kernels.AVAILABLE or TYPE_CHECKING:

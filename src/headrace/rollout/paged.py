@@ -23,12 +23,11 @@ from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import MOST_STEPS, accepted, batches, forward, sample, sample_cells
+from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample, sample_cells
 from headrace.types import IntArray, RouteArray
 
 Floats = npt.NDArray[np.float32]

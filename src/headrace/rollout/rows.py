@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from headrace.rollout.request import Generation, Request
-from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Sampling, Span
+from headrace.types import BoolArray, FinishReason, FloatArray, IntArray, Replay, RouteArray, Sampling, Span
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
@@ -37,6 +36,40 @@ STATE = np.dtype(  # of a running sequence
     ],
     align=True,  # torch needs a stride that is a multiple of the item size
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to sample.
+
+    Example:
+        Request(id="40:train-17/3", sampling=Sampling(max_new_tokens=64), seed=81985529216486895)
+    """
+
+    id: str
+    sampling: Sampling
+    seed: int
+    counted: bool = True  # in the ledger; False for evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The sampled tokens of a request; `spans` are the positions that each version sampled.
+
+    Example:
+        Generation(id="40:train-17/3", token_ids=[7, 6, 1], logprobs=[-.1, -.9, -.2],
+            spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS,
+            started_s=3.1, finished_s=3.4)
+    """
+
+    id: str
+    token_ids: IntArray
+    logprobs: FloatArray
+    spans: tuple[Span, ...]
+    finish: FinishReason
+    started_s: float
+    finished_s: float
+    replay: Replay | None = None
 
 
 @dataclass(frozen=True, slots=True)
