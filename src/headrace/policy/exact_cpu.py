@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
-from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle
+from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle, unseen
 from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
@@ -227,13 +227,6 @@ def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: in
         q = q_BRD[:, (first - start) * group : (last - start) * group]
         outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
     return torch.cat(outs, dim=1)
-
-
-def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Mask `[T, length]`: 0 for keys that a query sees, -inf after it and before its window."""
-    ago = positions_T[:, None] - torch.arange(length)
-    hidden = (ago < 0) | (ago >= window) if window else ago < 0
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def tiled(num_tokens: int) -> int:

@@ -115,14 +115,23 @@ class Gated(torch.autograd.Function):
 
 def attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
     """Causal attention of `shape` (sequences, longest): causality masks the padding at the end."""
-    mask = None
-    if window:
-        at = torch.arange(shape[1], device=q.device)
-        ago = at[:, None] - at[None, :]
-        mask = (ago >= 0) & (ago < window)
+    mask = visible(torch.arange(shape[1], device=q.device), shape[1], window) if window else None
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def visible(positions: Tensor, length: int, window: int) -> Tensor:
+    """Mask `[.., length]` of the keys that queries at `positions` see. A `window` of 0 is none."""
+    ago = positions[..., None] - torch.arange(length, device=positions.device)
+    return (ago >= 0) & (ago < window) if window else ago >= 0
+
+
+def unseen(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+    """The same to be added to scores: 0 for keys that a query sees, -inf for the others."""
+    seen = visible(positions, length, window)
+    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
+    return mask.masked_fill_(seen, 0.0)
 
 
 class FamilyBody:

@@ -25,7 +25,7 @@ from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
 from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
 from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
-from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray
+from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray, Trajectory
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore
@@ -99,13 +99,12 @@ class Engine:
     def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
         self._inbox.append(partial(self._split, prompt, list(requests)))
 
-    def resume_request(self, prompt: IntArray, request: Request, so_far: Generation) -> None:
-        """Queue a request that has sampled `so_far` already, perhaps in another process."""
+    def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
+        """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
 
         def queue() -> None:
-            parked = self._rows.parked(prompt, request, so_far)
-            sequence = np.concatenate([prompt, so_far.token_ids])
-            self._waiting.append(_PromptGroup(sequence, [request], parked.longest, parked=parked))
+            parked = self._rows.parked(request, known, start)
+            self._waiting.append(_PromptGroup(known.token_ids, [request], parked.longest, parked=parked))
 
         self._inbox.append(queue)
 
@@ -160,10 +159,7 @@ class Engine:
             group.done = 0  # its spans name one version: the cache must be of that version
             group.routes.clear()
         if self._on_update == "recompute":
-            rows = range(len(self._rows))
-            sequences = [self._rows.sequence(row)[:-1] for row in rows]
-            known = [self._rows.routes(row) for row in rows]
-            self._store.recompute(sequences, known, self.prefill_tokens)
+            self._store.recompute(self._rows, self.prefill_tokens)
 
     @torch.inference_mode()
     def release_cache(self) -> None:
@@ -244,13 +240,11 @@ class Engine:
         """Compute at most `budget` prompt tokens; the requests of a complete prompt start."""
         chunks, complete, left = [], [], budget
         for group in self._prefilling:
-            take = min(left, len(group.prompt) - group.done)
-            if take:
-                known, end = None if group.parked is None else group.parked.routes, group.done + take
-                chunks.append((group, Chunk(group.place, group.done, end, group.prompt, known)))
-                group.done += take
-                left -= take
-            if group.done == len(group.prompt) and take:
+            start, known = group.done, None if group.parked is None else group.parked.routes
+            group.done = min(start + left, len(group.prompt))
+            chunks.append((group, Chunk(group.place, start, group.done, group.prompt, known)))
+            left -= group.done - start
+            if group.done == len(group.prompt):
                 complete.append((group, len(chunks) - 1))
             if not left:
                 break
@@ -334,11 +328,9 @@ class Engine:
 
     def _park(self, row: int, *, new_time_limit: bool = False) -> _PromptGroup:
         """Preempt a row, and keep what it sampled; it continues after its tokens are recomputed."""
-        sequence, parked = self._rows.sequence(row), self._rows.park(row, self._clock())
+        sequence, parked = self._rows.sequence(row), self._remove(row)
         if new_time_limit:
             parked = replace(parked, decoded_s=0.0)
-        self._store.remove(row, self._rows)
-        self._rows.remove(row)
         return _PromptGroup(sequence, [parked.request], parked.longest, parked=parked)
 
     def _record(self, burst: Burst, first: int) -> None:
@@ -363,13 +355,17 @@ class Engine:
             self._finish(row, finish)
 
     def _finish(self, row: int, finish: FinishReason) -> None:
-        """Return the row's request; the last row moves into its place."""
-        now_s = self._clock()
-        self._finished.append(self._rows.park(row, now_s).generation(finish, now_s))
+        self._finished.append(self._remove(row).generation(finish, self._clock()))
+
+    def _remove(self, row: int) -> Parked:
+        """Remove a row, and return what it was; the last row moves into its place."""
+        parked = self._rows.park(row, self._clock())
         self._store.remove(row, self._rows)
         self._rows.remove(row)
+        return parked
 
     def _abort(self, ids: set[str]) -> None:
+        """A request without a row has sampled something only if it is parked."""
         for row in reversed(range(len(self._rows))):
             if self._rows.request_id(row) in ids:
                 self._finish(row, FinishReason.ABORT)
@@ -377,26 +373,14 @@ class Engine:
             for request in group.requests:
                 if request.id in ids and request.id not in group.aborted:
                     group.aborted.add(request.id)
-                    self._finished.append(self._unfinished(group, request))
+                    now_s, finish = self._clock(), FinishReason.ABORT
+                    nothing = Generation(id=request.id, finish=finish, started_s=now_s, finished_s=now_s)
+                    parked = group.parked
+                    self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
         for group in [g for g in self._prefilling if g.all_aborted]:
             self._store.close(group.place)
         self._prefilling = [g for g in self._prefilling if not g.all_aborted]
         self._waiting = deque(g for g in self._waiting if not g.all_aborted)
-
-    def _unfinished(self, group: _PromptGroup, request: Request) -> Generation:
-        """An aborted request without a row: what it sampled if it was preempted, else nothing."""
-        now_s = self._clock()
-        if group.parked is not None:
-            return group.parked.generation(FinishReason.ABORT, now_s)
-        return Generation(
-            id=request.id,
-            token_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            spans=(),
-            finish=FinishReason.ABORT,
-            started_s=now_s,
-            finished_s=now_s,
-        )
 
 
 def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:

@@ -28,7 +28,7 @@ from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import uniforms
 from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample, sample_cells
-from headrace.types import IntArray, RouteArray
+from headrace.types import RouteArray
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -175,16 +175,15 @@ class PagedStore:
     def remove(self, row: int, rows: Rows) -> None:
         self._tables.remove(row)
 
-    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
+    def recompute(self, rows: Rows, budget: int) -> None:
         """Shared pages are written once per row, with the same values."""
-        for chunks in batches(sequences, known, budget):
+        for chunks in batches(rows, budget):
             self._forward(chunks, [self._tables.rows[c.row] for c in chunks])
 
     def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
         policy = self._policy
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
-        plan = prefill_pass(self._cache, chunks, pages, per_block)
-        return forward(policy, chunks, plan.positions, plan)
+        return forward(policy, chunks, prefill_pass(self._cache, chunks, pages, per_block))
 
 
 class GraphDecoder:

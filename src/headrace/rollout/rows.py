@@ -1,4 +1,4 @@
-"""The state of the running sequences, one row each, in arrays: no Python loop per decode step."""
+"""Requests, and the state of the running ones, a row each, in arrays: no Python loop per decode step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types import BoolArray, FinishReason, FloatArray, IntArray, Replay, RouteArray, Sampling, Span
+from headrace.types import BoolArray, FinishReason, FloatArray, IntArray, Replay, RouteArray, Sampling, Span, Trajectory
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
@@ -40,11 +40,7 @@ STATE = np.dtype(  # of a running sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to sample.
-
-    Example:
-        Request(id="40:train-17/3", sampling=Sampling(max_new_tokens=64), seed=81985529216486895)
-    """
+    """One sequence to sample."""
 
     id: str
     sampling: Sampling
@@ -54,21 +50,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The sampled tokens of a request; `spans` are the positions that each version sampled.
-
-    Example:
-        Generation(id="40:train-17/3", token_ids=[7, 6, 1], logprobs=[-.1, -.9, -.2],
-            spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS,
-            started_s=3.1, finished_s=3.4)
-    """
+    """The sampled tokens of a request; `spans` are the positions that each version sampled."""
 
     id: str
-    token_ids: IntArray
-    logprobs: FloatArray
-    spans: tuple[Span, ...]
     finish: FinishReason
     started_s: float
     finished_s: float
+    token_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    spans: tuple[Span, ...] = ()
     replay: Replay | None = None
 
 
@@ -119,6 +109,9 @@ class Parked:
         return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
 
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
+        routes = None
+        if self.routes.shape[1]:
+            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
         return Generation(
             id=self.request.id,
             token_ids=self.sampled["token"].astype(np.int32),
@@ -127,20 +120,8 @@ class Parked:
             finish=finish,
             started_s=self.sequence.started_s,
             finished_s=now_s,
-            replay=self._replay(),
+            replay=make_replay(self.sequence.supports, routes),
         )
-
-    def _replay(self) -> Replay | None:
-        supports, routes, ids, offsets = self.sequence.supports, None, None, None
-        if supports:
-            ids = np.concatenate(supports)
-            ends = np.cumsum([len(support) for support in supports])
-            offsets = np.concatenate([[0], ends]).astype(np.int64)
-        if self.routes.shape[1]:
-            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
-        if ids is None and routes is None:
-            return None
-        return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
 
 
 class _Column(Generic[Column]):
@@ -301,24 +282,19 @@ class Rows:
         decoded_s = now_s - float(self.states["began_s"][row])
         return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
 
-    def parked(self, prompt: IntArray, request: Request, so_far: Generation) -> Parked:
-        """The parked row of a request that sampled `so_far` in another process."""
-        count, replay = len(so_far.token_ids), so_far.replay or Replay()
-        sampled = np.zeros(count, self._table.dtype)
-        sampled["token"], sampled["logprob"] = so_far.token_ids, so_far.logprobs
-        for span in so_far.spans:
-            sampled["version"][span.start - len(prompt) : span.end - len(prompt)] = span.version
-        routes = replay.routes
-        if routes is None:
-            empty = self._table["routes"]
-            routes = np.zeros((len(prompt) + count, *empty.shape[2:]), empty.dtype)
-        supports: list[IntArray] = []
-        if replay.support_ids is not None and replay.support_offsets is not None:
-            supports = np.split(replay.support_ids, replay.support_offsets[1:-1])
-        started_s, prompt_routes = so_far.started_s, routes[: len(prompt)]
-        sequence = _Sequence(request, prompt, started_s, prompt_routes, self._started, supports)
+    def parked(self, request: Request, known: Trajectory, start: int) -> Parked:
+        """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
+        whole = np.zeros(len(known.token_ids), self._table.dtype)
+        whole["token"], whole["logprob"] = known.token_ids, known.logprobs
+        for span in known.spans:
+            whole["version"][span.start : span.end] = span.version
+        if known.replay is not None and known.replay.routes is not None:
+            whole["routes"] = known.replay.routes
+        supports = supports_of(known.replay)[np.count_nonzero(known.sampled[:start]) :]
+        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"]
+        sequence = _Sequence(request, prompt, started_s, routes[:start], self._started, supports)
         self._started += 1
-        return Parked(sequence, sampled, routes[:-1], 0.0)
+        return Parked(sequence, whole[start:], routes[:-1], 0.0)
 
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
         """Append a parked row. `routes` are of all its tokens, the newest included.
@@ -377,6 +353,23 @@ def prompt_key(prompt: IntArray) -> np.uint64:
     """A hash of the prompt: the same for all its samples, epochs and processes."""
     digest = hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
+
+
+def make_replay(supports: list[IntArray], routes: RouteArray | None) -> Replay | None:
+    """`supports` are of the sampled tokens, or empty; `routes` of all tokens, or None."""
+    ids, offsets = None, None
+    if supports:
+        ids = np.concatenate(supports)
+        offsets = np.cumsum([0, *map(len, supports)], dtype=np.int64)
+    if ids is None and routes is None:
+        return None
+    return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
+
+
+def supports_of(replay: Replay | None) -> list[IntArray]:
+    if replay is None or replay.support_ids is None or replay.support_offsets is None:
+        return []
+    return np.split(replay.support_ids, replay.support_offsets[1:-1])
 
 
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.policy import exact_cpu
+from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.roles import AttentionPlan
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import draw, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
+
+if TYPE_CHECKING:
+    from headrace.rollout.paged import PagedPass
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time
@@ -41,9 +46,9 @@ class Arena:
     def __init__(self, policy: Policy) -> None:
         self._granule_tokens = exact_cpu.TILE if policy.exact else 8  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
-        num_heads, empty = policy.num_kv_heads, torch.empty(0, dtype=policy.dtype, device=policy.device)
-        self.keys = [empty.new_empty(0, num_heads, policy.head_size, 0)] * policy.num_layers
-        self.values = [empty.new_empty(0, num_heads, 0, policy.value_size)] * policy.num_layers
+        empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
+        self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
+        self.values = [empty(0, policy.num_kv_heads, 0, policy.value_size)] * policy.num_layers
 
     def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0, budget_tokens: int = 2**62) -> None:
         """Make room for `num_rows` of `num_tokens`; no row in use will exceed `most_tokens`.
@@ -105,9 +110,7 @@ class PrefillPlan:
         for c, q, keys, values in self._write(layer, q_THD, k_TJD, v_TJD):
             mask = None
             if c.start or (window and c.end > window):
-                at = torch.arange(c.end, device=q.device)
-                ago = at[c.start :, None] - at
-                mask = (ago >= 0) & (ago < window) if window else ago >= 0
+                mask = visible(torch.arange(c.start, c.end, device=q.device), c.end, window)
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None],
                 keys[None, ..., : c.end].transpose(2, 3),
@@ -149,20 +152,20 @@ class DecodePlan:
     """One new token for each of the rows 0..n-1; grouped query heads (GQA) share a read."""
 
     def __init__(self, arena: Arena, positions_n: Tensor, longest: int, equal: bool) -> None:
-        self.arena, self.longest = arena, longest
-        self.positions = positions_n[None]
+        self.arena, self.longest, self.positions = arena, longest, positions_n[None]
         self._rows = torch.arange(len(positions_n), device=positions_n.device)
-        self._at = positions_n
-        self._equal = equal
-        self._masks: dict[int, Tensor | None] = {}
+        self._at, self._equal = positions_n, equal
+        self._grid = positions_n[:, None]  # [n, m], m tokens of each row
+        self._masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        n = len(self._rows)
+        num_heads, mask = k_TJD.shape[1], None
         keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
-        grouped = q_THD.unflatten(1, (k_TJD.shape[1], -1)).flatten(0, 1)  # [n * J, H / J, D]
-        mask = self._mask(window, grouped, k_TJD.shape[1])
+        grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
+        if not self._equal or 0 < window < self.longest:
+            mask = self._mask(window, keys, num_heads, grouped.shape[1])
         out = _weigh(grouped, keys, values, mask, scale)
-        return out.unflatten(0, (n, -1)).flatten(1, 2)  # type: ignore[no-any-return]
+        return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
@@ -171,79 +174,53 @@ class DecodePlan:
         num_heads = k_TJD.shape[1]
         keys, values = self._write(layer, k_TJD, v_TJD, exact_cpu.tiled(self.longest))
         grouped = (q_THD * scale).unflatten(1, (num_heads, -1)).flatten(0, 1)
-        if window not in self._masks:
-            mask = exact_cpu.unseen(self._at, keys.shape[2], window, q_THD.dtype)
-            self._masks[window] = mask.repeat_interleave(num_heads, 0)[:, None]
-        hidden = self._masks[window]
-        assert hidden is not None
-        out = exact_cpu.attend(grouped, keys, values, hidden)
+        out = exact_cpu.attend(grouped, keys, values, self._mask(window, keys, num_heads, 1))
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Returns the first `length` of all `[n * J, D, length]`, `[n * J, length, D]`."""
-        n = len(self._rows)
-        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        n, keys, values = len(self._grid), self.arena.keys[layer], self.arena.values[layer]
         if self._equal:
             keys[:n, ..., self.longest - 1], values[:n, :, self.longest - 1] = k_TJD, v_TJD
         else:
             keys[self._rows, ..., self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
         return keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)
 
-    def _mask(self, window: int, grouped: Tensor, num_heads: int) -> Tensor | None:
-        """Shared by layers with the same window."""
+    def _mask(self, window: int, keys: Tensor, num_heads: int, group: int) -> Tensor:
+        """Mask `[n * J, m * group, length of keys]`, shared by layers with the same window."""
         if window not in self._masks:
-            mask = None
-            if not self._equal or 0 < window < self.longest:
-                mask = _hidden(self._at, self.longest, window, grouped)
-                mask = mask[:, None, None].expand(-1, num_heads, grouped.shape[1], -1).flatten(0, 1)
-            self._masks[window] = mask
+            mask = unseen(self._grid, keys.shape[2], window, keys.dtype)[:, None, :, None]
+            mask = mask.expand(-1, num_heads, -1, group, -1)
+            self._masks[window] = mask.flatten(2, 3).flatten(0, 1)
         return self._masks[window]
 
 
-class VerifyPlan:
+class VerifyPlan(DecodePlan):
     """Speculative decoding: for each of the rows 0..n-1 its newest token and its draft.
 
     Rejected drafts leave keys and values beyond the row's end; they are masked, and overwritten by
-    the next tokens. `shape` is (n, m), m the most tokens of a row: all rows are padded to m.
+    the next tokens. `shape` is (n, m), m the most tokens of a row: all rows are padded to m, and
+    padding may attend to anything. Not batch-invariant.
     """
 
     def __init__(
         self, arena: Arena, at_T: Tensor, which_T: Tensor, ahead_T: Tensor, shape: tuple[int, int], longest: int
     ) -> None:
-        self.arena, self._shape, self.longest = arena, shape, longest
-        self.positions = at_T[None]
-        self._at, self._which, self._ahead = at_T, which_T, ahead_T
-        self._masks: dict[int, Tensor] = {}
+        super().__init__(arena, at_T, longest, equal=False)
+        self._rows, self._ahead = which_T, ahead_T
+        self._grid = at_T.new_zeros(shape)
+        self._grid[which_T, ahead_T] = at_T
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        n, num_heads = self._shape[0], k_TJD.shape[1]
-        keys, values = self.arena.keys[layer], self.arena.values[layer]
-        keys[self._which, ..., self._at], values[self._which, :, self._at] = k_TJD, v_TJD
-        keys = keys[:n, ..., : self.longest].flatten(0, 1)
-        values = values[:n, :, : self.longest].flatten(0, 1)
-        q = q_THD.new_zeros(*self._shape, *q_THD.shape[1:])
-        q[self._which, self._ahead] = q_THD
+        num_heads = k_TJD.shape[1]
+        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
+        q = q_THD.new_zeros(*self._grid.shape, *q_THD.shape[1:])
+        q[self._rows, self._ahead] = q_THD
         q = q.unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)  # [n * J, m, H / J, D]
-        out = _weigh(q.flatten(1, 2), keys, values, self._mask(window, q, num_heads), scale)
-        out = out.unflatten(1, q.shape[1:3]).unflatten(0, (n, num_heads)).transpose(1, 2).flatten(2, 3)
-        return out[self._which, self._ahead]  # type: ignore[no-any-return]
-
-    def _mask(self, window: int, q: Tensor, num_heads: int) -> Tensor:
-        """Padding may attend to anything."""
-        if window not in self._masks:
-            at = self._at.new_zeros(self._shape)
-            at[self._which, self._ahead] = self._at
-            mask = _hidden(at, self.longest, window, q)  # [n, m, longest]
-            mask = mask[:, None, :, None].expand(-1, num_heads, -1, q.shape[2], -1)
-            self._masks[window] = mask.flatten(2, 3).flatten(0, 1)
-        return self._masks[window]
-
-
-def _hidden(at: Tensor, longest: int, window: int, like: Tensor) -> Tensor:
-    """Mask `[*at, longest]`: -inf after position `at` and before its window."""
-    ago = at[..., None] - torch.arange(longest, device=at.device)
-    hidden = (ago < 0) | (ago >= window) if window else ago < 0
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        mask = self._mask(window, keys, num_heads, q.shape[2])
+        out = _weigh(q.flatten(1, 2), keys, values, mask, scale).unflatten(1, q.shape[1:3])
+        out = out.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2, 3)
+        return out[self._rows, self._ahead]  # type: ignore[no-any-return]
 
 
 def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -278,8 +255,7 @@ class RowStore:
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
         """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
         self._staging.reserve(STAGING_ROWS, max(c.end for c in chunks))
-        plan = PrefillPlan(self._staging, chunks, self._policy.device)
-        return forward(self._policy, chunks, plan.positions, plan)
+        return forward(self._policy, chunks, PrefillPlan(self._staging, chunks, self._policy.device))
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """Give the next `count` rows the prompt's cache."""
@@ -325,11 +301,10 @@ class RowStore:
         if row != last:
             self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
 
-    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
-        """Compute the cache of all rows again, with `known` experts, `budget` tokens at a time."""
-        for chunks in batches(sequences, known, budget):
-            plan = PrefillPlan(self._arena, chunks, self._policy.device)
-            forward(self._policy, chunks, plan.positions, plan)
+    def recompute(self, rows: Rows, budget: int) -> None:
+        """Compute the cache of all rows again, with their experts, `budget` tokens at a time."""
+        for chunks in batches(rows, budget):
+            forward(self._policy, chunks, PrefillPlan(self._arena, chunks, self._policy.device))
 
     def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
         self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
@@ -341,23 +316,22 @@ class RowStore:
         return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
 
 
-def batches(sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> Iterator[list[Chunk]]:
-    """The whole sequence of each row, in batches of about `budget` tokens."""
+def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
+    """What is in the cache of each row, in batches of about `budget` tokens."""
     batch: list[Chunk] = []
-    for row, (sequence, routes) in enumerate(zip(sequences, known, strict=True)):
-        batch.append(Chunk(row, 0, len(sequence), sequence, routes))
-        if sum(c.end for c in batch) >= budget or row == len(sequences) - 1:
+    for row in range(len(rows)):
+        sequence = rows.sequence(row)[:-1]
+        batch.append(Chunk(row, 0, len(sequence), sequence, rows.routes(row)))
+        if sum(c.end for c in batch) >= budget or row == len(rows) - 1:
             yield batch
             batch = []
 
 
-def forward(
-    policy: Policy, chunks: Sequence[Chunk], positions: Tensor, plan: AttentionPlan
-) -> tuple[Tensor, RouteArray]:
+def forward(policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | PagedPass) -> tuple[Tensor, RouteArray]:
     """The hidden state of each chunk's last token, and the experts of all tokens."""
     tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
     routes = known_routes(policy, chunks)
-    hidden = policy.hidden(_to(policy, tokens), positions, plan, routes)
+    hidden = policy.hidden(_to(policy, tokens), plan.positions, plan, routes)
     last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
     return last, policy.routers.to_host(routes, len(tokens))
 
