@@ -318,14 +318,15 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs `[N]` of `chosen_N` under softmax(hidden · weightᵀ / temperature).
 
-    Over `support` and over all tokens; without a support the two are one tensor.
+    Over `support` and over all tokens; without a support the two are one tensor. The head is
+    applied to a chunk of tokens at a time, and again in the backward pass: there is never a float32
+    tensor of [N, V].
     """
     given: tuple[Any, ...] = hidden_NE, weight_VE, chosen_N, temperature, support
     if hidden_NE.is_cuda and kernels.AVAILABLE:
         found = _FusedLogprobs.apply(*given)  # type: ignore[no-untyped-call]
     else:
-        chunk = max(1, CHUNK_ELEMENTS // weight_VE.shape[0])
-        found = _ChosenLogprobs.apply(*given, chunk, linear)  # type: ignore[no-untyped-call]
+        found = _ChosenLogprobs.apply(*given, linear)  # type: ignore[no-untyped-call]
     return found[0], found[-1]
 
 
@@ -342,11 +343,10 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(hidden, weight, chosen)
-        ctx.rest = temperature, support, chunk, linear = rest
+        ctx.rest = temperature, support, linear = rest
         precise = torch.promote_types(hidden.dtype, torch.float32)
         found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
-        for start in range(0, len(chosen), chunk):
-            rows = slice(start, start + chunk)
+        for rows in _row_chunks(hidden, weight, support):
             kinds = _chunk_logprobs(linear(hidden[rows], weight), temperature, support, rows)
             for row, logprobs in zip(found, kinds, strict=True):
                 row[rows] = logprobs.gather(1, chosen[rows, None]).squeeze(1)
@@ -355,11 +355,10 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, chosen = ctx.saved_tensors
-        temperature, support, chunk, _ = ctx.rest
+        temperature, support, _ = ctx.rest
         precise = torch.promote_types(weight.dtype, torch.float32)  # for a sum of chunks
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
-        for start in range(0, len(chosen), chunk):
-            rows = slice(start, start + chunk)
+        for rows in _row_chunks(hidden, weight, support):
             pulls = grad[:, rows] / temperature
             # d log p[chosen] / d logits = onehot(chosen) - softmax
             kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
@@ -372,7 +371,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(of_logits.t(), hidden[rows])
             else:
                 grad_weight += of_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -385,10 +384,10 @@ class _FusedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Support | None
     ) -> Tensor:
-        temperatures = torch.full(chosen.shape, temperature, dtype=torch.float32, device=hidden.device)
-        found = torch.empty(1 if support is None else 2, len(chosen), dtype=torch.float32, device=hidden.device)
+        temperatures = hidden.new_full(chosen.shape, temperature, dtype=torch.float32)
+        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=torch.float32)
         log_sums = torch.empty_like(found)
-        chunks = _row_chunks(hidden, weight, 16 if support is None else 64)
+        chunks = _row_chunks(hidden, weight, support)
         logits = None
         for rows in chunks:
             logits = F.linear(hidden[rows], weight)
@@ -403,7 +402,7 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for rows in _row_chunks(hidden, weight, 16 if ctx.support is None else 64):
+        for rows in _row_chunks(hidden, weight, ctx.support):
             logits = kept if kept is not None else F.linear(hidden[rows], weight)
             of_logits = None
             for kind, values in enumerate(_over_support_and_all(logits, ctx.support, rows)):
@@ -428,8 +427,12 @@ def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) 
     return [logits.masked_fill(forbidden, float("-inf")), logits]
 
 
-def _row_chunks(hidden: Tensor, weight: Tensor, share: int) -> list[slice]:
-    """Rows whose logits take at most 1/`share` of the GPU's memory."""
-    most_bytes = torch.cuda.get_device_properties(hidden.device).total_memory // share
-    size = max(1, most_bytes // (len(weight) * weight.element_size()))
+def _row_chunks(hidden: Tensor, weight: Tensor, support: Support | None) -> list[slice]:
+    """Rows whose logits have CHUNK_ELEMENTS, or with our kernels take a share of the GPU's memory."""
+    size = CHUNK_ELEMENTS // len(weight)
+    if hidden.is_cuda and kernels.AVAILABLE:
+        memory_bytes = torch.cuda.get_device_properties(hidden.device).total_memory
+        most_bytes = memory_bytes // (16 if support is None else 64)
+        size = most_bytes // (len(weight) * weight.element_size())
+    size = max(1, size)
     return [slice(start, start + size) for start in range(0, len(hidden), size)]

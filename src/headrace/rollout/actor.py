@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class _Pending:
     future: asyncio.Future[Trajectory]
 
 
+@dataclass(eq=False)
 class RolloutActor:
     """Drives the engine and turns its generations into trajectories.
 
@@ -34,23 +35,17 @@ class RolloutActor:
     `on_begun(serial, version)` is called when a group's first token is sampled.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        device: Device,
-        *,
-        seed: int,
-        clock: Callable[[], float],
-        span: Callable[[str], AbstractContextManager[None]],
-        on_sampled: Callable[[int], None],
-        on_begun: Callable[[int, int], None],
-    ) -> None:
-        self.engine = engine
-        self._device, self._seed, self._clock, self._span = device, seed, clock, span
-        self._on_sampled, self._on_begun = on_sampled, on_begun
-        self._pending: dict[str, _Pending] = {}
-        self._work = asyncio.Event()
-        self._booked = 0
+    engine: Engine
+    device: Device
+    _: KW_ONLY
+    seed: int
+    clock: Callable[[], float]
+    span: Callable[[str], AbstractContextManager[None]]
+    on_sampled: Callable[[int], None]
+    on_begun: Callable[[int, int], None]
+    _pending: dict[str, _Pending] = field(default_factory=dict, init=False)
+    _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _booked: int = field(default=0, init=False)
 
     def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
         """Queue a request per entry of `order.samplings`; returns a future trajectory for each.
@@ -66,7 +61,7 @@ class RolloutActor:
                 f"(rollout.max_new_tokens): more than the model's context of {max_context}; "
                 "lower rollout.max_new_tokens or prompts.max_tokens"
             )
-        now_s, requests, futures = self._clock(), [], []
+        now_s, requests, futures = self.clock(), [], []
         for i, (index, sampling) in enumerate(zip(order.indices, order.samplings, strict=True)):
             id = order.request_id(i)
             future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
@@ -77,7 +72,7 @@ class RolloutActor:
                 continue
             before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
             self._pending[id] = _Pending(order, before, future)
-            seed = request_seed(self._seed, int(order.counted), order.serial, index)
+            seed = request_seed(self.seed, int(order.counted), order.serial, index)
             request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted)
             if known is not None and len(known.token_ids) > len(before.token_ids):
                 self.engine.resume_request(request, known, len(before.token_ids))
@@ -112,13 +107,13 @@ class RolloutActor:
                 await self._work.wait()
                 while self.engine.has_work:
                     counted = any(p.order.counted for p in self._pending.values())
-                    finished = await self._device.run(self._advance, "rollout" if counted else "evaluate")
+                    finished = await self.device.run(self._advance, "rollout" if counted else "evaluate")
                     if fresh_tokens := self.engine.sampled_tokens - self._booked:
-                        self._on_sampled(fresh_tokens)
+                        self.on_sampled(fresh_tokens)
                         self._booked += fresh_tokens
                     for id, version in self.engine.begun():
                         if id in self._pending and (order := self._pending[id].order).counted:
-                            self._on_begun(order.serial, version)
+                            self.on_begun(order.serial, version)
                     for generation in finished:
                         self._deliver(generation)
                 self._work.clear()
@@ -130,7 +125,7 @@ class RolloutActor:
             raise
 
     def _advance(self, stage: str) -> list[Generation]:
-        with self._span(stage):
+        with self.span(stage):
             return self.engine.advance()
 
     def _deliver(self, generation: Generation) -> None:
