@@ -218,10 +218,10 @@ class Engine:
         while self._waiting:
             group = self._waiting[0]
             num_rows = len(self._rows) + reserved + len(group.requests)
-            longest = max(group.longest, self._rows.longest_possible)
+            others = (g.longest for g in self._prefilling)
             room = self._store.has_room(
                 num_rows=num_rows,
-                longest=max([longest, *(g.longest for g in self._prefilling)]),
+                longest=max(group.longest, self._rows.longest_possible, *others),
                 num_prompt=len(group.prompt),
                 num_requests=len(group.requests),
             )

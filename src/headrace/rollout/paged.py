@@ -27,7 +27,7 @@ from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample, sample_cells
+from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample_cells
 from headrace.types import RouteArray
 
 Floats = npt.NDArray[np.float32]
@@ -118,7 +118,6 @@ class PagedStore:
         return self._tables.most_rows(longest)
 
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
-        """Room to start and to grow a little; `longest` does not matter."""
         return self._tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
 
     def open(self, num_prompt: int, num_requests: int) -> int | None:
@@ -144,33 +143,30 @@ class PagedStore:
         return 0
 
     def decode(self, rows: Rows, steps: int) -> Burst:
-        """A burst, or one step where sampling needs the host."""
-        tables = self._tables.table()
-        if rows.plain:
-            noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
-            return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
-        logits, routes = self._decoder.logits(tables, rows.lengths, rows.last_tokens)
-        return sample(logits, rows, 0, routes)
+        which = np.arange(len(rows))
+        return self._run(rows, which, np.zeros_like(which), rows.last_tokens, steps)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Takes the pages that the drafts write to."""
         return self._tables.reach(rows.lengths + drafts.counts + 1)
 
     def verify(self, rows: Rows, drafts: Drafts) -> Burst:
-        """Every token is a row of the graph, with its sequence's pages and its own length.
-
-        A layer writes the keys and values of all rows before it attends, so each token sees its
-        past.
-        """
+        # A layer writes the keys and values of all rows before it attends: a token sees its past.
         which, ahead = drafts.cells
-        tables, lengths = self._tables.table()[which], rows.lengths[which] + ahead
         tokens = drafts.inputs(rows.last_tokens)
+        return accepted(drafts, self._run(rows, which, ahead, tokens, 1))
+
+    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
+        """A burst, or one step where sampling needs the host.
+
+        Each of `tokens` is a row of the graph, with the pages of row `which` and a length of its own.
+        """
+        tables, lengths = self._tables.table()[which], rows.lengths[which] + ahead
         if rows.plain:
-            noise = uniforms(rows.seeds[which], lengths)[None]
-            temperatures = rows.temperatures[which]
-            return accepted(drafts, self._decoder.run(tables, lengths, tokens, temperatures, noise))
+            noise = np.stack([uniforms(rows.seeds[which], lengths + k) for k in range(steps)])
+            return self._decoder.run(tables, lengths, tokens, rows.temperatures[which], noise)
         logits, routes = self._decoder.logits(tables, lengths, tokens)
-        return accepted(drafts, sample_cells(logits, rows, which, ahead, routes))
+        return sample_cells(logits, rows, which, ahead, routes)
 
     def remove(self, row: int, rows: Rows) -> None:
         self._tables.remove(row)
@@ -191,20 +187,19 @@ class GraphDecoder:
 
     def __init__(self, policy: Policy, cache: PagedCache, *, max_rows: int, max_tokens: int) -> None:
         self._policy, self._cache = policy, cache
-        most_pages = -(-(max_tokens + MOST_STEPS) // PAGE)
-        device = policy.device
-        rows = _row_size(max_rows)
-        self.tables = torch.zeros(rows, most_pages, dtype=torch.int32, device=device)
-        self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._temperatures = torch.ones(rows, dtype=torch.float32, device=device)
-        self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64, device=device)
-        self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32, device=device)
-        routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype  # dense: empty
-        self._routes = torch.zeros(MOST_STEPS, rows, *routes_shape, dtype=routes_dtype, device=device)
-        self._logits = torch.zeros(rows, len(policy.head_weight), dtype=policy.dtype, device=device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        rows, most_pages = _row_size(max_rows), -(-(max_tokens + MOST_STEPS) // PAGE)
+        shape, kind = policy.routers.shape, policy.routers.device_dtype  # of a dense model: empty
+        with policy.device:
+            self.tables = torch.zeros(rows, most_pages, dtype=torch.int32)
+            self._lengths = torch.ones(rows, dtype=torch.int32)
+            self._tokens = torch.zeros(rows, dtype=torch.int64)
+            self._temperatures = torch.ones(rows, dtype=torch.float32)
+            self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64)
+            self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64)
+            self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32)
+            self._routes = torch.zeros(MOST_STEPS, rows, *shape, dtype=kind)
+            self._logits = torch.zeros(rows, len(policy.head_weight), dtype=policy.dtype)
+            self._step = torch.zeros(1, dtype=torch.int64)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 

@@ -268,10 +268,8 @@ class Rows:
         return max(range(len(self)), key=lambda row: self._sequences[row].order)
 
     def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
-        """Rows that have decoded for `max_wall_s`, the longest first.
-
-        Only `counted` ones: the score of an evaluation must not depend on the clock.
-        """
+        """Rows that have decoded for `max_wall_s`, the longest first."""
+        # not of an evaluation: its score must not depend on the clock
         decoded_s = np.where(self.counted, now_s - self.states["began_s"], -np.inf)
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
@@ -297,12 +295,10 @@ class Rows:
         return Parked(sequence, whole[start:], routes[:-1], 0.0)
 
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
-        """Append a parked row. `routes` are of all its tokens, the newest included.
-
-        The time that it was parked does not count towards `max_wall_s`.
-        """
+        """Append a parked row. `routes` are of all its tokens, the newest included."""
         row, count, sequence = len(self), len(parked.sampled), parked.sequence
-        self.add(sequence.prompt, [parked.request], now_s - parked.decoded_s, sequence.routes)
+        began_s = now_s - parked.decoded_s  # without the time that it was parked
+        self.add(sequence.prompt, [parked.request], began_s, sequence.routes)
         self._sequences[row] = sequence
         if count > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))

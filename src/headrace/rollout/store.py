@@ -43,25 +43,23 @@ GROWTH_TOKENS = 64  # rows of cache get longer by this many at least
 class Arena:
     """Keys and values of every layer. Rows and length grow as the running sequences need."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, budget_tokens: int) -> None:
+        self._budget_tokens = budget_tokens
         self._granule_tokens = exact_cpu.TILE if policy.exact else 8  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
         self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
         self.values = [empty(0, policy.num_kv_heads, 0, policy.value_size)] * policy.num_layers
 
-    def reserve(self, num_rows: int, num_tokens: int, *, most_tokens: int = 0, budget_tokens: int = 2**62) -> None:
-        """Make room for `num_rows` of `num_tokens`; no row in use will exceed `most_tokens`.
-
-        Rows and length that only earlier sequences needed are freed if `budget_tokens` is exceeded.
-        """
+    def reserve(self, num_rows: int, num_tokens: int, most_tokens: int = 0) -> None:
+        """Make room for `num_rows` of `num_tokens`; no row in use will exceed `most_tokens`."""
         if num_rows <= self.num_rows and num_tokens <= self.capacity:
             return
         most_tokens = max(num_tokens, most_tokens)
         rows, capacity = max(num_rows, self.num_rows), self.capacity
         if num_tokens > capacity:
             capacity = self._in_granules(min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS)))
-        if rows * capacity > budget_tokens:
+        if rows * capacity > self._budget_tokens:  # free what only earlier sequences needed
             rows, capacity = num_rows, min(capacity, self._in_granules(most_tokens))
         kept_rows, kept_tokens = min(rows, self.num_rows), min(capacity, self.capacity)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -111,14 +109,9 @@ class PrefillPlan:
             mask = None
             if c.start or (window and c.end > window):
                 mask = visible(torch.arange(c.start, c.end, device=q.device), c.end, window)
+            q, k, v = q.transpose(0, 1), keys[..., : c.end].transpose(1, 2), values[:, : c.end]
             out = F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None],
-                keys[None, ..., : c.end].transpose(2, 3),
-                values[None, :, : c.end],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=True,
+                q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
@@ -237,7 +230,7 @@ class RowStore:
 
     def __init__(self, policy: Policy, kv_tokens: int) -> None:
         self._policy, self._kv_tokens = policy, kv_tokens
-        self._arena, self._staging = Arena(policy), Arena(policy)
+        self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
         self._free = list(range(STAGING_ROWS))
 
     def most_rows(self, longest: int) -> int:
@@ -260,7 +253,7 @@ class RowStore:
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """Give the next `count` rows the prompt's cache."""
         first = len(rows)
-        self._reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
+        self._arena.reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
         self._arena.copy(self._staging, place, first, first + count, num_prompt)
 
     def close(self, place: int) -> None:
@@ -273,7 +266,7 @@ class RowStore:
     def decode(self, rows: Rows, steps: int) -> Burst:
         positions = rows.lengths - 1  # the newest token is not in the cache yet
         longest = int(positions.max()) + 1
-        self._reserve(len(rows), longest, rows.longest_possible)
+        self._arena.reserve(len(rows), longest, rows.longest_possible)
         equal = longest == int(positions.min()) + 1
         plan = DecodePlan(self._arena, _to(self._policy, positions), longest, equal)
         logits, routes = self._step(rows.last_tokens, plan)
@@ -288,7 +281,7 @@ class RowStore:
         which, ahead = drafts.cells
         positions = rows.lengths[which] - 1 + ahead
         longest = int(positions.max()) + 1
-        self._reserve(len(rows), longest, rows.longest_possible)
+        self._arena.reserve(len(rows), longest, rows.longest_possible)
         at_T, which_T, ahead_T = (_to(self._policy, x) for x in (positions, which, ahead))
         shape = len(rows), drafts.width
         plan = VerifyPlan(self._arena, at_T, which_T, ahead_T, shape, longest)
@@ -306,10 +299,7 @@ class RowStore:
         for chunks in batches(rows, budget):
             forward(self._policy, chunks, PrefillPlan(self._arena, chunks, self._policy.device))
 
-    def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
-        self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
-
-    def _step(self, tokens: Ints, plan: DecodePlan | VerifyPlan) -> tuple[Tensor, RouteArray]:
+    def _step(self, tokens: Ints, plan: DecodePlan) -> tuple[Tensor, RouteArray]:
         """Logits `[T, V]` after `tokens [T]`, and the experts of these."""
         routes = Routes()
         hidden = self._policy.hidden(_to(self._policy, tokens), plan.positions, plan, routes)
@@ -340,16 +330,13 @@ def known_routes(policy: Policy, chunks: Sequence[Chunk]) -> Routes:
     """Routes of a pass over `chunks`: tokens with known experts keep them."""
     if all(c.known is None for c in chunks):
         return Routes()
-    routers, ends = policy.routers, np.cumsum([c.size for c in chunks])
-    forced = np.zeros((ends[-1], *routers.shape), routers.dtype)
-    is_known = np.zeros(ends[-1], np.bool_)
-    for c, end in zip(chunks, ends, strict=True):
-        if c.known is not None:
-            start, part = end - c.size, c.known[c.start : c.end]
-            forced[start : start + len(part)] = part
-            is_known[start : start + len(part)] = True
+    num_known = [0 if c.known is None else len(c.known) for c in chunks]
+    spans = zip(chunks, num_known, strict=True)
+    is_known = np.concatenate([np.arange(c.start, c.end) < count for c, count in spans])
+    forced = np.zeros((len(is_known), *policy.routers.shape), policy.routers.dtype)
+    forced[is_known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
     is_known_T = torch.from_numpy(is_known).to(policy.device)
-    return Routes(routers.to_device(forced, policy.device), is_known_T)
+    return Routes(policy.routers.to_device(forced, policy.device), is_known_T)
 
 
 def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = None) -> Burst:
@@ -359,10 +346,8 @@ def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = N
 
 
 def sample_cells(logits: Tensor, rows: Rows, which: Ints, ahead: Ints, routes: RouteArray | None) -> Burst:
-    """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end.
-
-    The noise depends on the position: a token sampled ahead is the one that would be sampled later.
-    """
+    """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end."""
+    # noise depends on the position: a token sampled ahead is the one that would be sampled later
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
     samplings = [rows.samplings[row] for row in which.tolist()]
     outcome = draw(logits, samplings, noise)
@@ -388,16 +373,12 @@ def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.o
 
 
 def accepted(drafts: Drafts, drawn: Burst) -> Burst:
-    """What each row sampled, up to and including the first token that differs from its draft.
-
-    That one is right, because all before it is; so every row gets at least one token.
-    """
+    """What each row sampled, up to and including the first token that differs from its draft."""
     which, ahead = drafts.cells
-    counts = drafts.num_accepted(drawn.tokens[0]) + 1
-    most = int(counts.max())
+    counts = drafts.num_accepted(drawn.tokens[0]) + 1  # the first that differs follows right tokens
     cells = np.zeros((drafts.width, len(counts)), np.int64)
     cells[ahead, which] = np.arange(len(which))
-    cells = cells[:most]
+    cells = cells[: counts.max()]
     supports = None if drawn.supports is None else drawn.supports[0][cells]
     routes = None if drawn.routes is None else drawn.routes[0][cells]
     return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, supports, routes)
