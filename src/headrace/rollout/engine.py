@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -51,33 +51,29 @@ class _PromptGroup:
         return len(self.aborted) == len(self.requests)
 
 
+@dataclass(eq=False)
 class Engine:
     """Continuous batching on one device."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        max_running: int,
-        prefill_tokens: int,
-        kv_tokens: int,
-        on_update: str,
-        max_wall_s: float = 0.0,
-        on_wall: str = "cut",
-        speculate: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.policy = policy
+    policy: Policy
+    _: KW_ONLY
+    max_running: int
+    prefill_tokens: int
+    kv_tokens: int
+    on_update: str
+    max_wall_s: float = 0.0
+    on_wall: str = "cut"
+    speculate: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        policy, speculate = self.policy, self.speculate
         self.version = 0
         self.sampled_tokens = 0  # in total, of requests that are `counted`
         self.computed_tokens = 0  # prompts and answers in total: progress
-        self.prefill_tokens = prefill_tokens
         self.preemptions = 0  # sequences preempted because the cache was full
         self.parks = 0  # sequences preempted at `max_wall_s`
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
-        self._on_update, self._clock = on_update, clock
-        self._max_wall_s, self._on_wall = max_wall_s, on_wall
-        self._max_running, self._kv_tokens = max_running, kv_tokens
         self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
@@ -86,7 +82,7 @@ class Engine:
             )
         self._drafter: Drafter | None = None
         if speculate:
-            self._drafter = Drafter(speculate, max_running=max_running, device=policy.device.type)
+            self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
         self._rows = Rows(policy.routers.shape, policy.routers.dtype)
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
@@ -143,7 +139,7 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
         budget = self.prefill_tokens
-        if self._max_wall_s:
+        if self.max_wall_s:
             self._enforce_max_wall_s()
         self._admit()
         while self._prefilling and budget:
@@ -158,7 +154,7 @@ class Engine:
         for group in self._prefilling:
             group.done = 0  # its spans name one version: the cache must be of that version
             group.routes.clear()
-        if self._on_update == "recompute":
+        if self.on_update == "recompute":
             self._store.recompute(self._rows, self.prefill_tokens)
 
     @torch.inference_mode()
@@ -186,7 +182,7 @@ class Engine:
 
     def under_way(self) -> dict[str, Generation]:
         """What each running or preempted request has sampled so far, by id; its finish is ABORT."""
-        now_s = self._clock()
+        now_s = self.clock()
         running = [self._rows.park(row, now_s) for row in range(len(self._rows))]
         waiting = [group.parked for group in self._waiting if group.parked is not None]
         return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in (*running, *waiting)}
@@ -196,19 +192,18 @@ class Engine:
     @property
     def _store(self) -> Store:
         """The KV cache; allocated again when it is needed after `release_cache`."""
-        if self._held is None:
-            self._held = self._make_store()
+        self._held = self._held or self._make_store()
         return self._held
 
     def _make_store(self) -> Store:
         if self.policy.device.type == "cuda":
-            return PagedStore(self.policy, self._kv_tokens, self._max_running)
-        return RowStore(self.policy, self._kv_tokens)
+            return PagedStore(self.policy, self.kv_tokens, self.max_running)
+        return RowStore(self.policy, self.kv_tokens)
 
     def _split(self, prompt: IntArray, requests: list[Request]) -> None:
         """Queue the requests in groups that can run at the same time."""
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
-        at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
+        at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
         for start in range(0, len(requests), at_once):
             self._waiting.append(_PromptGroup(prompt, requests[start : start + at_once], longest))
 
@@ -226,7 +221,7 @@ class Engine:
                 num_requests=len(group.requests),
             )
             alone = not len(self._rows) and not self._prefilling
-            if not (num_rows <= self._max_running and room) and not alone:
+            if not (num_rows <= self.max_running and room) and not alone:
                 return True
             place = self._store.open(len(group.prompt), len(group.requests))
             if place is None:
@@ -258,10 +253,7 @@ class Engine:
         return budget - left
 
     def _start(self, complete: list[tuple[_PromptGroup, int]], last_hidden: torch.Tensor) -> None:
-        """Give each request a row with its prompt's cache, and sample its next token.
-
-        Each group comes with the index of its prompt's end in `last_hidden`.
-        """
+        """Sample a token for each request; groups come with their prompts' index in `last_hidden`."""
         first, ends = len(self._rows), []
         for group, end in complete:
             requests = [r for r in group.requests if r.id not in group.aborted]
@@ -270,9 +262,9 @@ class Engine:
                 self._store.fork(group.place, self._rows, len(requests), num_prompt, group.longest)
                 routes = np.concatenate(group.routes)
                 if group.parked is not None:
-                    self._rows.resume(group.parked, self._clock(), routes)
+                    self._rows.resume(group.parked, self.clock(), routes)
                 else:
-                    self._rows.add(group.prompt, requests, self._clock(), routes)
+                    self._rows.add(group.prompt, requests, self.clock(), routes)
                     self._begun.extend((r.id, self.version) for r in requests)
                     if self._drafter is not None:
                         self._drafter.read(group.prompt)
@@ -315,8 +307,8 @@ class Engine:
         The most overdue is parked first. Parked ones queue behind the others, and then decode for
         up to `max_wall_s` again.
         """
-        overdue = partial(self._rows.overdue, self._clock(), self._max_wall_s)
-        if self._on_wall == "cut":
+        overdue = partial(self._rows.overdue, self.clock(), self.max_wall_s)
+        if self.on_wall == "cut":
             for row in sorted(overdue(), reverse=True):
                 self._finish(row, FinishReason.WALL)
             return
@@ -355,11 +347,11 @@ class Engine:
             self._finish(row, finish)
 
     def _finish(self, row: int, finish: FinishReason) -> None:
-        self._finished.append(self._remove(row).generation(finish, self._clock()))
+        self._finished.append(self._remove(row).generation(finish, self.clock()))
 
     def _remove(self, row: int) -> Parked:
         """Remove a row, and return what it was; the last row moves into its place."""
-        parked = self._rows.park(row, self._clock())
+        parked = self._rows.park(row, self.clock())
         self._store.remove(row, self._rows)
         self._rows.remove(row)
         return parked
@@ -373,7 +365,7 @@ class Engine:
             for request in group.requests:
                 if request.id in ids and request.id not in group.aborted:
                     group.aborted.add(request.id)
-                    now_s, finish = self._clock(), FinishReason.ABORT
+                    now_s, finish = self.clock(), FinishReason.ABORT
                     nothing = Generation(id=request.id, finish=finish, started_s=now_s, finished_s=now_s)
                     parked = group.parked
                     self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
@@ -384,14 +376,11 @@ class Engine:
 
 
 def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:
-    """Tokens that the KV cache may hold: `kv_tokens`, or if that is 0 what fits into 2 GiB.
-
-    On a GPU it is half of the free memory, less `reserved_bytes` for the learner's state.
-    """
+    """Tokens that the KV cache may hold: `kv_tokens`, or if that is 0 what fits into 2 GiB."""
     if kv_tokens:
         return kv_tokens
     usable = 2 * 2**30
-    if policy.device.type == "cuda":
+    if policy.device.type == "cuda":  # half of what the learner's state, `reserved_bytes`, leaves
         usable = max(0, torch.cuda.mem_get_info(policy.device)[0] - reserved_bytes) // 2
     return int(usable // kv_bytes_per_token(policy))
 

@@ -59,35 +59,6 @@ class PagedPass:
         return self._attention(q_THD.contiguous(), keys, values, scale=scale, window=window)
 
 
-def decode_pass(cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> PagedPass:
-    """One new token for each row of a graph."""
-    positions = lengths.long() - 1
-    pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
-    attention = partial(decode_attention, tables=tables, lengths_n=lengths, longest=longest)
-    return PagedPass(cache, positions, pages * PAGE + positions % PAGE, attention)
-
-
-def prefill_pass(
-    cache: PagedCache, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]], tokens_per_block: int
-) -> PagedPass:
-    """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
-    device = cache.keys[0].device
-    padded = np.zeros((len(pages), max(map(len, pages))), np.int32)
-    for row, held in zip(padded, pages, strict=True):
-        row[: len(held)] = held
-    at = [np.arange(c.start, c.end) for c in chunks]
-    slots = [row[part // PAGE].astype(np.int64) * PAGE + part % PAGE for part, row in zip(at, padded, strict=True)]
-    positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
-    starts, ends = [c.start for c in chunks], [c.end for c in chunks]
-    blocks = Blocks.of(starts, ends, range(len(chunks)), tokens_per_block, device)
-    tables = torch.from_numpy(padded).to(device)
-
-    def attention(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int) -> Tensor:
-        return block_attention(q, keys, values, tables, blocks, scale=scale, window=window)[0]
-
-    return PagedPass(cache, positions_T, slots_T, attention)
-
-
 class PagedCache:
     """Keys and values of every layer, in pages."""
 
@@ -96,10 +67,6 @@ class PagedCache:
         empty = torch.empty(0, dtype=policy.dtype, device=policy.device)
         self.keys = [empty.new_zeros(shape) for _ in range(policy.num_layers)]
         self.values = [empty.new_zeros(shape) for _ in range(policy.num_layers)]
-
-    def copy_page(self, source: int, targets: list[int]) -> None:
-        for cache in (*self.keys, *self.values):
-            cache[targets] = cache[source].clone()
 
 
 class PagedStore:
@@ -129,8 +96,8 @@ class PagedStore:
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """The rows share the prompt's full pages; each gets its own copy of the last one."""
         source, targets = self._tables.fork(place, count, num_prompt)
-        if targets:
-            self._cache.copy_page(source, targets)
+        for cache in (*self._cache.keys, *self._cache.values) if targets else ():
+            cache[targets] = cache[source].clone()
 
     def close(self, place: int) -> None:
         self._tables.close(place)
@@ -177,9 +144,23 @@ class PagedStore:
             self._forward(chunks, [self._tables.rows[c.row] for c in chunks])
 
     def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
-        policy = self._policy
+        """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+        policy, device = self._policy, self._policy.device
+        padded = np.zeros((len(pages), max(map(len, pages))), np.int32)
+        for row, held in zip(padded, pages, strict=True):
+            row[: len(held)] = held
+        at = [np.arange(c.start, c.end) for c in chunks]
+        slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, padded, strict=True)]
+        positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
+        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
-        return forward(policy, chunks, prefill_pass(self._cache, chunks, pages, per_block))
+        blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
+        tables = torch.from_numpy(padded).to(device)
+
+        def attention(*qkv: Tensor, **how: Any) -> Tensor:
+            return block_attention(*qkv, tables, blocks, **how)[0]
+
+        return forward(policy, chunks, PagedPass(self._cache, positions_T, slots_T, attention))
 
 
 class GraphDecoder:
@@ -256,8 +237,12 @@ class GraphDecoder:
 
     def _advance(self, rows: int, segments: int) -> None:
         """One decode step of the first `rows`, entirely on the GPU."""
-        plan = decode_pass(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
-        routes = Routes()
+        tables, lengths, routes = self.tables[:rows], self._lengths[:rows], Routes()
+        positions = lengths.long() - 1
+        pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
+        longest = segments * SEGMENT
+        attention = partial(decode_attention, tables=tables, lengths_n=lengths, longest=longest)
+        plan = PagedPass(self._cache, positions, pages * PAGE + positions % PAGE, attention)
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
         if (chosen := routes.chosen) is not None:
             self._routes[:, :rows].index_copy_(0, self._step, chosen[None])

@@ -320,23 +320,18 @@ def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
 def forward(policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | PagedPass) -> tuple[Tensor, RouteArray]:
     """The hidden state of each chunk's last token, and the experts of all tokens."""
     tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
-    routes = known_routes(policy, chunks)
+    routes = Routes()
+    if any(c.known is not None for c in chunks):  # these tokens keep their experts
+        num_known = [0 if c.known is None else len(c.known) for c in chunks]
+        spans = zip(chunks, num_known, strict=True)
+        known = np.concatenate([np.arange(c.start, c.end) < count for c, count in spans])
+        forced = np.zeros((len(known), *policy.routers.shape), policy.routers.dtype)
+        forced[known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
+        forced_T = policy.routers.to_device(forced, policy.device)
+        routes = Routes(forced_T, torch.from_numpy(known).to(policy.device))
     hidden = policy.hidden(_to(policy, tokens), plan.positions, plan, routes)
     last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
     return last, policy.routers.to_host(routes, len(tokens))
-
-
-def known_routes(policy: Policy, chunks: Sequence[Chunk]) -> Routes:
-    """Routes of a pass over `chunks`: tokens with known experts keep them."""
-    if all(c.known is None for c in chunks):
-        return Routes()
-    num_known = [0 if c.known is None else len(c.known) for c in chunks]
-    spans = zip(chunks, num_known, strict=True)
-    is_known = np.concatenate([np.arange(c.start, c.end) < count for c, count in spans])
-    forced = np.zeros((len(is_known), *policy.routers.shape), policy.routers.dtype)
-    forced[is_known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
-    is_known_T = torch.from_numpy(is_known).to(policy.device)
-    return Routes(policy.routers.to_device(forced, policy.device), is_known_T)
 
 
 def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = None) -> Burst:
