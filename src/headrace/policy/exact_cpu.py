@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
-from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle, unseen
+from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle, call, unseen
 from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
@@ -33,16 +32,6 @@ MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have mor
 GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
 POSITIONS = 1024  # whose angles are computed at once
-
-
-_NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in place of autograd's
-
-
-def _call(function: Any, *args: Any) -> Tensor:
-    """Without a backward pass the forward alone: `apply` costs more than a small GEMM."""
-    if torch.is_grad_enabled():
-        return function.apply(*args)  # type: ignore[no-any-return]
-    return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
 
 
 class _ExactRotate(Rotate):
@@ -58,34 +47,28 @@ class _ExactGated(Gated):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _silu(gate).mul_(up)
+        flat, start = gate.reshape(-1), 0
+        out = torch.empty_like(flat)
+        for end in _loops(len(flat), torch.get_num_threads()):
+            torch.ops.aten.silu.out(flat[start:end], out=out[start:end])
+            start = end
+        if rest := len(flat) - start:
+            out[start:] = F.silu(F.pad(flat[start:], (0, LANES - rest)))[:rest]
+        return out.view(gate.shape).mul_(up)
 
 
-rms_norm, rotate, gated = partial(_call, RmsNorm), partial(_call, _ExactRotate), partial(_call, _ExactGated)
+rms_norm, rotate, gated = partial(call, RmsNorm), partial(call, _ExactRotate), partial(call, _ExactGated)
 
 
 class ExactFunctions(TorchFunctionMode):
     """Inside, routers and experts of `transformers` compute with the functions of this file."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return linear(*args, **(kwargs or {}))
         if func is F.silu:
             return gated(args[0], torch.ones_like(args[0]))
         return func(*args, **(kwargs or {}))
-
-
-def _silu(x: Tensor) -> Tensor:
-    flat, start = x.reshape(-1), 0
-    out = torch.empty_like(flat)
-    for end in _loops(len(flat), torch.get_num_threads()):
-        torch.ops.aten.silu.out(flat[start:end], out=out[start:end])
-        start = end
-    if rest := len(flat) - start:
-        out[start:] = F.silu(F.pad(flat[start:], (0, LANES - rest)))[:rest]
-    return out.view(x.shape)
 
 
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
@@ -96,40 +79,37 @@ def _loops(num_elements: int, threads: int) -> Iterator[int]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _call(_Linear, x, weight, bias)
+    return call(_Linear, x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _in_blocks(x.contiguous(), weight, bias)
+        x = x.contiguous()
+        columns, width = weight.shape
+        shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
+        most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
+        out = x.new_empty(len(x), columns)
+        start = 0
+        while (left := len(x) - start) >= ROWS:
+            rows = min(most, left // ROWS * ROWS)
+            while not _proven(rows, *shape):
+                rows = rows // 2 // ROWS * ROWS
+            _product(x[start : start + rows], weight, bias, out[start : start + rows])
+            start += rows
+        if left:
+            rows = next(rows for rows in (2, 4, 8, ROWS) if rows >= left and _proven(rows, *shape))
+            last = x.new_empty(rows, columns)
+            _product(F.pad(x[start:], (0, 0, 0, rows - left)), weight, bias, last)
+            out[start:] = last[:left]
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
         of_x, of_weight = grad @ weight if wanted[0] else None, grad.t() @ x if wanted[1] else None
         return of_x, of_weight, grad.sum(0) if wanted[2] else None
-
-
-def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    columns, width = weight.shape
-    shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
-    most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
-    out = x.new_empty(len(x), columns)
-    start = 0
-    while (left := len(x) - start) >= ROWS:
-        rows = min(most, left // ROWS * ROWS)
-        while not _proven(rows, *shape):
-            rows = rows // 2 // ROWS * ROWS
-        _product(x[start : start + rows], weight, bias, out[start : start + rows])
-        start += rows
-    if left:
-        rows = next(rows for rows in (2, 4, 8, ROWS) if rows >= left and _proven(rows, *shape))
-        last = x.new_empty(rows, columns)
-        _product(F.pad(x[start:], (0, 0, 0, rows - left)), weight, bias, last)
-        out[start:] = last[:left]
-    return out
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -141,10 +121,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 @cache
 def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Whether a GEMM of `rows` rows gives the bits of one of ROWS rows, tried once on this machine.
-
-    For ROWS itself: raises if a row's bits depend on its place among the ROWS.
-    """
+    """Whether a GEMM of `rows` rows gives the bits of one of ROWS rows, tried once on this machine."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         x = torch.randn(max(rows, ROWS), width, generator=generator, dtype=dtype)
@@ -162,6 +139,7 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
         expected = product(x, ROWS)
         if rows != ROWS:
             return torch.equal(product(x, rows), expected)
+        # a row's bits must not depend on its place among the ROWS either
         if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
             raise ModelError(
                 f"model.exact = true: this machine multiplies the rows of a [{ROWS}, {width}] by [{width}, "
@@ -171,11 +149,8 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
 
 
 def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int = 0) -> Tensor:
-    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf for what is masked.
-
-    The rows of queries are padded to a `multiple` of these, by default the proven one.
-    """
-    rows = q_BRD.shape[1]
+    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf for what is masked."""
+    rows = q_BRD.shape[1]  # padded to a `multiple`, by default the proven one
     fill = -rows % (multiple or _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads()))
     q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
     scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
@@ -259,14 +234,11 @@ class RectangleAttention(torch.autograd.Function):
 class ExactBody(FamilyBody):
     """The decoder with the functions of this file."""
 
-    _rotate, _gated = staticmethod(rotate), staticmethod(gated)
+    _rotate, _gated, _rms_norm = staticmethod(rotate), staticmethod(gated), staticmethod(rms_norm)
     _exact_angles = torch.empty(2, 0, 0)  # cos and sin of all positions so far, [2, positions, D]
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return linear(x, module.weight, module.bias)
-
-    def _norm(self, module: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, module.weight, module.variance_epsilon)
 
     def _attend(self, plan: ExactPlan, *where: Any) -> Tensor:
         return plan.attend_exact(*where)

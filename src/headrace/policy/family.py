@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,16 @@ FAMILY = {"LlamaModel", "MistralModel", "MixtralModel", "Qwen2Model", "Qwen3Mode
 
 def in_family(body: Any) -> bool:
     return type(body).__name__ in FAMILY and body.config.hidden_act in ("silu", "swish")
+
+
+_NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in place of autograd's
+
+
+def call(function: Any, *args: Any) -> Tensor:
+    """Without a backward pass the forward alone: `apply` costs more than a small GEMM."""
+    if torch.is_grad_enabled():
+        return function.apply(*args)  # type: ignore[no-any-return]
+    return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -64,13 +75,6 @@ class RmsNorm(torch.autograd.Function):
         return of_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """RoPE. Both halves of `cos` hold the same angles, and so do those of `sin`."""
-    if torch.is_grad_enabled():
-        return Rotate.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call, no-any-return]
-    return _turn(x_THD, cos_T1D, sin_T1D, 1)
-
-
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
     turned = x * cos
@@ -80,7 +84,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """RoPE; its backward is the rotation the other way."""
+    """RoPE of `[T, H, D]`; its backward is the rotation the other way.
+
+    Both halves of `cos [T, 1, D]` hold the same angles, and so do those of `sin`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -91,6 +98,9 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, sin, -1), None, None
+
+
+rotate = partial(call, Rotate)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -191,13 +201,13 @@ class FamilyBody:
         return x + linear(mlp.down_proj, self._gated(linear(mlp.gate_proj, h), linear(mlp.up_proj, h)))
 
     # the arithmetic of a layer, for ExactBody to replace
-    _rotate, _gated = staticmethod(rotate), staticmethod(gated)
+    _rotate, _gated, _rms_norm = staticmethod(rotate), staticmethod(gated), staticmethod(rms_norm)
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return module(x)  # type: ignore[no-any-return]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, module.weight, module.variance_epsilon)
+        return self._rms_norm(x, module.weight, module.variance_epsilon)
 
     def _attend(self, plan: Any, *where: Any) -> Tensor:
         return plan.attend(*where)  # type: ignore[no-any-return]

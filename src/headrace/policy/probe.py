@@ -86,8 +86,12 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
 
     Returns key/value heads, key size and value size, and what could not be checked.
     """
-    name, ids, positions = type(policy.model).__name__, random_ids(policy, 2, SHORT), _short_positions(policy)
-    placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # not all models take it
+    name, ids = type(policy.model).__name__, random_ids(policy, 2, SHORT)
+    # from 0, and across the original context length of scaled RoPE
+    known = [rope.get("original_max_position_embeddings") or 0 for rope in _ropes(policy)]
+    start = max([0, *(int(n) - SHORT // 2 for n in known if SHORT <= n <= policy.max_context - SHORT)])
+    positions = (torch.arange(SHORT) + torch.tensor([[0], [start]])).to(policy.device)
+    placed = {"position_ids": positions} if start else {}  # not all models take it
     with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
         expected = policy.model(input_ids=ids, use_cache=False, **placed).logits.float().log_softmax(-1)
     plan, routes = _ProbePlan([SHORT] * 2, policy.device), Routes()
@@ -122,7 +126,14 @@ def _check_windows(policy: Policy) -> str:
     name, windows = type(policy.model).__name__, {getattr(policy.config, key, None) for key in WINDOWS}
     most = policy.max_context - BEYOND
     lengths = sorted(w + BEYOND for w in windows if isinstance(w, int) and 0 < w <= most)
-    affordable = [length for length in lengths if _is_affordable(policy, length)]
+    num_weights = sum(p.numel() for p in policy.model.parameters())
+
+    def is_affordable(length: int) -> bool:
+        flop = (2 * num_weights + 4 * policy.num_layers * policy.config.hidden_size * length) * length
+        score_bytes = 10 * policy.num_heads * length**2  # in the model's precision and in float32
+        return flop <= MOST_FLOP[policy.device.type] and score_bytes <= MOST_SCORE_BYTES
+
+    affordable = list(filter(is_affordable, lengths))
     if affordable:
         ids = random_ids(policy, 1, affordable[-1])
         with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
@@ -136,20 +147,6 @@ def _check_windows(policy: Policy) -> str:
         f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace computes it as "
         "transformers does was not checked: a sequence of that length costs too much here"
     )
-
-
-def _is_affordable(policy: Policy, length: int) -> bool:
-    num_weights = sum(p.numel() for p in policy.model.parameters())
-    attention = 4 * policy.num_layers * policy.config.hidden_size * length
-    score_bytes = 10 * policy.num_heads * length**2  # in the model's precision and in float32
-    return (2 * num_weights + attention) * length <= MOST_FLOP[policy.device.type] and score_bytes <= MOST_SCORE_BYTES
-
-
-def _short_positions(policy: Policy) -> Tensor:
-    """[2, SHORT]: from 0, and across the original context length of scaled RoPE."""
-    known = [rope.get("original_max_position_embeddings") or 0 for rope in _ropes(policy)]
-    start = max([0, *(int(n) - SHORT // 2 for n in known if SHORT <= n <= policy.max_context - SHORT)])
-    return (torch.arange(SHORT) + torch.tensor([[0], [start]])).to(policy.device)
 
 
 def _ropes(policy: Policy) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ T tokens in one row, L mixture layers, K experts per token. Nothing here waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -79,11 +79,8 @@ class _Choice(TorchFunctionMode):
             self._open = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func not in TOPK:
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
