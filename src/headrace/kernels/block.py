@@ -190,22 +190,16 @@ class Heads:
 
 
 def rotate_and_store(
-    qkv_TN: Tensor,
-    heads: Heads,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
-    keys_PJTD: Tensor,
-    values_PJTD: Tensor,
-    slots_T: Tensor,
+    qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor
 ) -> Tensor:
-    """QK-norm and RoPE; writes keys and values to `slots_T` of the paged KV cache.
+    """QK-norm and RoPE. Writes keys and values into pages `[P, J, PAGE, D]`; returns the queries.
 
-    A slot is page * PAGE + offset in the page. Returns the queries `[T, H, D]`.
+    `slots_T` are page * PAGE + offset in the page.
     """
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
-    strides = keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)
-    caches, page = (keys_PJTD, values_PJTD), keys_PJTD.shape[2]
-    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, *caches, strides, page)
+    strides = keys.stride(0), keys.stride(2), keys.stride(1)
+    given = qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys, values
+    _launch_rotate(*given, strides, keys.shape[2])
     return queries
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -363,7 +363,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             # d log p[chosen] / d logits = onehot(chosen) - softmax
             kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
             parts = [kind.exp_().mul_(-pull[:, None]) for kind, pull in zip(kinds, pulls, strict=True)]
-            of_logits = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+            of_logits = reduce(Tensor.add_, parts)
             of_logits[torch.arange(len(of_logits), device=chosen.device), chosen[rows]] += pulls.sum(0)
             of_logits = of_logits.to(hidden.dtype)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
@@ -404,12 +404,10 @@ class _FusedLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         for rows in _row_chunks(hidden, weight, ctx.support):
             logits = kept if kept is not None else F.linear(hidden[rows], weight)
-            of_logits = None
-            for kind, values in enumerate(_over_support_and_all(logits, ctx.support, rows)):
-                inputs = (chosen[rows], log_sums[kind, rows], grad[kind, rows].contiguous(), temperatures[rows])
-                part = logits_gradient(values, *inputs)
-                of_logits = part if of_logits is None else of_logits.add_(part)
-            assert of_logits is not None
+            kinds = _over_support_and_all(logits, ctx.support, rows)
+            each = zip(kinds, log_sums[:, rows], grad[:, rows].contiguous(), strict=True)
+            parts = [logits_gradient(x, chosen[rows], *sums_and_grad, temperatures[rows]) for x, *sums_and_grad in each]
+            of_logits = reduce(Tensor.add_, parts)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
             if kept is not None:
                 grad_weight = of_logits.t() @ hidden

@@ -241,7 +241,7 @@ class GraphDecoder:
         positions = lengths.long() - 1
         pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
         longest = segments * SEGMENT
-        attention = partial(decode_attention, tables=tables, lengths_n=lengths, longest=longest)
+        attention = partial(decode_attention, tables=tables, lengths=lengths, longest=longest)
         plan = PagedPass(self._cache, positions, pages * PAGE + positions % PAGE, attention)
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
         if (chosen := routes.chosen) is not None:
