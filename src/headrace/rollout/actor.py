@@ -12,8 +12,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.rows import Generation, Request, make_replay, supports_of
-from headrace.rollout.sampling import request_seed
+from headrace.rollout.rows import Generation, Request, make_replay, request_seed, supports_of
 from headrace.types import FinishReason, Order, Replay, Timing, Trajectory
 
 

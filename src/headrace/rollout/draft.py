@@ -1,6 +1,6 @@
 """N-gram speculative decoding: drafts of the next tokens, verified in one forward pass.
 
-The noise of a token depends on its position (sampling.py), so the token sampled there is a fixed
+The noise of a token depends on its position (`uniforms`), so the token sampled there is a fixed
 function of the logits. A verifying step computes a row's newest token and its draft, samples after
 each of them, and accepts the draft up to the first token that differs. The result is that of
 decoding without drafts, token for token.
@@ -22,8 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from headrace.rollout.rows import CONTEXT, Ints, Keys, Rows, contexts_of, prompt_key
-from headrace.rollout.sampling import MIX
+from headrace.rollout.rows import CONTEXT, MIX, Ints, Keys, Rows, contexts_of, prompt_key
 from headrace.types import IntArray
 
 Tags = npt.NDArray[np.uint32]

@@ -27,8 +27,7 @@ from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
-from headrace.rollout.rows import Burst, Ints, Rows
-from headrace.rollout.sampling import uniforms
+from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample_cells
 from headrace.types import RouteArray
 

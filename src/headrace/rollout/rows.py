@@ -1,4 +1,9 @@
-"""Requests, and the state of the running ones, a row each, in arrays: no Python loop per decode step."""
+"""Requests, and the state of the running ones, a row each, in arrays: no Python loop per decode step.
+
+What a request samples depends only on its seed, its position and its logits, because each token's
+uniform number comes from a counter-based hash (`uniforms`). Order and size of the batch do not
+matter.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ Keys = npt.NDArray[np.uint64]
 Column = TypeVar("Column")
 
 GROWTH_TOKENS = 64
+MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
 
 STATE = np.dtype(  # of a running sequence
@@ -337,6 +343,22 @@ class Rows:
         for row, count in enumerate(self.sampled):
             table[row, :count] = self._table[row, :count]
         self._all_states, self._table = states, table
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A number in (0, 1) for each (seed, position): the splitmix64 finaliser over both."""
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * MIX[2]
+    for _ in range(2):
+        x = (x ^ (x >> np.uint64(30))) * MIX[0]
+        x = (x ^ (x >> np.uint64(27))) * MIX[1]
+        x = x ^ (x >> np.uint64(31))
+    return ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def request_seed(*parts: int) -> int:
+    """A 64-bit seed from run seed, group serial and sample index; neighbours are unrelated."""
+    seed = np.random.SeedSequence(parts).generate_state(2, np.uint32)
+    return int(seed[0]) << 32 | int(seed[1])
 
 
 def contexts_of(tokens: IntArray) -> Ints:

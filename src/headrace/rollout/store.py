@@ -1,4 +1,4 @@
-"""The KV cache of running sequences, and the decode steps that read it.
+"""The KV cache of running sequences, the decode steps that read it, and sampling from their logits.
 
 `RowStore` gives each sequence a row and takes one step at a time; it runs everywhere. `PagedStore`
 (paged.py) has the same methods for CUDA devices: a paged cache, and bursts of decode steps that do
@@ -23,15 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace import kernels
 from headrace.policy import exact_cpu
 from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.draft import Drafts
-from headrace.rollout.rows import Burst, Ints, Rows
-from headrace.rollout.sampling import draw, uniforms
+from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
 
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.softmax import draw_tokens, truncated
 if TYPE_CHECKING:
     from headrace.rollout.paged import PagedPass
 
@@ -353,6 +355,71 @@ def sample_cells(logits: Tensor, rows: Rows, which: Ints, ahead: Ints, routes: R
         supports=None if outcome.allowed is None else _supports(outcome.allowed, samplings)[None],
         routes=None if routes is None else routes[None],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A token for each of n requests; `allowed` is None if no request truncates."""
+
+    tokens: Tensor  # [n]
+    logprobs: Tensor  # [n] of the distribution sampled from
+    allowed: Tensor | None  # [n, V]
+
+
+def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
+    """Sample a token per row by inverse CDF at `uniforms_n`; a temperature of 0 is greedy."""
+    device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
+    kinds = {id(s): s for s in samplings}.values()  # few different ones, and an id is fast
+    truncates = any(s.truncates for s in kinds)
+    if logits_nV.is_cuda and kernels.AVAILABLE:
+        return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
+    logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    if any(s.temperature not in (0.0, 1.0) for s in kinds):
+        logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings])[:, None]
+    allowed = _allowed(logits, samplings) if truncates else None
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None]).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the log-prob is NaN
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if any(s.temperature == 0.0 for s in kinds):
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+        chosen = torch.where(greedy, 0.0, chosen)
+    return Draw(tokens, chosen, allowed)
+
+
+def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, truncates: bool) -> Draw:
+    temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
+    logits, allowed = logits.contiguous(), None
+    if truncates:
+        columns = zip(*((s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
+        limits = [torch.tensor(column, device=logits.device) for column in columns]
+        logits = truncated(logits, temperatures, *limits)
+        allowed = torch.isfinite(logits)
+    return Draw(*draw_tokens(logits, uniforms, temperatures), allowed)
+
+
+def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Tokens left by top-k, then top-p, then min-p: the order of `transformers` and vLLM."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    vocab = logits.shape[1]
+    top_k = column([s.top_k or vocab for s in samplings])
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    keep = torch.arange(vocab, device=logits.device)[None] < top_k
+    probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
+    # a token stays if those before it hold less than top_p, so the most likely one always stays;
+    # a top_p of 1 excludes nothing, although rounding may bring the sum to 1 before the last token
+    top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
+    keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
+    keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
+    return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
 def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.object_]:
