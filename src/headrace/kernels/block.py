@@ -169,16 +169,12 @@ def _gate_backward(gate_up, grad, found, width, BLOCK: constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The layout of queries, keys and values in a row of N numbers, and the QK-norm, if any.
-
-    Example:
-        Heads(num=16, num_kv=8, size=128, norms=(q_norm.weight, k_norm.weight), epsilon=1e-6)
-    """
+    """The layout of queries, keys and values in a row of N numbers, and the QK-norm, if any."""
 
     num: int
     num_kv: int
     size: int
-    norms: tuple[Tensor, Tensor] | None
+    norms: tuple[Tensor, Tensor] | None  # weights for queries and keys
     epsilon: float
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from headrace import kernels
-from headrace.policy.exact_cpu import RectangleAttention
+from headrace.policy.exact import RectangleAttention
 from headrace.policy.family import attend_rectangle
 from headrace.roles import AttentionPlan
 

@@ -161,7 +161,10 @@ class FamilyBody:
         x = body.embed_tokens(token_ids_T)
         cos, sin = self._angles(x, positions_1T)
         if x.is_cuda and self.fits_kernels:
-            return self._fused(x, cos, sin, plan)
+            update = None  # of a layer: the next norm's kernel adds it to the residual stream
+            for layer, joined in zip(body.layers, self._joined, strict=True):
+                x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
+            return add_norm(x, update, body.norm.weight, body.norm.variance_epsilon)[1]
         cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
             one = layer if self._through_modules else partial(self._run, self._layer, layer)
@@ -214,14 +217,6 @@ class FamilyBody:
 
     def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
         return mlp(x[None])[0]  # type: ignore[no-any-return]
-
-    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        """On a GPU: the next norm's kernel adds a layer's `update` to the residual stream `x`."""
-        update = None
-        for layer, joined in zip(self._body.layers, self._joined, strict=True):
-            x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
-        norm = self._body.norm
-        return add_norm(x, update, norm.weight, norm.variance_epsilon)[1]
 
     def _fused_layer(
         self, layer: Any, joined: _Joined, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, plan: Any

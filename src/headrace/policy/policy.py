@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from headrace import kernels
 from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
-from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan
-from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
+from headrace.policy.exact import ExactBody, check_rows, use_batch_invariant_gemms
+from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
 from headrace.policy.quiet_transformers import quiet_transformers
@@ -83,7 +83,7 @@ class Policy:
         self.shards: Shards | None = None
         self.in_family = in_family(self.body)  # then the layers run in our own forward pass
         if self.in_family:
-            kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
+            kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, recomputing=recomputing)
             self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
@@ -166,7 +166,7 @@ class Policy:
 
     @property
     def _linear(self) -> Linear:
-        return exact_cpu.linear if self.exact and self.device.type == "cpu" else F.linear
+        return exact_linear if self.exact and self.device.type == "cpu" else F.linear
 
     def checkpoint_activations(self) -> None:
         if self._family is not None:

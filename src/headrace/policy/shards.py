@@ -44,7 +44,11 @@ class Shards:
         mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         rounding = mixed if compute_dtype in HALF else MixedPrecisionPolicy()
         for module in (*layers, self._whole):
-            _spread(module, mesh)
+            for parameter in module.parameters():  # all ranks start from the first one's weights
+                if not isinstance(parameter, DTensor):
+                    dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
+                    if parameter.requires_grad and parameter.dtype in HALF:
+                        parameter.data = parameter.data.float()
             self._root = fully_shard(module, mesh=mesh, mp_policy=rounding)
         for module in self._whole.modules():
             if isinstance(module, FSDPModule):  # sums: the learner divides, once
@@ -87,12 +91,3 @@ class Shards:
         weight = self._weights[name]
         like = {"shape": weight.shape, "stride": weight.stride()}
         return DTensor.from_local(part.detach(), self._mesh, weight.placements, run_check=False, **like)
-
-
-def _spread(module: nn.Module, mesh: DeviceMesh) -> None:
-    """All ranks start from the first one's weights; trained ones in float32 at least."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):
-            dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
-            if parameter.requires_grad and parameter.dtype in HALF:
-                parameter.data = parameter.data.float()

@@ -13,7 +13,7 @@ from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Generation, Request, make_replay, request_seed, supports_of
-from headrace.types import FinishReason, Order, Replay, Timing, Trajectory
+from headrace.types import FinishReason, Order, Replay, Trajectory
 
 
 @dataclass(slots=True)
@@ -134,6 +134,7 @@ class RolloutActor:
 
     def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
         before, tokenizer = pending.before, self.engine.policy.tokenizer
+        started_s = before.timing.started_s if before.spans else generation.started_s
         token_ids = np.concatenate([before.token_ids, generation.token_ids])
         sampled = np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)])
         return replace(
@@ -145,11 +146,7 @@ class RolloutActor:
             spans=before.spans + generation.spans,
             finish=generation.finish,
             text=str(tokenizer.decode(token_ids[sampled], skip_special_tokens=True)),
-            timing=Timing(
-                submitted_s=before.timing.submitted_s,
-                started_s=before.timing.started_s if before.spans else generation.started_s,
-                finished_s=generation.finished_s,
-            ),
+            timing=replace(before.timing, started_s=started_s, finished_s=generation.finished_s),
             replay=joined(before, generation),
         )
 

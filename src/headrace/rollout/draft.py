@@ -51,11 +51,7 @@ _WEIGHTS = np.array([((2 * i + 3) * int(MIX[1])) % 2**64 | 1 for i in range(CONT
 
 @dataclass(frozen=True)
 class Drafts:
-    """A draft for each row. Verified are its cells: each row's newest token and its draft.
-
-    Example:
-        Drafts(tokens=[[7, 4], [9, 0]], counts=[2, 1])
-    """
+    """A draft for each row. Verified are its cells: each row's newest token and its draft."""
 
     tokens: Ints  # [n, longest]
     counts: Ints  # [n] tokens drafted

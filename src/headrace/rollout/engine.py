@@ -213,17 +213,14 @@ class Engine:
         while self._waiting:
             group = self._waiting[0]
             num_rows = len(self._rows) + reserved + len(group.requests)
+            sizes = {"num_prompt": len(group.prompt), "num_requests": len(group.requests)}
             others = (g.longest for g in self._prefilling)
-            room = self._store.has_room(
-                num_rows=num_rows,
-                longest=max(group.longest, self._rows.longest_possible, *others),
-                num_prompt=len(group.prompt),
-                num_requests=len(group.requests),
-            )
+            longest = max(group.longest, self._rows.longest_possible, *others)
+            room = self._store.has_room(num_rows=num_rows, longest=longest, **sizes)
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            place = self._store.open(len(group.prompt), len(group.requests))
+            place = self._store.open(**sizes)
             if place is None:
                 break
             group.place = place

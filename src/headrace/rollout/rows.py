@@ -73,9 +73,6 @@ class Burst:
     """Up to K tokens for each of n rows, with their supports where a row truncates.
 
     A support is the set of tokens that top-k, top-p and min-p leave.
-
-    Example:
-        Burst(tokens=[[7, 4], [1, 0]], logprobs=[[-.1, -.9], [-.2, 0.]], counts=[2, 1])
     """
 
     tokens: Ints  # [K, n]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace import kernels
-from headrace.policy import exact_cpu
+from headrace.policy import exact
 from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
@@ -47,7 +47,7 @@ class Arena:
 
     def __init__(self, policy: Policy, budget_tokens: int) -> None:
         self._budget_tokens = budget_tokens
-        self._granule_tokens = exact_cpu.TILE if policy.exact else 8  # `capacity` is a multiple of it
+        self._granule_tokens = exact.TILE if policy.exact else 8  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
         self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
@@ -126,7 +126,7 @@ class PrefillPlan:
         for c, q, keys, values in self._write(layer, q_THD * scale, k_TJD, v_TJD):
             grouped = q.unflatten(1, (len(keys), -1)).transpose(0, 1)  # [J, T, H / J, D]
             group, q = grouped.shape[2], grouped.flatten(1, 2)
-            out = exact_cpu.attend_causal(q, keys, values, c.start, group, window)
+            out = exact.attend_causal(q, keys, values, c.start, group, window)
             outs.append(out.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
         return torch.cat(outs)
 
@@ -167,9 +167,9 @@ class DecodePlan:
     ) -> Tensor:
         """Batch-invariant: the same bits as in prefill and training."""
         num_heads = k_TJD.shape[1]
-        keys, values = self._write(layer, k_TJD, v_TJD, exact_cpu.tiled(self.longest))
+        keys, values = self._write(layer, k_TJD, v_TJD, exact.tiled(self.longest))
         grouped = (q_THD * scale).unflatten(1, (num_heads, -1)).flatten(0, 1)
-        out = exact_cpu.attend(grouped, keys, values, self._mask(window, keys, num_heads, 1))
+        out = exact.attend(grouped, keys, values, self._mask(window, keys, num_heads, 1))
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:

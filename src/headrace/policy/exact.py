@@ -1,16 +1,21 @@
-"""Exact mode on a CPU: the Llama family's decoder, batch-invariant.
+"""Exact mode: batch-invariant, so a token's result does not depend on the rest of its batch.
 
-A token's result does not depend on the rest of its batch. The libraries under torch choose
-instructions, and with them the order of a sum, by the shape of the whole call and by an element's
-place in it. Here every sum has one order: GEMMs run with numbers of rows that were tried and agree,
-keys come in tiles that start at position 0, and elementwise functions never end in a scalar
-remainder. All else (sums of two numbers, products, maxima, copies) rounds the same everywhere.
-B batch, R rows, D head size, L keys (a multiple of TILE).
+On a CPU the libraries under torch choose instructions, and with them the order of a sum, by the
+shape of the whole call and by an element's place in it. Here every sum has one order: GEMMs run
+with numbers of rows that were tried and agree, keys come in tiles that start at position 0, and
+elementwise functions never end in a scalar remainder. All else (sums of two numbers, products,
+maxima, copies) rounds the same everywhere. B batch, R rows, D head size, L keys (a multiple of TILE).
+
+On a GPU attention, norms, gates and log-probs are our own kernels, each with one order of its sums.
+A GEMM is not batch-invariant if its sum is split differently for other numbers of rows (split-K);
+cuBLASLt without a workspace does not split it. That is not promised anywhere, so `check_rows` tries
+it on the shapes of the model at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -32,6 +37,12 @@ MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have mor
 GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
 POSITIONS = 1024  # whose angles are computed at once
+
+# on a GPU
+WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
+FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000, 3000)
+MANY = 8192
+EVEN = 8  # numbers, 16 bytes: other alignments are multiplied by functions that split sums at times
 
 
 class _ExactRotate(Rotate):
@@ -257,3 +268,32 @@ class ExactBody(FamilyBody):
                 self._exact_angles = torch.cat([self._exact_angles, more], dim=1) if known else more
         cos, sin = self._exact_angles[:, positions_1T[0]]
         return cos, sin
+
+
+def use_batch_invariant_gemms() -> None:
+    """For the rest of the process. Call it before the first GEMM, which makes the workspace."""
+    os.environ.setdefault(WORKSPACE, "1")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@torch.no_grad()
+def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], like: Tensor) -> None:
+    """Fail unless all `products` (name -> function, width of its input) are batch-invariant."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    for name, (work, width) in products.items():
+        x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)
+        whole = work(x)
+        if width % EVEN or whole.shape[-1] % EVEN:
+            raise ModelError(
+                f"model.exact = true on a GPU is for sizes that {EVEN} divides, and {name} makes "
+                f"{whole.shape[-1]} numbers of {width}; set model.exact = false"
+            )
+        for rows in FEW:
+            if not torch.equal(work(x[:rows]), whole[:rows]):
+                raise ModelError(
+                    f"model.exact = true: on this machine {name} of {rows} tokens differs from that of the "
+                    f"same tokens among {MANY}. Start a new process with {WORKSPACE}=1 in its environment, "
+                    "or set model.exact = false"
+                )
