@@ -113,8 +113,7 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention `[T, H, D]` of packed tokens, and its log-sum-exp `[H, T]`.
 
-    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` with
-    `tables`.
+    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` of `tables`.
     """
     tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = keys.shape[1]

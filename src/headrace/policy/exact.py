@@ -68,7 +68,7 @@ class _ExactGated(Gated):
         return out.view(gate.shape).mul_(up)
 
 
-rms_norm, rotate, gated = partial(call, RmsNorm), partial(call, _ExactRotate), partial(call, _ExactGated)
+rms_norm, rotate, gated = (partial(call, kind) for kind in (RmsNorm, _ExactRotate, _ExactGated))
 
 
 class ExactFunctions(TorchFunctionMode):
@@ -84,8 +84,8 @@ class ExactFunctions(TorchFunctionMode):
 
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
     """Ends of loops that give each thread whole vectors, of all but the last few elements."""
-    grains = num_elements // GRAIN
-    ends = [(grains - grains % threads) * GRAIN, grains * GRAIN, num_elements - num_elements % LANES]
+    grains, rest = num_elements // GRAIN, num_elements % LANES
+    ends = [(grains - grains % threads) * GRAIN, grains * GRAIN, num_elements - rest]
     yield from sorted(set(ends) - {0})
 
 
@@ -132,7 +132,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 @cache
 def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Whether a GEMM of `rows` rows gives the bits of one of ROWS rows, tried once on this machine."""
+    """Whether a GEMM of `rows` rows has the bits of one of ROWS rows, tried once on this machine."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         x = torch.randn(max(rows, ROWS), width, generator=generator, dtype=dtype)
@@ -202,17 +202,20 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     )
 
 
-def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
-    """Queries from position `start` on, `group` rows each, with a sliding `window` (0: none)."""
-    end = start + q_BRD.shape[1] // group
+def attend_causal(q_BTHD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, window: int) -> Tensor:
+    """Output `[B, T, H, D]` of queries from position `start` on, for keys and values of `[B * J]`."""
+    (batch, num_tokens), num_heads = q_BTHD.shape[:2], len(keys_BDL) // len(q_BTHD)
+    grouped = q_BTHD.unflatten(2, (num_heads, -1)).transpose(1, 2)  # [B, J, T, H / J, D]
+    group, q_BRD = grouped.shape[3], grouped.flatten(2, 3).flatten(0, 1)
     outs = []
-    for first in range(start, end, TILE):
-        last = min(first + TILE, end)
-        length = tiled(last)
-        mask = unseen(torch.arange(first, last), length, window, q_BRD.dtype).repeat_interleave(group, 0)
-        q = q_BRD[:, (first - start) * group : (last - start) * group]
+    for first in range(0, num_tokens, TILE):
+        last = min(first + TILE, num_tokens)
+        length = tiled(start + last)
+        mask = unseen(torch.arange(start + first, start + last), length, window, q_BRD.dtype)
+        mask, q = mask.repeat_interleave(group, 0), q_BRD[:, first * group : last * group]
         outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
-    return torch.cat(outs, dim=1)
+    out = torch.cat(outs, dim=1).unflatten(0, (batch, -1)).unflatten(2, (-1, group))
+    return out.transpose(1, 2).flatten(2, 3)
 
 
 def tiled(num_tokens: int) -> int:
@@ -226,13 +229,11 @@ class RectangleAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.rest = shape, scale, window = rest
-        (num_heads, head_size), num_kv_heads = q.shape[1:], k.shape[1]
-        group, fill = num_heads // num_kv_heads, tiled(shape[1]) - shape[1]
-        q_BRD = (q * scale).view(*shape, num_kv_heads, group, head_size).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        keys = F.pad(k.view(*shape, num_kv_heads, head_size).permute(0, 2, 3, 1), (0, fill)).flatten(0, 1)
-        values = F.pad(v.view(*shape, num_kv_heads, head_size).transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1)
-        out = attend_causal(q_BRD, keys.contiguous(), values.contiguous(), 0, group, window)
-        return out.reshape(shape[0], num_kv_heads, shape[1], group, head_size).transpose(1, 2).reshape(q.shape)
+        q, k, v = (x.unflatten(0, shape) for x in (q * scale, k, v))
+        fill = tiled(shape[1]) - shape[1]
+        keys = F.pad(k.permute(0, 2, 3, 1), (0, fill)).flatten(0, 1).contiguous()
+        values = F.pad(v.transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1).contiguous()
+        return attend_causal(q, keys, values, 0, window).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -172,11 +172,8 @@ class FamilyBody:
         return self._norm(body.norm, x)
 
     def go_through_modules(self) -> None:
-        """From now on call each layer as a module: in its hooks FSDP gathers the weights.
-
-        This rules out kernels that join the weights of several matrices.
-        """
-        self.fits_kernels = False
+        """From now on call each layer as a module: in its hooks FSDP gathers the weights."""
+        self.fits_kernels = False  # some join the weights of several matrices
         self.__dict__.pop("_joined", None)
         for layer in self._body.layers:
             layer.forward = partial(self._run, self._layer, layer)

@@ -318,9 +318,8 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs `[N]` of `chosen_N` under softmax(hidden · weightᵀ / temperature).
 
-    Over `support` and over all tokens; without a support the two are one tensor. The head is
-    applied to a chunk of tokens at a time, and again in the backward pass: there is never a float32
-    tensor of [N, V].
+    Over `support` and over all tokens. The head is applied to a chunk of tokens at a time, and again
+    in the backward pass: there is never a float32 tensor of [N, V].
     """
     given: tuple[Any, ...] = hidden_NE, weight_VE, chosen_N, temperature, support
     if hidden_NE.is_cuda and kernels.AVAILABLE:

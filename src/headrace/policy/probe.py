@@ -9,7 +9,7 @@ Random tokens, the *probe*, go through `transformers` with its eager attention, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def check_weights(policy: Policy) -> None:
 
 @torch.no_grad()
 def check_same(policy: Policy) -> tuple[int, int, int, str]:
-    """Refuse a model with which we compute something else than `transformers` does.
+    """Refuse a model that we compute otherwise than `transformers`.
 
     Returns key/value heads, key size and value size, and what could not be checked.
     """
@@ -102,8 +102,8 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
     shape = _cache_shape(policy, plan)
     if not policy.in_family:
         with refusing(f"{name} cannot be decoded token by token"):
-            step = _StepPlan({layer: (k[: SHORT - 1], v[: SHORT - 1]) for layer, (k, v) in plan.kept.items()})
-            hidden = policy.hidden(ids[0, -1:], positions[:1, -1:], step)
+            past = {layer: (k[: SHORT - 1], v[: SHORT - 1]) for layer, ((k, v),) in plan.kept.items()}
+            hidden = policy.hidden(ids[0, -1:], positions[:1, -1:], _StepPlan(past))
         _compare(policy, policy.logits(hidden), expected[0, -1:], "on a token decoded after a cache")
     return *shape, _check_windows(policy)
 
@@ -179,14 +179,14 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
     """Key/value heads, key and value size. Not always the config's: DeepSeek's keys are larger."""
-    name, often = type(policy.model).__name__, max(plan.calls.values(), default=0)
+    name, often = type(policy.model).__name__, max(map(len, plan.kept.values()), default=0)
     if not often:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
     if often > 1:
         raise ModelError(
             f"{name} asks for attention {often} times in one layer; Headrace's cache keeps what is asked for once"
         )
-    shapes = {(*k.shape[1:], v.shape[2]) for k, v in plan.kept.values()}
+    shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
     if len(shapes) > 1:
         raise ModelError(
             f"the layers of {name} have keys and values of different shapes (heads, key size, value size): "
@@ -211,8 +211,7 @@ class _ProbePlan(PackedPlan):
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
-        self.calls: Counter[int] = Counter()  # by layer
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
+        self.kept: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layer
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
         self._note(layer, k_TJD, v_TJD)
@@ -229,8 +228,7 @@ class _ProbePlan(PackedPlan):
                 f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be "
                 "of one size; set model.device = 'cpu'"
             )
-        self.calls[layer] += 1
-        self.kept[layer] = k_TJD, v_TJD
+        self.kept[layer].append((k_TJD, v_TJD))
 
 
 @dataclass

@@ -138,11 +138,8 @@ class Drafter:
         return Drafts(tokens, counts)
 
     def _guess(self, rows: Rows, floor: float) -> tuple[Ints, Doubles]:
-        """Drafts `[n, longest]`, and the chance that each token and all before it are accepted.
-
-        A draft ends where that falls below `floor`, a row's share of a step: beyond it no token
-        pays.
-        """
+        """Drafts `[n, longest]`, and the chance that each token and all before it are accepted."""
+        # a draft ends where that falls below `floor`, a row's share of a step: no more tokens pay
         tokens = np.zeros((len(rows), self._longest), np.int64)
         chances = np.zeros(tokens.shape)
         rates = self._rates()

@@ -299,17 +299,13 @@ class Engine:
         self.preemptions += 1
 
     def _enforce_max_wall_s(self) -> None:
-        """Cut the sequences that reached `max_wall_s`; or park (preempt) them while others wait.
-
-        The most overdue is parked first. Parked ones queue behind the others, and then decode for
-        up to `max_wall_s` again.
-        """
+        """Cut the sequences that reached `max_wall_s`; or park (preempt) them while others wait."""
         overdue = partial(self._rows.overdue, self.clock(), self.max_wall_s)
         if self.on_wall == "cut":
             for row in sorted(overdue(), reverse=True):
                 self._finish(row, FinishReason.WALL)
             return
-        parked: list[_PromptGroup] = []
+        parked: list[_PromptGroup] = []  # queue behind the others, then have `max_wall_s` again
         while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
             parked.append(self._park(rows[0], new_time_limit=True))
             self._waiting.append(parked[-1])

@@ -153,13 +153,8 @@ class PagedStore:
 
         return forward(policy, chunks, PagedPass(self._cache, positions_T[None], slots_T, attention))
 
-    # ---- decode steps
-
     def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
-        """A burst, or one step where sampling needs the host.
-
-        Each of `tokens` is a row of the graph, with the pages of row `which` and a length of its own.
-        """
+        """A burst, or one step where sampling needs the host. A token is a row of the graph."""
         n, lengths = len(tokens), rows.lengths[which] + ahead
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds[which], lengths + k) for k in range(steps)])

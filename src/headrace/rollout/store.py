@@ -124,10 +124,7 @@ class PrefillPlan:
         """Batch-invariant: the same bits however the prompt is cut into chunks."""
         outs = []
         for c, q, keys, values in self._write(layer, q_THD * scale, k_TJD, v_TJD):
-            grouped = q.unflatten(1, (len(keys), -1)).transpose(0, 1)  # [J, T, H / J, D]
-            group, q = grouped.shape[2], grouped.flatten(1, 2)
-            out = exact.attend_causal(q, keys, values, c.start, group, window)
-            outs.append(out.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
+            outs.append(exact.attend_causal(q[None], keys, values, c.start, window)[0])
         return torch.cat(outs)
 
     def _write(
