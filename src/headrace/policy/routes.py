@@ -44,21 +44,19 @@ class Routes:
         in_order = [self.noted[layer] for layer in sorted(self.noted)]
         return torch.stack(in_order, dim=1) if in_order else None
 
-    def choose(self, layer: int, own_TK: Tensor) -> Tensor:
+    def choose(self, layer: int, own: Tensor, group_size: int) -> Tensor:
+        """Instead of `own` the forced experts, or their groups of `group_size`, one perhaps twice."""
         if self._forced is None:
-            return own_TK
+            return own
         forced = self._forced[:, layer].long()
-        return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
-
-    def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
-        """The groups to choose experts from: those of the forced experts, one perhaps twice."""
-        if self._forced is None:
-            return own_TG
-        forced = self._forced[:, layer].long() // group_size
+        if group_size > 1:
+            forced = forced // group_size
         if self._known is None:
             return forced
-        own = torch.cat([own_TG, own_TG[:, :1].expand(-1, forced.shape[1])], dim=1)
-        forced = torch.cat([forced, forced[:, :1].expand_as(own_TG)], dim=1)
+        if group_size > 1:  # the two may differ in number: repeat the first of each
+            num_forced, num_own = forced.shape[1], own.shape[1]
+            own = torch.cat([own, own[:, :1].expand(-1, num_forced)], dim=1)
+            forced = torch.cat([forced, forced[:, :1].expand(-1, num_own)], dim=1)
         return torch.where(self._known[:, None], forced, own)
 
 
@@ -87,12 +85,11 @@ class _Choice(TorchFunctionMode):
         own: Tensor = result[1]
         if scores.ndim != 2 or self._num_experts % scores.shape[1]:
             return result
-        if scores.shape[1] == self._num_experts:
-            indices = self._routes.choose(self._layer, own)
+        group_size = self._num_experts // scores.shape[1]
+        indices = self._routes.choose(self._layer, own, group_size)
+        if group_size == 1:
             self._routes.noted[self._layer] = indices.to(self._dtype)
             self._routes.num_choices += 1
-        else:
-            indices = self._routes.choose_groups(self._layer, own, self._num_experts // scores.shape[1])
         if indices is own:
             return result
         return torch.return_types.topk((scores.gather(1, indices), indices))

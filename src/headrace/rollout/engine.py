@@ -269,7 +269,8 @@ class Engine:
             self._store.close(group.place)
             group.place = -1
         if ends:
-            self._record(sample(self.policy.logits(last_hidden)[ends], self._rows, first), first)
+            logits, which = self.policy.logits(last_hidden)[ends], np.arange(first, len(self._rows))
+            self._record(sample(logits, self._rows, which), first)
 
     def _decode(self, wanted: int) -> int:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""

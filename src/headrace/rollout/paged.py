@@ -28,7 +28,7 @@ from headrace.policy.routes import Routes
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
-from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample_cells
+from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample
 from headrace.types import RouteArray
 
 
@@ -137,16 +137,13 @@ class PagedStore:
     def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
         """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
         policy, device = self._policy, self._policy.device
-        padded = np.zeros((len(pages), max(map(len, pages))), np.int32)
-        for row, held in zip(padded, pages, strict=True):
-            row[: len(held)] = held
-        at = [np.arange(c.start, c.end) for c in chunks]
-        slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, padded, strict=True)]
+        table, at = self._tables.table(pages), [np.arange(c.start, c.end) for c in chunks]
+        slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
         positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
         blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
-        tables = torch.from_numpy(padded).to(device)
+        tables = torch.from_numpy(table).to(device)
 
         def attention(*qkv: Tensor, **how: Any) -> Tensor:
             return block_attention(*qkv, tables, blocks, **how)[0]
@@ -163,7 +160,7 @@ class PagedStore:
         self._replay(self._tables.table()[which], lengths, tokens, steps)
         routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
         if not rows.plain:
-            return sample_cells(self._logits[:n], rows, which, ahead, routes[0])
+            return sample(self._logits[:n], rows, which, ahead, routes[0])
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
         return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
 

@@ -130,10 +130,11 @@ class PageTables:
         self.rows[row] = self.rows[-1]
         del self.rows[-1]
 
-    def table(self) -> PageTable:
-        """The pages of each row, padded with page 0."""
-        table = np.zeros((len(self.rows), max(map(len, self.rows))), np.int32)
-        for row, held in enumerate(self.rows):
+    def table(self, rows: Sequence[Sequence[int]] = ()) -> PageTable:
+        """The pages of each row, or of each of `rows`, padded with page 0."""
+        rows = rows or self.rows
+        table = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for row, held in enumerate(rows):
             table[row, : len(held)] = held
         return table
 

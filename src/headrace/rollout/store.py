@@ -263,13 +263,7 @@ class RowStore:
         return 1
 
     def decode(self, rows: Rows, steps: int) -> Burst:
-        positions = rows.lengths - 1  # the newest token is not in the cache yet
-        longest = int(positions.max()) + 1
-        self._arena.reserve(len(rows), longest, rows.longest_possible)
-        equal = longest == int(positions.min()) + 1
-        plan = DecodePlan(self._arena, _to(self._policy, positions), longest, equal)
-        logits, routes = self._step(rows.last_tokens, plan)
-        return sample(logits, rows, 0, routes)
+        return self._run(rows, np.arange(len(rows)), np.zeros(len(rows), np.int64), rows.last_tokens, 1)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Whether the drafts fit. Here always: admission counts on the longest possible rows."""
@@ -277,15 +271,8 @@ class RowStore:
 
     def verify(self, rows: Rows, drafts: Drafts) -> Burst:
         """One decode step that verifies `drafts`: the tokens up to the first that is not accepted."""
-        which, ahead = drafts.cells
-        positions = rows.lengths[which] - 1 + ahead
-        longest = int(positions.max()) + 1
-        self._arena.reserve(len(rows), longest, rows.longest_possible)
-        at_T, which_T, ahead_T = (_to(self._policy, x) for x in (positions, which, ahead))
-        shape = len(rows), drafts.width
-        plan = VerifyPlan(self._arena, at_T, which_T, ahead_T, shape, longest)
-        logits, routes = self._step(drafts.inputs(rows.last_tokens), plan)
-        return accepted(drafts, sample_cells(logits, rows, which, ahead, routes))
+        tokens = drafts.inputs(rows.last_tokens)
+        return accepted(drafts, self._run(rows, *drafts.cells, tokens, drafts.width))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Free a row; the last row moves into its place."""
@@ -298,11 +285,18 @@ class RowStore:
         for chunks in batches(rows, budget):
             forward(self._policy, chunks, PrefillPlan(self._arena, chunks, self._policy.device))
 
-    def _step(self, tokens: Ints, plan: DecodePlan) -> tuple[Tensor, RouteArray]:
-        """Logits `[T, V]` after `tokens [T]`, and the experts of these."""
+    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, width: int) -> Burst:
+        """Compute `tokens`, `ahead` of the newest token of row `which`, and sample after each."""
+        positions = rows.lengths[which] - 1 + ahead  # the newest token is not in the cache yet
+        longest, policy, arena = int(positions.max()) + 1, self._policy, self._arena
+        arena.reserve(len(rows), longest, rows.longest_possible)
+        plan = DecodePlan(arena, _to(policy, positions), longest, longest == int(positions.min()) + 1)
+        if width > 1:
+            cells_T = _to(policy, which), _to(policy, ahead)
+            plan = VerifyPlan(arena, plan.positions[0], *cells_T, (len(rows), width), longest)
         routes = Routes()
-        hidden = self._policy.hidden(_to(self._policy, tokens), plan.positions, plan, routes)
-        return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
+        logits = policy.logits(policy.hidden(_to(policy, tokens), plan.positions, plan, routes))
+        return sample(logits, rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
 
 
 def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
@@ -333,13 +327,7 @@ def forward(policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | PagedPa
     return last, policy.routers.to_host(routes, len(tokens))
 
 
-def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = None) -> Burst:
-    """Sample a token for each row from `first` on; `routes [n, L, K]` are behind the logits."""
-    which = np.arange(first, len(rows))
-    return sample_cells(logits, rows, which, np.zeros_like(which), routes)
-
-
-def sample_cells(logits: Tensor, rows: Rows, which: Ints, ahead: Ints, routes: RouteArray | None) -> Burst:
+def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, routes: RouteArray | None = None) -> Burst:
     """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end."""
     # noise depends on the position: a token sampled ahead is the one that would be sampled later
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
