@@ -41,11 +41,7 @@ class FusedAdamW(torch.optim.AdamW):
         """
         group, steps = self.param_groups[0], self._steps
         triples = zip(weights, gradients, group["params"], strict=True)
-        rows = [
-            (weight, gradient, master, *self._moments(master, steps))
-            for weight, gradient, master in triples
-            if gradient is not None
-        ]
+        rows = [(w, g, m, *self._moments(m, steps)) for w, g, m in triples if g is not None]
         device, kind = rows[0][2].device, _KINDS[rows[0][1].dtype]
         sizes = tuple(row[2].numel() for row in rows)
         blocks = self._blocks(sizes, device)

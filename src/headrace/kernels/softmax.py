@@ -22,11 +22,10 @@ def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -
 
     A temperature of 0 is greedy, with a log-prob of 0.
     """
-    n, vocab = logits_nV.shape
     peaks, sums = _sum_up(logits_nV, temperatures_n)
+    (n, num_blocks), vocab = peaks.shape, logits_nV.shape[1]
     tokens = torch.empty(n, dtype=torch.int64, device=logits_nV.device)
     logprobs = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
-    num_blocks = peaks.shape[1]
     _draw[(n,)](
         logits_nV, peaks, sums, uniforms_n, tokens, logprobs, temperatures_n, vocab, num_blocks,
         BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8, enable_fp_fusion=False,
@@ -36,10 +35,9 @@ def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -
 
 def token_logprobs(logits_nV: Tensor, tokens_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs `[n]` of given tokens, and the rows' log-sum-exp `[n]`."""
-    n, vocab = logits_nV.shape
     peaks, sums = _sum_up(logits_nV, temperatures_n)
+    (n, num_blocks), vocab = peaks.shape, logits_nV.shape[1]
     logprobs, log_sums = torch.empty_like(peaks[:, 0]), torch.empty_like(peaks[:, 0])
-    num_blocks = peaks.shape[1]
     _score[(n,)](
         logits_nV, peaks, sums, tokens_n, logprobs, log_sums, temperatures_n, vocab, num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8, enable_fp_fusion=False,

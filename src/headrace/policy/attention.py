@@ -114,15 +114,14 @@ class PackedPlan:
         """Batch-invariant, with the bits that decoding computes."""
         return self._attend_rectangles(RectangleAttention.apply, *given)
 
-    def _attend_rectangles(
-        self, attend: Any, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
+    def _attend_rectangles(self, attend: Any, *given: Any) -> Tensor:
+        *qkv, scale, window = given
         if min(self.lengths) == self.longest:
             shape = len(self.lengths), self.longest
-            return attend(q_THD, k_TJD, v_TJD, shape, scale, window)  # type: ignore[no-any-return]
+            return attend(*qkv, shape, scale, window)  # type: ignore[no-any-return]
         r = self._rectangles
         regroup: Any = _Regroup.apply
-        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in (q_THD, k_TJD, v_TJD))
+        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in qkv)
         sizes = [count * longest for count, longest in r.shapes]
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
         outs = [attend(*part, scale, window) for part in parts]

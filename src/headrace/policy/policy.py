@@ -333,7 +333,7 @@ def _chunk_logprobs(logits: Tensor, temperature: float, support: Support | None,
     """Log-probs `[rows, V]`: over the support if there is one, and over all tokens."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits.div_(temperature)
-    return [torch.log_softmax(kind, dim=-1) for kind in _over_support_and_all(logits, support, rows)]
+    return [torch.log_softmax(x, dim=-1) for x in _over_support_and_all(logits, support, rows)]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -361,7 +361,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             pulls = grad[:, rows] / temperature
             # d log p[chosen] / d logits = onehot(chosen) - softmax
             kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
-            parts = [kind.exp_().mul_(-pull[:, None]) for kind, pull in zip(kinds, pulls, strict=True)]
+            parts = [x.exp_().mul_(-pull[:, None]) for x, pull in zip(kinds, pulls, strict=True)]
             of_logits = reduce(Tensor.add_, parts)
             of_logits[torch.arange(len(of_logits), device=chosen.device), chosen[rows]] += pulls.sum(0)
             of_logits = of_logits.to(hidden.dtype)
@@ -380,9 +380,8 @@ class _FusedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Support | None
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+        temperature, support = rest
         temperatures = hidden.new_full(chosen.shape, temperature, dtype=torch.float32)
         found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=torch.float32)
         log_sums = torch.empty_like(found)
@@ -405,7 +404,7 @@ class _FusedLogprobs(torch.autograd.Function):
             logits = kept if kept is not None else F.linear(hidden[rows], weight)
             kinds = _over_support_and_all(logits, ctx.support, rows)
             each = zip(kinds, log_sums[:, rows], grad[:, rows].contiguous(), strict=True)
-            parts = [logits_gradient(x, chosen[rows], *sums_and_grad, temperatures[rows]) for x, *sums_and_grad in each]
+            parts = [logits_gradient(x, chosen[rows], *more, temperatures[rows]) for x, *more in each]
             of_logits = reduce(Tensor.add_, parts)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
             if kept is not None:
@@ -425,7 +424,7 @@ def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) 
 
 
 def _row_chunks(hidden: Tensor, weight: Tensor, support: Support | None) -> list[slice]:
-    """Rows whose logits have CHUNK_ELEMENTS, or with our kernels take a share of the GPU's memory."""
+    """Rows whose logits have CHUNK_ELEMENTS; with our kernels, a share of the GPU's memory."""
     size = CHUNK_ELEMENTS // len(weight)
     if hidden.is_cuda and kernels.AVAILABLE:
         memory_bytes = torch.cuda.get_device_properties(hidden.device).total_memory

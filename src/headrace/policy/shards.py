@@ -36,13 +36,11 @@ class _Whole(nn.Module):
 class Shards:
     """This rank's part of the weights, and passes through the whole model."""
 
-    def __init__(
-        self, model: nn.Module, layers: Iterable[nn.Module], compute_dtype: torch.dtype, mesh: DeviceMesh
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
         self._whole = _Whole(model)
-        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        rounding = mixed if compute_dtype in HALF else MixedPrecisionPolicy()
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        rounding = mixed if dtype in HALF else MixedPrecisionPolicy()
         for module in (*layers, self._whole):
             for parameter in module.parameters():  # all ranks start from the first one's weights
                 if not isinstance(parameter, DTensor):
@@ -57,7 +55,8 @@ class Shards:
         self._root.set_requires_gradient_sync(False)
         self._weights = dict(self._named())
         # gradients go to the parts held here, which are ordinary weights to an optimizer
-        self.held = {name: nn.Parameter(p.detach().to_local(), p.requires_grad) for name, p in self._weights.items()}
+        parts = ((name, p.detach().to_local(), p.requires_grad) for name, p in self._weights.items())
+        self.held = {name: nn.Parameter(part, trained) for name, part, trained in parts}
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._model.named_parameters():

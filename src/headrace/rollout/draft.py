@@ -85,11 +85,10 @@ class Drafter:
     def __init__(self, longest: int, *, max_running: int, device: str) -> None:
         self._longest, self._level = longest, LEVEL_TOKENS[device]
         self._most_tokens = max(max_running, MOST_VERIFIED)
-        self._tags = np.zeros(NUM_SLOTS, np.uint32)  # of the context in a slot; 0 is empty
-        self._tokens = np.zeros(NUM_SLOTS, np.int32)
-        self._streaks = np.zeros(NUM_SLOTS, np.uint8)
-        for table in (self._tags, self._tokens, self._streaks):
-            table.fill(0)  # allocate the memory now and not during the first steps
+        # `full` writes: memory of `zeros` would only be allocated during the first steps
+        self._tags = np.full(NUM_SLOTS, 0, np.uint32)  # of the context in a slot; 0 is empty
+        self._tokens = np.full(NUM_SLOTS, 0, np.int32)
+        self._streaks = np.full(NUM_SLOTS, 0, np.uint8)
         self._right = np.zeros(len(ORDERS) * STREAKS)  # by kind of entry, with a half-life
         self._scored = np.zeros(len(ORDERS) * STREAKS)
         self._idle_steps, self._pause_steps = 0, IDLE_STEPS[0]

@@ -127,12 +127,10 @@ class PrefillPlan:
             outs.append(exact.attend_causal(q[None], keys, values, c.start, window)[0])
         return torch.cat(outs)
 
-    def _write(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor
-    ) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
+    def _write(self, layer: int, *qkv: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
         """Store each chunk's keys and values; yields its queries, and the cache of its row."""
         sizes = [c.size for c in self.chunks]
-        parts = [x.split(sizes) for x in (q_THD, k_TJD, v_TJD)]
+        parts = [x.split(sizes) for x in qkv]
         for c, q, k, v in zip(self.chunks, *parts, strict=True):
             keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]
             keys[..., c.start : c.end] = k.permute(1, 2, 0)
