@@ -66,7 +66,7 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
         refuse_unsupported(model)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.name = model, tokenizer, type(model).__name__
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
         self.routers = Routers(self.body)
@@ -205,7 +205,7 @@ class Policy:
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
-                f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
+                f"model.exact = true is for {names}; {self.name} has parts whose result for a token "
                 "depends on the rest of its batch; set model.exact = false"
             )
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
@@ -309,20 +309,15 @@ class Support:
 
 
 def chosen_logprobs(
-    hidden_NE: Tensor,
-    weight_VE: Tensor,
-    chosen_N: Tensor,
-    temperature: float,
-    support: Support | None = None,
-    linear: Linear = F.linear,
+    hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Any = None, linear: Linear = F.linear
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs `[N]` of `chosen_N` under softmax(hidden · weightᵀ / temperature).
+    """Log-probs of `chosen [N]` under softmax(hidden `[N, E]` · weight `[V, E]`ᵀ / temperature).
 
-    Over `support` and over all tokens. The head is applied to a chunk of tokens at a time, and again
-    in the backward pass: there is never a float32 tensor of [N, V].
+    Over the Support `support` and over all tokens. The head is applied to a chunk of tokens at a
+    time, and again in the backward pass: there is never a float32 tensor of [N, V].
     """
-    given: tuple[Any, ...] = hidden_NE, weight_VE, chosen_N, temperature, support
-    if hidden_NE.is_cuda and kernels.AVAILABLE:
+    given: tuple[Any, ...] = hidden, weight, chosen, temperature, support
+    if hidden.is_cuda and kernels.AVAILABLE:
         found = _FusedLogprobs.apply(*given)  # type: ignore[no-untyped-call]
     else:
         found = _ChosenLogprobs.apply(*given, linear)  # type: ignore[no-untyped-call]
@@ -404,7 +399,7 @@ class _FusedLogprobs(torch.autograd.Function):
             logits = kept if kept is not None else F.linear(hidden[rows], weight)
             kinds = _over_support_and_all(logits, ctx.support, rows)
             each = zip(kinds, log_sums[:, rows], grad[:, rows].contiguous(), strict=True)
-            parts = [logits_gradient(x, chosen[rows], *more, temperatures[rows]) for x, *more in each]
+            parts = [logits_gradient(x, chosen[rows], *y, temperatures[rows]) for x, *y in each]
             of_logits = reduce(Tensor.add_, parts)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
             if kept is not None:

@@ -27,21 +27,16 @@ class _Pending:
 
 @dataclass(eq=False)
 class RolloutActor:
-    """Drives the engine and turns its generations into trajectories.
-
-    `span(stage)` is entered around engine work. `on_sampled(n)` is called before the trajectories
-    that hold these n tokens are delivered, so the ledger never has a trajectory without its tokens.
-    `on_begun(serial, version)` is called when a group's first token is sampled.
-    """
+    """Drives the engine and turns its generations into trajectories."""
 
     engine: Engine
     device: Device
     _: KW_ONLY
     seed: int
     clock: Callable[[], float]
-    span: Callable[[str], AbstractContextManager[None]]
-    on_sampled: Callable[[int], None]
-    on_begun: Callable[[int, int], None]
+    span: Callable[[str], AbstractContextManager[None]]  # of a stage, around engine work
+    on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them, for the ledger
+    on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
     _pending: dict[str, _Pending] = field(default_factory=dict, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _booked: int = field(default=0, init=False)

@@ -35,20 +35,15 @@ class _Member:
 
 @dataclass(kw_only=True, eq=False)
 class RolloutPool:
-    """Samples trajectories for the loop.
-
-    Callbacks: `on_sampled(tokens)`, before the trajectories that hold them; `on_begun(serial,
-    version)` at a group's first token; `on_redone(tokens)` and `on_lost(worker, why)` when a worker
-    is lost.
-    """
+    """Samples trajectories for the loop."""
 
     exact: bool  # batch-invariant
     now: Callable[[], float]
     on_span: Callable[[StageSpan], None]
-    on_sampled: Callable[[int], None]
-    on_begun: Callable[[int, int], None]
-    on_redone: Callable[[int], None]
-    on_lost: Callable[[Worker[Sampler], str], None]
+    on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them
+    on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
+    on_redone: Callable[[int], None]  # tokens, when a worker is lost
+    on_lost: Callable[[Worker[Sampler], str], None]  # and why
     _members: list[_Member] = field(default_factory=list, init=False)
     _waiting: list[Order] = field(default_factory=list, init=False)  # while there is no worker
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
