@@ -215,7 +215,7 @@ def attend_causal(q_BTHD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: i
         mask, q = mask.repeat_interleave(group, 0), q_BRD[:, first * group : last * group]
         outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
     out = torch.cat(outs, dim=1).unflatten(0, (batch, -1)).unflatten(2, (-1, group))
-    return out.transpose(1, 2).flatten(2, 3)
+    return out.transpose(1, 2).flatten(2, 3)  # type: ignore[no-any-return]
 
 
 def tiled(num_tokens: int) -> int:

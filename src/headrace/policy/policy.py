@@ -399,7 +399,7 @@ class _FusedLogprobs(torch.autograd.Function):
             logits = kept if kept is not None else F.linear(hidden[rows], weight)
             kinds = _over_support_and_all(logits, ctx.support, rows)
             each = zip(kinds, log_sums[:, rows], grad[:, rows].contiguous(), strict=True)
-            parts = [logits_gradient(x, chosen[rows], *y, temperatures[rows]) for x, *y in each]
+            parts = [logits_gradient(x, chosen[rows], y, g, temperatures[rows]) for x, y, g in each]
             of_logits = reduce(Tensor.add_, parts)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
             if kept is not None:

@@ -145,8 +145,8 @@ class PagedStore:
         blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
         tables = torch.from_numpy(table).to(device)
 
-        def attention(*qkv: Tensor, **how: Any) -> Tensor:
-            return block_attention(*qkv, tables, blocks, **how)[0]
+        def attention(q: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
+            return block_attention(q, keys, values, tables, blocks, **how)[0]
 
         return forward(policy, chunks, PagedPass(self._cache, positions_T[None], slots_T, attention))
 
