@@ -27,8 +27,8 @@ def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: 
     total = x_TE if update_TE is None else torch.empty_like(x_TE)
     normed = torch.empty_like(x_TE)
     _add_norm_forward[(tokens,)](
-        x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed, epsilon,
-        width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
+        x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed,
+        epsilon, width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
         num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
     return total, normed
@@ -48,7 +48,7 @@ class _AddNorm(torch.autograd.Function):
         tokens, width = total.shape
         grad = torch.empty_like(total)
         rows = triton.cdiv(tokens, PROGRAMS)
-        partial = torch.empty(triton.cdiv(tokens, rows), width, dtype=torch.float32, device=total.device)
+        partial = total.new_empty(triton.cdiv(tokens, rows), width, dtype=torch.float32)
         _add_norm_backward[(len(partial),)](
             total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad, partial,
             ctx.epsilon, tokens, rows, width, WIDTH=triton.next_power_of_2(width),
@@ -241,8 +241,8 @@ class _RotateHeads(torch.autograd.Function):
 
 
 def _launch_rotate(
-    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    strides: tuple[int, int, int], page: int,
+    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, strides: tuple[int, int, int], page: int,
 ) -> None:  # fmt: skip
     q_norm, k_norm = heads.norms if heads.norms is not None else (qkv, qkv)
     _rotate[(len(qkv),)](

@@ -4,7 +4,8 @@ On a CPU the libraries under torch choose instructions, and with them the order 
 shape of the whole call and by an element's place in it. Here every sum has one order: GEMMs run
 with numbers of rows that were tried and agree, keys come in tiles that start at position 0, and
 elementwise functions never end in a scalar remainder. All else (sums of two numbers, products,
-maxima, copies) rounds the same everywhere. B batch, R rows, D head size, L keys (a multiple of TILE).
+maxima, copies) rounds the same everywhere. B batch, R rows of queries, T tokens, H query heads, J
+key/value heads, D head size, L keys (a multiple of TILE).
 
 On a GPU attention, norms, gates and log-probs are our own kernels, each with one order of its sums.
 A GEMM is not batch-invariant if its sum is split differently for other numbers of rows (split-K);
@@ -37,9 +38,7 @@ MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have mor
 GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
 POSITIONS = 1024  # whose angles are computed at once
-
-# on a GPU
-WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
+WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"  # this and the next three are for GPUs
 FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000, 3000)
 MANY = 8192
 EVEN = 8  # numbers, 16 bytes: other alignments are multiplied by functions that split sums at times

@@ -146,8 +146,8 @@ class Policy:
 
         def compute() -> tuple[Tensor, Tensor]:
             hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
-            chosen = token_ids_T[at]
-            return chosen_logprobs(hidden[at - 1], self.head_weight, chosen, temperature, support, self._linear)
+            given = hidden[at - 1], self.head_weight, token_ids_T[at]
+            return chosen_logprobs(*given, temperature, support, self._linear)
 
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
@@ -205,8 +205,8 @@ class Policy:
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
-                f"model.exact = true is for {names}; {self.name} has parts whose result for a token "
-                "depends on the rest of its batch; set model.exact = false"
+                f"model.exact = true is for {names}; {self.name} has parts whose result for a "
+                "token depends on the rest of its batch; set model.exact = false"
             )
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
         if half is not on_gpu:
@@ -216,8 +216,8 @@ class Policy:
             )
         if on_gpu and not self._family.fits_kernels:
             raise ModelError(
-                "model.exact = true on a GPU needs Triton and a head size that is a power of two; the "
-                f"model's is {self._family.head_size}; set model.exact = false"
+                "model.exact = true on a GPU needs Triton and a head size that is a power of two; "
+                f"the model's is {self._family.head_size}; set model.exact = false"
             )
         if on_gpu:
             use_batch_invariant_gemms()

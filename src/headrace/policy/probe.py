@@ -70,13 +70,14 @@ def check_weights(policy: Policy) -> None:
         )
     if getattr(policy.head, "bias", None) is not None:
         raise ModelError(f"{policy.name} has a bias on its output head, which is not supported")
-    changing = [kind["rope_type"] for kind in _ropes(policy) if kind.get("rope_type") in ("dynamic", "longrope")]
+    kinds = [rope.get("rope_type") for rope in _ropes(policy)]
+    changing = [kind for kind in kinds if kind in ("dynamic", "longrope")]
     chunked = getattr(policy.config, "attention_chunk_size", None)
     if changing or chunked:
         what = f"'{changing[0]}' position embeddings" if changing else "chunked attention"
         raise ModelError(
-            f"{policy.name} uses {what}: what a token attends to would depend on how long the other "
-            "sequences of its batch are"
+            f"{policy.name} uses {what}: what a token attends to would depend on how long the "
+            "other sequences of its batch are"
         )
 
 
@@ -112,7 +113,8 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
 def check_same_bits(policy: Policy) -> None:
     """Refuse a machine that is not batch-invariant: the probe as one batch and one by one."""
     ids = random_ids(policy, 2, SHORT)
-    together, apart = (torch.cat([packed_logits(policy, part) for part in parts]) for parts in ([ids], ids.split(1)))
+    together = packed_logits(policy, ids)
+    apart = torch.cat([packed_logits(policy, one) for one in ids.split(1)])
     if not torch.equal(together, apart):
         raise ModelError(
             f"model.exact = true: on this machine the logits of {policy.name} differ by "
@@ -189,8 +191,8 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
     shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
     if len(shapes) > 1:
         raise ModelError(
-            f"the layers of {name} have keys and values of different shapes (heads, key size, value size): "
-            f"{', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
+            f"the layers of {name} have keys and values of different shapes (heads, key size, "
+            f"value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
     return shapes.pop()
 
@@ -225,8 +227,8 @@ class _ProbePlan(PackedPlan):
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
             raise ModelError(
-                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be "
-                "of one size; set model.device = 'cpu'"
+                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both "
+                "must be of one size; set model.device = 'cpu'"
             )
         self.kept[layer].append((k_TJD, v_TJD))
 

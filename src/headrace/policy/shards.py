@@ -55,7 +55,7 @@ class Shards:
         self._root.set_requires_gradient_sync(False)
         self._weights = dict(self._named())
         # gradients go to the parts held here, which are ordinary weights to an optimizer
-        parts = ((name, p.detach().to_local(), p.requires_grad) for name, p in self._weights.items())
+        parts = ((n, p.detach().to_local(), p.requires_grad) for n, p in self._weights.items())
         self.held = {name: nn.Parameter(part, trained) for name, part, trained in parts}
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -71,7 +71,7 @@ class Shards:
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the ranks' gradients into `held`, by FSDP's hooks in the zero-loss pass `take_part`."""
+        """Sum the ranks' gradients into `held`, by FSDP's hooks in a zero-loss pass `take_part`."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
@@ -80,7 +80,7 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, rounded to `dtype` before they are sent. Every rank must iterate to the end."""
+        """Whole weights, rounded to `dtype` before they are sent. All ranks must iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
                 yield name, parameter.to(dtype).detach().full_tensor()

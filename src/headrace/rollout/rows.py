@@ -372,13 +372,10 @@ def prompt_key(prompt: IntArray) -> np.uint64:
 
 def make_replay(supports: list[IntArray], routes: RouteArray | None) -> Replay | None:
     """`supports` are of the sampled tokens, or empty; `routes` of all tokens, or None."""
-    ids, offsets = None, None
-    if supports:
-        ids = np.concatenate(supports)
-        offsets = np.cumsum([0, *map(len, supports)], dtype=np.int64)
-    if ids is None and routes is None:
-        return None
-    return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
+    if not supports:
+        return None if routes is None else Replay(routes=routes)
+    offsets = np.cumsum([0, *map(len, supports)], dtype=np.int64)
+    return Replay(support_ids=np.concatenate(supports), support_offsets=offsets, routes=routes)
 
 
 def supports_of(replay: Replay | None) -> list[IntArray]:
