@@ -19,8 +19,7 @@ from headrace.config import Config, ModelSection
 from headrace.ledger.database import FILE_NAME
 from headrace.policy.policy import load_policy
 from headrace.rollout.engine import Engine, kv_budget
-from headrace.rollout.request import Request
-from headrace.rollout.sampling import request_seed
+from headrace.rollout.rows import Request, request_seed
 from headrace.row import Row
 from headrace.types import Sampling
 

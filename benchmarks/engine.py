@@ -35,7 +35,7 @@ from gpu_record import (
 
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine, kv_budget
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.rows import Generation, Request
 from headrace.types import Sampling
 
 LENGTHS = Lengths(mean=512, cv=1.0, cap=4096)

@@ -27,7 +27,7 @@ from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Request
+from headrace.rollout.rows import Request
 from headrace.types import Sampling
 
 SHAPES = GPU_SHAPES | {

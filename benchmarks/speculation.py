@@ -26,8 +26,7 @@ import headrace  # noqa: F401  (before torch works, as the command does it: it s
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Request
-from headrace.rollout.sampling import request_seed
+from headrace.rollout.rows import Request, request_seed
 from headrace.types import Sampling
 
 SHAPES = {

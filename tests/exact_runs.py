@@ -10,7 +10,7 @@ import torch
 from headrace.learner.batch import pack
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Request
+from headrace.rollout.rows import Request
 from headrace.types import FloatArray, Item, Sampling, Timing, Trajectory
 
 TEMPERATURE = 0.7

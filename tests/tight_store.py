@@ -11,11 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from headrace.policy.policy import Policy
-from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafts
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Rows
-from headrace.rollout.store import RowStore
+from headrace.rollout.store import Chunk, RowStore
 from headrace.types import RouteArray
 
 

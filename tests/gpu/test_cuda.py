@@ -12,7 +12,7 @@ from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.rows import Generation, Request
 from headrace.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
-from headrace.policy import logprobs
+from headrace.policy import policy as policy_module
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -300,9 +300,9 @@ def test_gradient_of_token_logprobs() -> None:
 
 
 def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_row_chunks", lambda *_: [])
+    monkeypatch.setattr(policy_module, "_row_chunks", lambda *_: [])
     hidden, weight = noise(0, 12).requires_grad_(), noise(99, 12).requires_grad_()
-    (found,) = logprobs._FusedLogprobs.apply(
+    (found,) = policy_module._FusedLogprobs.apply(
         hidden, weight, torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0, None
     )
     found.sum().backward()
@@ -363,12 +363,12 @@ def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_suppor
     """The learner's way to them, in chunks of so many rows, with the gradients of both kinds."""
     num, vocab = 5, 5000
     slices = [slice(start, start + size) for start in range(0, num, size)]
-    monkeypatch.setattr(logprobs, "_row_chunks", lambda hidden, weight, share: slices)
+    monkeypatch.setattr(policy_module, "_row_chunks", lambda hidden, weight, share: slices)
     mine, copy = ([noise(num, 16).requires_grad_(), noise(vocab, 16, seed=1).requires_grad_()] for _ in range(2))
     chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
     ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()
-    support = logprobs.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
-    ours = logprobs._FusedLogprobs.apply(*mine, chosen, 0.7, support)
+    support = policy_module.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
+    ours = policy_module._FusedLogprobs.apply(*mine, chosen, 0.7, support)
     logits = copy[0] @ copy[1].t() / 0.7
     kinds = [logits]
     if with_support:

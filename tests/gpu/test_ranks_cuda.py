@@ -17,7 +17,7 @@ from headrace.learner.learner import Learner
 from headrace.learner.sharding import Sharding
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Request
+from headrace.rollout.rows import Request
 from headrace.types import Group, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

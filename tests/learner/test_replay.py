@@ -18,7 +18,7 @@ from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Request
+from headrace.rollout.rows import Request
 from headrace.types import Group, Item, Sampling
 
 Maker = Callable[..., Policy]

@@ -19,7 +19,7 @@ from headrace.learner.learner import Learner
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Request
+from headrace.rollout.rows import Request
 from headrace.types import Group, Sampling
 
 LORA = Lora(rank=4, alpha=8.0, seed=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.config import ModelSection
 from headrace.errors import ModelError
-from headrace.policy import exact_cpu
+from headrace.policy import exact
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy, load_policy
 
@@ -37,11 +37,11 @@ LINEARS = [(48, 32), (99, 32), (64, 192), (1024, 576), (576, 1024), (192, 1024)]
 def test_a_product_does_not_depend_on_the_other_rows(threads: int, columns: int, width: int, biased: bool):
     x, weight = noise(300, width), noise(columns, width, seed=1)
     bias = noise(columns, seed=2) if biased else None
-    whole = exact_cpu.linear(x, weight, bias)
+    whole = exact.linear(x, weight, bias)
     torch.testing.assert_close(whole, F.linear(x, weight, bias), rtol=1e-4, atol=1e-3)
     for n in ROWS:
-        assert torch.equal(exact_cpu.linear(x[:n], weight, bias), whole[:n])
-        assert torch.equal(exact_cpu.linear(x[300 - n :].clone(), weight, bias), whole[300 - n :])
+        assert torch.equal(exact.linear(x[:n], weight, bias), whole[:n])
+        assert torch.equal(exact.linear(x[300 - n :].clone(), weight, bias), whole[300 - n :])
 
 
 def test_the_ordinary_product_does():
@@ -55,9 +55,9 @@ def test_the_ordinary_product_does():
 def test_norm_gate_and_rotation_do_not_depend_on_the_other_rows(threads: int, width: int):
     x, y, weight = noise(1500, width) * 5, noise(1500, width, seed=1), noise(width, seed=2)
     functions: list[Callable[..., Tensor]] = [
-        lambda x, y: exact_cpu.rms_norm(x, weight, 1e-6),
-        exact_cpu.gated,
-        lambda x, y: exact_cpu.rotate(x[:, None], y[:, None], y[:, None] + 1).squeeze(1),
+        lambda x, y: exact.rms_norm(x, weight, 1e-6),
+        exact.gated,
+        lambda x, y: exact.rotate(x[:, None], y[:, None], y[:, None] + 1).squeeze(1),
     ]
     for function in functions:
         whole = function(x, y)
@@ -70,11 +70,11 @@ def test_norm_gate_and_rotation_do_not_depend_on_the_other_rows(threads: int, wi
 def test_every_thread_gets_whole_lanes(threads_used: int):
     for num_elements in (5, 31, 32, 33, 32_767, 32_768, 70_001, 500_000, 7_000_001):
         start = 0
-        for end in exact_cpu._loops(num_elements, threads_used):
-            share = -(-(end - start) // min(threads_used, -(-(end - start) // exact_cpu.GRAIN)))  # as torch divides
-            assert share % exact_cpu.LANES == 0
+        for end in exact._loops(num_elements, threads_used):
+            share = -(-(end - start) // min(threads_used, -(-(end - start) // exact.GRAIN)))  # as torch divides
+            assert share % exact.LANES == 0
             start = end
-        assert 0 <= num_elements - start < exact_cpu.LANES
+        assert 0 <= num_elements - start < exact.LANES
 
 
 def gradients(policy: Policy, lengths: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -114,7 +114,7 @@ def test_half_precision_is_refused(make_policy: Callable[..., Policy]):
 
 
 def test_a_machine_that_cannot_is_refused(make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(exact_cpu, "QUERY_ROWS", (1,))  # products of one row have other bits
+    monkeypatch.setattr(exact, "QUERY_ROWS", (1,))  # products of one row have other bits
     with pytest.raises(ModelError, match=r"model\.exact = true: .* heads of size 24 .*; set model\.exact = false"):
         make_policy(exact=True, head_dim=24)
 

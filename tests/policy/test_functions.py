@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from headrace.policy.functions import gated, rms_norm, rotate
+from headrace.policy.family import gated, rms_norm, rotate
 
 T, H, D = 5, 3, 8
 

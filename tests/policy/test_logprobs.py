@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.policy import logprobs
+from headrace.policy import policy as policy_module
 from headrace.policy.attention import PackedPlan
-from headrace.policy.logprobs import Support, chosen_logprobs
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Policy, Support, chosen_logprobs
 
 N, V, E = 23, 57, 16
 
@@ -72,7 +71,7 @@ def reference(hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float
 def test_equal_to_the_plain_formula(
     monkeypatch: pytest.MonkeyPatch, chunk_rows: int, temperature: float, with_support: bool
 ):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_rows * V + V - 1)
+    monkeypatch.setattr(policy_module, "CHUNK_ELEMENTS", chunk_rows * V + V - 1)
     hidden, weight, chosen = inputs()
     support = some_support(chosen) if with_support else None
     upstream = torch.randn(2, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -87,7 +86,7 @@ def test_equal_to_the_plain_formula(
 
 
 def test_a_chunk_too_small_for_one_row_still_takes_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", V // 2)
+    monkeypatch.setattr(policy_module, "CHUNK_ELEMENTS", V // 2)
     hidden, weight, chosen = inputs()
     torch.testing.assert_close(
         chosen_logprobs(hidden, weight, chosen, 1.0)[0],
@@ -117,7 +116,7 @@ def test_no_tokens_give_no_logprobs():
 @pytest.mark.parametrize("with_support", [False, True])
 def test_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch, with_support: bool):
     num, vocab, size, chunk_elements = 300, 500, 8, 5000
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(policy_module, "CHUNK_ELEMENTS", chunk_elements)
     hidden, weight, chosen = inputs(num, vocab, size)
     support = some_support(chosen, vocab) if with_support else None
     with LargestTensor() as largest:

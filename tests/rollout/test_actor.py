@@ -17,7 +17,7 @@ from headrace.errors import DataError
 from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation
+from headrace.rollout.rows import Generation
 from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
 
 pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known
@@ -170,7 +170,7 @@ async def test_the_future_resolves_only_after_the_booking(policy: Policy, monkey
 
     monkeypatch.setattr(RolloutActor, "_deliver", delivered)
     async with acting(policy) as scene:
-        scene.actor._on_sampled = lambda count: events.append(("booked", count))
+        scene.actor.on_sampled = lambda count: events.append(("booked", count))
         await asyncio.gather(*scene.start(0, PROMPTS[0], [SHORT, MIDDLE]))
     balance = 0
     for kind, count in events:
@@ -231,7 +231,7 @@ async def test_abort_gives_what_was_sampled_so_far(policy: Policy):
                 scene.actor.abort([0, 2])
             scene.booked.append(count)
 
-        scene.actor._on_sampled = abort_at_first_tokens
+        scene.actor.on_sampled = abort_at_first_tokens
         aborted = await asyncio.gather(*running)
         nothing = await asyncio.gather(*waiting)
         (other,) = await asyncio.gather(*beside)

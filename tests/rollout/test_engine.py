@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.policy.policy import Policy
 from headrace.rollout import store as store_module
-from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan
-from headrace.rollout.request import Generation
+from headrace.rollout.rows import Generation
+from headrace.rollout.store import Arena, Chunk, DecodePlan, PrefillPlan
 from headrace.types import FinishReason, Sampling, Span
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {

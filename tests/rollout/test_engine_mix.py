@@ -24,7 +24,7 @@ from plain_forward import (
 
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation, Request
+from headrace.rollout.rows import Generation, Request
 from headrace.types import FinishReason, IntArray, Sampling
 
 PAGES = 8

@@ -23,7 +23,7 @@ from plain_forward import (
 
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine, kv_budget
-from headrace.rollout.request import Generation
+from headrace.rollout.rows import Generation
 from headrace.types import FinishReason, Sampling, Span
 
 # ---- abort

@@ -25,7 +25,7 @@ from plain_forward import (
 )
 
 from headrace.policy.policy import Policy
-from headrace.rollout.request import Generation
+from headrace.rollout.rows import Generation
 from headrace.types import IntArray, RouteArray, Sampling
 
 pytestmark = pytest.mark.usefixtures("endless")

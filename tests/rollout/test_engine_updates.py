@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routers, Routes
-from headrace.rollout.request import Generation
+from headrace.rollout.rows import Generation
 from headrace.types import FinishReason, IntArray, Sampling, Span
 
 pytestmark = pytest.mark.usefixtures("endless")  # so that the length of an answer is known

@@ -23,8 +23,7 @@ from plain_forward import (
 from headrace.errors import ConfigError
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation
-from headrace.rollout.rows import Burst, Rows
+from headrace.rollout.rows import Burst, Generation, Rows
 from headrace.types import FinishReason, Sampling, Span
 
 pytestmark = pytest.mark.usefixtures("endless")

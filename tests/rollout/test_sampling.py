@@ -12,8 +12,8 @@ import torch
 from plain_forward import Doubles, allowed_ids, distribution, finish, make_engine, next_logits, prompt_ids, stock_model
 
 from headrace.policy.policy import Policy
-from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import draw, request_seed, uniforms
+from headrace.rollout.rows import Generation, Request, request_seed, uniforms
+from headrace.rollout.store import draw
 from headrace.types import Sampling
 
 NUM_DRAWS, FAMILY = 20_000, 250

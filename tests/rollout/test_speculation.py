@@ -26,8 +26,7 @@ from plain_forward import (
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter, Drafts
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation
-from headrace.rollout.rows import Burst, Rows
+from headrace.rollout.rows import Burst, Generation, Rows
 from headrace.types import FinishReason, Sampling
 
 Maker = Callable[..., Policy]

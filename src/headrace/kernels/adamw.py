@@ -41,11 +41,7 @@ class FusedAdamW(torch.optim.AdamW):
         """
         group, steps = self.param_groups[0], self._steps
         triples = zip(weights, gradients, group["params"], strict=True)
-        rows = [
-            (weight, gradient, master, *self._moments(master, steps))
-            for weight, gradient, master in triples
-            if gradient is not None
-        ]
+        rows = [(w, g, m, *self._moments(m, steps)) for w, g, m in triples if g is not None]
         device, kind = rows[0][2].device, _KINDS[rows[0][1].dtype]
         sizes = tuple(row[2].numel() for row in rows)
         blocks = self._blocks(sizes, device)
@@ -79,8 +75,7 @@ class FusedAdamW(torch.optim.AdamW):
         state = self.state[first]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=first.device)
-        steps: Tensor = state["step"]
-        return steps
+        return state["step"]  # type: ignore[no-any-return]
 
     def _moments(self, master: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         state: dict[str, Any] = self.state[master]
@@ -104,11 +99,8 @@ _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _place(sizes, blocks, num_blocks, EVEN: constexpr, BLOCK: constexpr, PART: constexpr):
-    """This program's tensor index, its elements in that tensor, and their mask.
-
-    EVEN: sizes are multiples of 16, and tensors begin at multiples of 16 bytes, so loads and stores
-    are 16 bytes wide.
-    """
+    """This program's tensor index, its elements in that tensor, and their mask."""
+    # EVEN: sizes and addresses are multiples of 16, so loads and stores are 16 bytes wide
     block, part = tl.program_id(0) // (BLOCK // PART), tl.program_id(0) % (BLOCK // PART)
     owner = tl.load(blocks + block)
     size = tl.load(sizes + owner)

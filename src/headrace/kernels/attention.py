@@ -35,25 +35,17 @@ QUERIES, KEYS = 64, 64  # tokens of a block in the two passes of the gradient
 
 
 def decode_attention(
-    q_nHD: Tensor,
-    keys_PJTD: Tensor,
-    values_PJTD: Tensor,
-    tables: Tensor,
-    lengths_n: Tensor,
-    *,
-    scale: float,
-    window: int,
-    longest: int,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, *, scale: float, window: int, longest: int
 ) -> Tensor:
-    """Paged decode attention `[n, H, D]` over the first `lengths_n` tokens of each sequence.
+    """Attention `[n, H, D]` of `q [n, H, D]` over the first `lengths [n]` tokens of each sequence.
 
-    `tables [n, max pages]` are the page tables of the sequences; `longest` is an upper bound of
-    `lengths_n`.
+    Keys and values are in pages `[P, J, PAGE, D]`, of which `tables [n, max pages]` lists those of
+    each sequence; `longest` is an upper bound of `lengths`.
     """
-    n, num_heads, head_size = q_nHD.shape
-    num_kv_heads, page = keys_PJTD.shape[1:3]
+    n, num_heads, head_size = q.shape
+    num_kv_heads, page = keys.shape[1:3]
     num_segments = -(-longest // SEGMENT)
-    out = torch.empty_like(q_nHD)
+    out = torch.empty_like(q)
     partial = sums = out
     if num_segments > 1:
         partial = torch.empty(n, num_heads, num_segments, head_size, dtype=torch.float32, device=out.device)
@@ -61,14 +53,14 @@ def decode_attention(
     shape: dict[str, Any] = {"H": num_heads, "D": head_size, "DP": padded_size(head_size)}
     group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))  # tl.dot needs 16 rows
     _decode[(n, num_kv_heads, num_segments)](
-        q_nHD, keys_PJTD, values_PJTD, tables, lengths_n, out, partial, sums,
-        scale * LOG2E, window, keys_PJTD.stride(0), keys_PJTD.stride(1), tables.stride(0), num_segments,
+        q, keys, values, tables, lengths, out, partial, sums,
+        scale * LOG2E, window, keys.stride(0), keys.stride(1), tables.stride(0), num_segments,
         J=num_kv_heads, GP=group, PAGE=page, TILE=TILE, SEGMENT=SEGMENT, ALONE=num_segments == 1, **shape,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     if num_segments > 1:
         _join[(n, num_heads)](
-            partial, sums, lengths_n, out, window, num_segments, SEGMENT=SEGMENT, **shape,
+            partial, sums, lengths, out, window, num_segments, SEGMENT=SEGMENT, **shape,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -121,8 +113,7 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention `[T, H, D]` of packed tokens, and its log-sum-exp `[H, T]`.
 
-    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` with
-    `tables`.
+    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` of `tables`.
     """
     tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = keys.shape[1]

@@ -27,8 +27,8 @@ def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: 
     total = x_TE if update_TE is None else torch.empty_like(x_TE)
     normed = torch.empty_like(x_TE)
     _add_norm_forward[(tokens,)](
-        x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed, epsilon,
-        width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
+        x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed,
+        epsilon, width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
         num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
     return total, normed
@@ -48,7 +48,7 @@ class _AddNorm(torch.autograd.Function):
         tokens, width = total.shape
         grad = torch.empty_like(total)
         rows = triton.cdiv(tokens, PROGRAMS)
-        partial = torch.empty(triton.cdiv(tokens, rows), width, dtype=torch.float32, device=total.device)
+        partial = total.new_empty(triton.cdiv(tokens, rows), width, dtype=torch.float32)
         _add_norm_backward[(len(partial),)](
             total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad, partial,
             ctx.epsilon, tokens, rows, width, WIDTH=triton.next_power_of_2(width),
@@ -169,16 +169,12 @@ def _gate_backward(gate_up, grad, found, width, BLOCK: constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The layout of queries, keys and values in a row of N numbers, and the QK-norm, if any.
-
-    Example:
-        Heads(num=16, num_kv=8, size=128, norms=(q_norm.weight, k_norm.weight), epsilon=1e-6)
-    """
+    """The layout of queries, keys and values in a row of N numbers, and the QK-norm, if any."""
 
     num: int
     num_kv: int
     size: int
-    norms: tuple[Tensor, Tensor] | None
+    norms: tuple[Tensor, Tensor] | None  # weights for queries and keys
     epsilon: float
 
     @property
@@ -190,22 +186,16 @@ class Heads:
 
 
 def rotate_and_store(
-    qkv_TN: Tensor,
-    heads: Heads,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
-    keys_PJTD: Tensor,
-    values_PJTD: Tensor,
-    slots_T: Tensor,
+    qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor
 ) -> Tensor:
-    """QK-norm and RoPE; writes keys and values to `slots_T` of the paged KV cache.
+    """QK-norm and RoPE. Writes keys and values into pages `[P, J, PAGE, D]`; returns the queries.
 
-    A slot is page * PAGE + offset in the page. Returns the queries `[T, H, D]`.
+    `slots_T` are page * PAGE + offset in the page.
     """
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
-    strides = keys_PJTD.stride(0), keys_PJTD.stride(2), keys_PJTD.stride(1)
-    caches, page = (keys_PJTD, values_PJTD), keys_PJTD.shape[2]
-    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, *caches, strides, page)
+    strides = keys.stride(0), keys.stride(2), keys.stride(1)
+    given = qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys, values
+    _launch_rotate(*given, strides, keys.shape[2])
     return queries
 
 
@@ -251,8 +241,8 @@ class _RotateHeads(torch.autograd.Function):
 
 
 def _launch_rotate(
-    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    strides: tuple[int, int, int], page: int,
+    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, strides: tuple[int, int, int], page: int,
 ) -> None:  # fmt: skip
     q_norm, k_norm = heads.norms if heads.norms is not None else (qkv, qkv)
     _rotate[(len(qkv),)](

@@ -20,14 +20,12 @@ BLOCK = 4096
 def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
     """Sample tokens `[n]` by inverse CDF at `uniforms_n` (float64), and their log-probs `[n]`.
 
-    The distribution is softmax(logits / temperature); a temperature of 0 is greedy, with a log-prob
-    of 0.
+    A temperature of 0 is greedy, with a log-prob of 0.
     """
-    n, vocab = logits_nV.shape
     peaks, sums = _sum_up(logits_nV, temperatures_n)
+    (n, num_blocks), vocab = peaks.shape, logits_nV.shape[1]
     tokens = torch.empty(n, dtype=torch.int64, device=logits_nV.device)
     logprobs = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
-    num_blocks = peaks.shape[1]
     _draw[(n,)](
         logits_nV, peaks, sums, uniforms_n, tokens, logprobs, temperatures_n, vocab, num_blocks,
         BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8, enable_fp_fusion=False,
@@ -37,10 +35,9 @@ def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -
 
 def token_logprobs(logits_nV: Tensor, tokens_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs `[n]` of given tokens, and the rows' log-sum-exp `[n]`."""
-    n, vocab = logits_nV.shape
     peaks, sums = _sum_up(logits_nV, temperatures_n)
+    (n, num_blocks), vocab = peaks.shape, logits_nV.shape[1]
     logprobs, log_sums = torch.empty_like(peaks[:, 0]), torch.empty_like(peaks[:, 0])
-    num_blocks = peaks.shape[1]
     _score[(n,)](
         logits_nV, peaks, sums, tokens_n, logprobs, log_sums, temperatures_n, vocab, num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8, enable_fp_fusion=False,
@@ -108,10 +105,8 @@ def _sum_blocks(logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK: con
 
 @triton.jit
 def _masses(peaks, sums, row, num_blocks, b):
-    """A row's maximum, and the sum of each block relative to it.
-
-    In float64: a float32 sum over 150,000 tokens would change the probability of rare tokens.
-    """
+    """A row's maximum, and the sum of each block relative to it."""
+    # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
     own_peaks = tl.load(peaks + row * num_blocks + b, mask=b < num_blocks, other=float("-inf"))
     own_sums = tl.load(sums + row * num_blocks + b, mask=b < num_blocks, other=0.0)
     peak = tl.max(own_peaks, 0)
@@ -137,8 +132,7 @@ def _draw(
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32) * rate
     reached = tl.cumsum(tl.exp(x - peak).to(tl.float64), 0) + before
     within = tl.sum((reached < target).to(tl.int32), 0)
-    # a block's mass and the sum of its tokens differ by rounding: that must not select an excluded
-    # token
+    # a block's mass and the sum of its tokens differ by rounding: never select an excluded token
     place, possible = tl.arange(0, BLOCK), x > float("-inf")
     within = tl.minimum(within, tl.max(tl.where(possible, place, 0), 0))
     within = tl.maximum(within, tl.min(tl.where(possible, place, BLOCK - 1), 0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.policy.attention import PackedPlan
-from headrace.policy.logprobs import Support
+from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
 from headrace.types import Item, RouteArray, Trajectory
 

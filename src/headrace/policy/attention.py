@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from headrace import kernels
-from headrace.policy.exact_cpu import RectangleAttention
-from headrace.policy.functions import attend_rectangle
+from headrace.policy.exact import RectangleAttention
+from headrace.policy.family import attend_rectangle
 from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
@@ -28,20 +28,11 @@ NAME = "headrace"
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    plan: AttentionPlan,
-    sliding_window: int | None = None,
-    **unused: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, scaling: float, plan: AttentionPlan, **how: Any
 ) -> tuple[Tensor, None]:
-    layer = module.layer_idx
-    assert isinstance(layer, int)
     q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
-    return plan.attend(layer, q_THD, k_TJD, v_TJD, scaling, sliding_window or 0)[None], None
+    window = how.get("sliding_window") or 0
+    return plan.attend(module.layer_idx, q_THD, k_TJD, v_TJD, scaling, window)[None], None
 
 
 # Without a mask function beside it, `transformers` builds no masks: the plan alone decides.
@@ -119,21 +110,18 @@ class PackedPlan:
             return packed(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-any-return]
         return self._attend_rectangles(attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
 
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
+    def attend_exact(self, layer: int, *given: Any) -> Tensor:
         """Batch-invariant, with the bits that decoding computes."""
-        return self._attend_rectangles(RectangleAttention.apply, q_THD, k_TJD, v_TJD, scale, window)
+        return self._attend_rectangles(RectangleAttention.apply, *given)
 
-    def _attend_rectangles(
-        self, attend: Any, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
+    def _attend_rectangles(self, attend: Any, *given: Any) -> Tensor:
+        *qkv, scale, window = given
         if min(self.lengths) == self.longest:
             shape = len(self.lengths), self.longest
-            return attend(q_THD, k_TJD, v_TJD, shape, scale, window)  # type: ignore[no-any-return]
+            return attend(*qkv, shape, scale, window)  # type: ignore[no-any-return]
         r = self._rectangles
         regroup: Any = _Regroup.apply
-        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in (q_THD, k_TJD, v_TJD))
+        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in qkv)
         sizes = [count * longest for count, longest in r.shapes]
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
         outs = [attend(*part, scale, window) for part in parts]

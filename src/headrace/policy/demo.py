@@ -20,20 +20,16 @@ def build_demo(directory: Path, seed: int) -> None:
     """Write a Qwen3 model of 0.4 million random weights, and its character tokenizer."""
     tokenizer = character_tokenizer()
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    layers = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,
         dtype="float32",
-        **ends,
+        **(layers | heads | ends),
     )
     # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

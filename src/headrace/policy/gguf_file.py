@@ -16,8 +16,8 @@ from headrace.user_code import load_optional
 
 # A file has only llama.cpp's name of its pre-tokenizer. For names it does not know, `transformers`
 # takes GPT-2's. That is right for the first set; the second also splits all digits.
-AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
-DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
+DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
 def gguf_model(path: Path, **options: Any) -> Any:
@@ -43,8 +43,8 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         )
     elif rule not in AS_GPT2:
         raise ModelError(
-            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens would be "
-            "wrong; set model.tokenizer to a directory with the model's original tokenizer"
+            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens "
+            "would be wrong; set model.tokenizer to a directory with the model's original tokenizer"
         )
     return tokenizer
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from headrace import kernels
 from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
-from headrace.policy import exact_cpu
 from headrace.policy.attention import NAME, PackedPlan
-from headrace.policy.exact_gpu import check_rows, use_batch_invariant_gemms
+from headrace.policy.exact import ExactBody, check_rows, use_batch_invariant_gemms
+from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
-from headrace.policy.logprobs import Linear, Support, chosen_logprobs
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
 from headrace.policy.quiet_transformers import quiet_transformers
 from headrace.policy.routes import Routers, Routes
@@ -33,6 +33,12 @@ from headrace.policy.shards import Shards
 from headrace.roles import AttentionPlan
 from headrace.user_code import load_optional
 
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.softmax import logits_gradient, token_logprobs
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+
+CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
 # no downloads, and no code that comes with a model
 NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
 GGUF = "headrace.policy.gguf_file", "gguf", "gguf"
@@ -60,7 +66,7 @@ class Policy:
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
         refuse_unsupported(model)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.name = model, tokenizer, type(model).__name__
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.get_decoder()
         self.routers = Routers(self.body)
@@ -77,7 +83,7 @@ class Policy:
         self.shards: Shards | None = None
         self.in_family = in_family(self.body)  # then the layers run in our own forward pass
         if self.in_family:
-            kind = exact_cpu.ExactBody if exact and self.device.type != "cuda" else FamilyBody
+            kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
             recomputing = self.routers.follow_again if self.routers.num_layers else None
             self._family = kind(self.body, recomputing=recomputing)
             self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
@@ -140,8 +146,8 @@ class Policy:
 
         def compute() -> tuple[Tensor, Tensor]:
             hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
-            chosen = token_ids_T[at]
-            return chosen_logprobs(hidden[at - 1], self.head_weight, chosen, temperature, support, self._linear)
+            given = hidden[at - 1], self.head_weight, token_ids_T[at]
+            return chosen_logprobs(*given, temperature, support, self._linear)
 
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
@@ -160,7 +166,7 @@ class Policy:
 
     @property
     def _linear(self) -> Linear:
-        return exact_cpu.linear if self.exact and self.device.type == "cpu" else F.linear
+        return exact_linear if self.exact and self.device.type == "cpu" else F.linear
 
     def checkpoint_activations(self) -> None:
         if self._family is not None:
@@ -199,8 +205,8 @@ class Policy:
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
             raise ModelError(
-                f"model.exact = true is for {names}; {type(self.model).__name__} has parts whose result for a token "
-                "depends on the rest of its batch; set model.exact = false"
+                f"model.exact = true is for {names}; {self.name} has parts whose result for a "
+                "token depends on the rest of its batch; set model.exact = false"
             )
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
         if half is not on_gpu:
@@ -210,8 +216,8 @@ class Policy:
             )
         if on_gpu and not self._family.fits_kernels:
             raise ModelError(
-                "model.exact = true on a GPU needs Triton and a head size that is a power of two; the "
-                f"model's is {self._family.head_size}; set model.exact = false"
+                "model.exact = true on a GPU needs Triton and a head size that is a power of two; "
+                f"the model's is {self._family.head_size}; set model.exact = false"
             )
         if on_gpu:
             use_batch_invariant_gemms()
@@ -283,3 +289,141 @@ def load_tokenizer(section: ModelSection) -> Any:
         # `transformers` makes an empty one up where there is none
         raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")
     return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The tokens that could be sampled at each of N positions: `ids[offsets[i]:offsets[i + 1]]`."""
+
+    ids: Tensor
+    offsets: Tensor  # [N + 1]
+
+    def forbidden(self, start: int, end: int, vocab: int) -> Tensor:
+        """Mask `[end - start, V]` of the tokens outside the support."""
+        first, last = int(self.offsets[start]), int(self.offsets[end])
+        counts = self.offsets[start + 1 : end + 1] - self.offsets[start:end]
+        rows = torch.repeat_interleave(torch.arange(end - start, device=self.ids.device), counts)
+        mask = torch.ones(end - start, vocab, dtype=torch.bool, device=self.ids.device)
+        mask[rows, self.ids[first:last].long()] = False
+        return mask
+
+
+def chosen_logprobs(
+    hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Any = None, linear: Linear = F.linear
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `chosen [N]` under softmax(hidden `[N, E]` · weight `[V, E]`ᵀ / temperature).
+
+    Over the Support `support` and over all tokens. The head is applied to a chunk of tokens at a
+    time, and again in the backward pass: there is never a float32 tensor of [N, V].
+    """
+    given: tuple[Any, ...] = hidden, weight, chosen, temperature, support
+    if hidden.is_cuda and kernels.AVAILABLE:
+        found = _FusedLogprobs.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+        found = _ChosenLogprobs.apply(*given, linear)  # type: ignore[no-untyped-call]
+    return found[0], found[-1]
+
+
+def _chunk_logprobs(logits: Tensor, temperature: float, support: Support | None, rows: slice) -> list[Tensor]:
+    """Log-probs `[rows, V]`: over the support if there is one, and over all tokens."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits.div_(temperature)
+    return [torch.log_softmax(x, dim=-1) for x in _over_support_and_all(logits, support, rows)]
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(hidden, weight, chosen)
+        ctx.rest = temperature, support, linear = rest
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
+        for rows in _row_chunks(hidden, weight, support):
+            kinds = _chunk_logprobs(linear(hidden[rows], weight), temperature, support, rows)
+            for row, logprobs in zip(found, kinds, strict=True):
+                row[rows] = logprobs.gather(1, chosen[rows, None]).squeeze(1)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, chosen = ctx.saved_tensors
+        temperature, support, _ = ctx.rest
+        precise = torch.promote_types(weight.dtype, torch.float32)  # for a sum of chunks
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
+        for rows in _row_chunks(hidden, weight, support):
+            pulls = grad[:, rows] / temperature
+            # d log p[chosen] / d logits = onehot(chosen) - softmax
+            kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
+            parts = [x.exp_().mul_(-pull[:, None]) for x, pull in zip(kinds, pulls, strict=True)]
+            of_logits = reduce(Tensor.add_, parts)
+            of_logits[torch.arange(len(of_logits), device=chosen.device), chosen[rows]] += pulls.sum(0)
+            of_logits = of_logits.to(hidden.dtype)
+            torch.mm(of_logits, weight, out=grad_hidden[rows])
+            if precise is weight.dtype:
+                grad_weight.addmm_(of_logits.t(), hidden[rows])
+            else:
+                grad_weight += of_logits.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """The same on a GPU, in the precision of the weights and with the kernels of sampling.
+
+    Logits that fit in one chunk are kept for the backward pass: it makes their gradient in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+        temperature, support = rest
+        temperatures = hidden.new_full(chosen.shape, temperature, dtype=torch.float32)
+        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=torch.float32)
+        log_sums = torch.empty_like(found)
+        chunks = _row_chunks(hidden, weight, support)
+        logits = None
+        for rows in chunks:
+            logits = F.linear(hidden[rows], weight)
+            for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
+                found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperatures[rows])
+        ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
+        ctx.support, ctx.logits = support, logits if len(chunks) == 1 else None
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
+        kept, ctx.logits = ctx.logits, None
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        for rows in _row_chunks(hidden, weight, ctx.support):
+            logits = kept if kept is not None else F.linear(hidden[rows], weight)
+            kinds = _over_support_and_all(logits, ctx.support, rows)
+            each = zip(kinds, log_sums[:, rows], grad[:, rows].contiguous(), strict=True)
+            parts = [logits_gradient(x, chosen[rows], y, g, temperatures[rows]) for x, y, g in each]
+            of_logits = reduce(Tensor.add_, parts)
+            torch.mm(of_logits, weight, out=grad_hidden[rows])
+            if kept is not None:
+                grad_weight = of_logits.t() @ hidden
+            else:  # a sum of many chunks: not in half precision
+                part = (of_logits.t() @ hidden[rows]).float()
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
+    if support is None:
+        return [logits]
+    forbidden = support.forbidden(rows.start, rows.start + len(logits), logits.shape[1])
+    return [logits.masked_fill(forbidden, float("-inf")), logits]
+
+
+def _row_chunks(hidden: Tensor, weight: Tensor, support: Support | None) -> list[slice]:
+    """Rows whose logits have CHUNK_ELEMENTS; with our kernels, a share of the GPU's memory."""
+    size = CHUNK_ELEMENTS // len(weight)
+    if hidden.is_cuda and kernels.AVAILABLE:
+        memory_bytes = torch.cuda.get_device_properties(hidden.device).total_memory
+        most_bytes = memory_bytes // (16 if support is None else 64)
+        size = most_bytes // (len(weight) * weight.element_size())
+    size = max(1, size)
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]

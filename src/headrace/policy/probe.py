@@ -9,7 +9,7 @@ Random tokens, the *probe*, go through `transformers` with its eager attention, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +59,6 @@ def refuse_unsupported(model: Any) -> None:
 
 def check_weights(policy: Policy) -> None:
     """Refuse weights that cannot be trained, and parts that need more than a token's own past."""
-    name = type(policy.model).__name__
     packed = {str(p.dtype) for p in policy.model.parameters() if p.dtype not in TOLERANCE}
     if packed:
         raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
@@ -70,24 +69,30 @@ def check_weights(policy: Policy) -> None:
             "name the model's own with model.tokenizer"
         )
     if getattr(policy.head, "bias", None) is not None:
-        raise ModelError(f"{name} has a bias on its output head, which is not supported")
-    changing = [kind["rope_type"] for kind in _ropes(policy) if kind.get("rope_type") in ("dynamic", "longrope")]
+        raise ModelError(f"{policy.name} has a bias on its output head, which is not supported")
+    kinds = [rope.get("rope_type") for rope in _ropes(policy)]
+    changing = [kind for kind in kinds if kind in ("dynamic", "longrope")]
     chunked = getattr(policy.config, "attention_chunk_size", None)
     if changing or chunked:
         what = f"'{changing[0]}' position embeddings" if changing else "chunked attention"
         raise ModelError(
-            f"{name} uses {what}: what a token attends to would depend on how long the other sequences of its batch are"
+            f"{policy.name} uses {what}: what a token attends to would depend on how long the "
+            "other sequences of its batch are"
         )
 
 
 @torch.no_grad()
 def check_same(policy: Policy) -> tuple[int, int, int, str]:
-    """Refuse a model with which we compute something else than `transformers` does.
+    """Refuse a model that we compute otherwise than `transformers`.
 
     Returns key/value heads, key size and value size, and what could not be checked.
     """
-    name, ids, positions = type(policy.model).__name__, random_ids(policy, 2, SHORT), _short_positions(policy)
-    placed = {"position_ids": positions} if positions.max() >= SHORT else {}  # not all models take it
+    name, ids = policy.name, random_ids(policy, 2, SHORT)
+    # from 0, and across the original context length of scaled RoPE
+    known = [rope.get("original_max_position_embeddings") or 0 for rope in _ropes(policy)]
+    start = max([0, *(int(n) - SHORT // 2 for n in known if SHORT <= n <= policy.max_context - SHORT)])
+    positions = (torch.arange(SHORT) + torch.tensor([[0], [start]])).to(policy.device)
+    placed = {"position_ids": positions} if start else {}  # not all models take it
     with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
         expected = policy.model(input_ids=ids, use_cache=False, **placed).logits.float().log_softmax(-1)
     plan, routes = _ProbePlan([SHORT] * 2, policy.device), Routes()
@@ -98,8 +103,8 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
     shape = _cache_shape(policy, plan)
     if not policy.in_family:
         with refusing(f"{name} cannot be decoded token by token"):
-            step = _StepPlan({layer: (k[: SHORT - 1], v[: SHORT - 1]) for layer, (k, v) in plan.kept.items()})
-            hidden = policy.hidden(ids[0, -1:], positions[:1, -1:], step)
+            past = {i: (k[: SHORT - 1], v[: SHORT - 1]) for i, ((k, v),) in plan.kept.items()}
+            hidden = policy.hidden(ids[0, -1:], positions[:1, -1:], _StepPlan(past))
         _compare(policy, policy.logits(hidden), expected[0, -1:], "on a token decoded after a cache")
     return *shape, _check_windows(policy)
 
@@ -108,10 +113,11 @@ def check_same(policy: Policy) -> tuple[int, int, int, str]:
 def check_same_bits(policy: Policy) -> None:
     """Refuse a machine that is not batch-invariant: the probe as one batch and one by one."""
     ids = random_ids(policy, 2, SHORT)
-    together, apart = (torch.cat([packed_logits(policy, part) for part in parts]) for parts in ([ids], ids.split(1)))
+    together = packed_logits(policy, ids)
+    apart = torch.cat([packed_logits(policy, one) for one in ids.split(1)])
     if not torch.equal(together, apart):
         raise ModelError(
-            f"model.exact = true: on this machine the logits of {type(policy.model).__name__} differ by "
+            f"model.exact = true: on this machine the logits of {policy.name} differ by "
             f"{(together - apart).abs().max().item():.2g} with what is computed beside them; "
             "set model.exact = false"
         )
@@ -119,10 +125,17 @@ def check_same_bits(policy: Policy) -> None:
 
 def _check_windows(policy: Policy) -> str:
     """Compare beyond the largest affordable sliding window; returns what is too long for that."""
-    name, windows = type(policy.model).__name__, {getattr(policy.config, key, None) for key in WINDOWS}
+    name, windows = policy.name, {getattr(policy.config, key, None) for key in WINDOWS}
     most = policy.max_context - BEYOND
     lengths = sorted(w + BEYOND for w in windows if isinstance(w, int) and 0 < w <= most)
-    affordable = [length for length in lengths if _is_affordable(policy, length)]
+    weights = sum(p.numel() for p in policy.model.parameters())
+
+    def is_affordable(length: int) -> bool:
+        flop = (2 * weights + 4 * policy.num_layers * policy.config.hidden_size * length) * length
+        score_bytes = 10 * policy.num_heads * length**2  # in the model's precision and in float32
+        return flop <= MOST_FLOP[policy.device.type] and score_bytes <= MOST_SCORE_BYTES
+
+    affordable = list(filter(is_affordable, lengths))
     if affordable:
         ids = random_ids(policy, 1, affordable[-1])
         with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
@@ -138,20 +151,6 @@ def _check_windows(policy: Policy) -> str:
     )
 
 
-def _is_affordable(policy: Policy, length: int) -> bool:
-    num_weights = sum(p.numel() for p in policy.model.parameters())
-    attention = 4 * policy.num_layers * policy.config.hidden_size * length
-    score_bytes = 10 * policy.num_heads * length**2  # in the model's precision and in float32
-    return (2 * num_weights + attention) * length <= MOST_FLOP[policy.device.type] and score_bytes <= MOST_SCORE_BYTES
-
-
-def _short_positions(policy: Policy) -> Tensor:
-    """[2, SHORT]: from 0, and across the original context length of scaled RoPE."""
-    known = [rope.get("original_max_position_embeddings") or 0 for rope in _ropes(policy)]
-    start = max([0, *(int(n) - SHORT // 2 for n in known if SHORT <= n <= policy.max_context - SHORT)])
-    return (torch.arange(SHORT) + torch.tensor([[0], [start]])).to(policy.device)
-
-
 def _ropes(policy: Policy) -> list[dict[str, Any]]:
     """The parameters of RoPE: one set, or one for each kind of layer."""
     rope = getattr(policy.config, "rope_parameters", None) or {}
@@ -159,8 +158,8 @@ def _ropes(policy: Policy) -> list[dict[str, Any]]:
 
 
 def random_ids(policy: Policy, num_sequences: int, length: int) -> Tensor:
-    generator, shape = torch.Generator().manual_seed(0), (num_sequences, length)
-    return torch.randint(0, policy.head_weight.shape[0], shape, generator=generator).to(policy.device)
+    vocab, generator = policy.head_weight.shape[0], torch.Generator().manual_seed(0)
+    return torch.randint(vocab, (num_sequences, length), generator=generator).to(policy.device)
 
 
 def packed_logits(policy: Policy, ids: Tensor, last: int = 0) -> Tensor:
@@ -175,25 +174,25 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
     if not gap.item() < TOLERANCE[policy.dtype]:
         raise ModelError(
-            f"{type(policy.model).__name__} computes something that Headrace's attention does not: "
+            f"{policy.name} computes something that Headrace's attention does not: "
             f"its log-probs differ by {gap.item():.2g} from ours {where}"
         )
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
     """Key/value heads, key and value size. Not always the config's: DeepSeek's keys are larger."""
-    name, often = type(policy.model).__name__, max(plan.calls.values(), default=0)
+    name, often = policy.name, max(map(len, plan.kept.values()), default=0)
     if not often:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
     if often > 1:
         raise ModelError(
             f"{name} asks for attention {often} times in one layer; Headrace's cache keeps what is asked for once"
         )
-    shapes = {(*k.shape[1:], v.shape[2]) for k, v in plan.kept.values()}
+    shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
     if len(shapes) > 1:
         raise ModelError(
-            f"the layers of {name} have keys and values of different shapes (heads, key size, value size): "
-            f"{', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
+            f"the layers of {name} have keys and values of different shapes (heads, key size, "
+            f"value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
     return shapes.pop()
 
@@ -214,26 +213,24 @@ class _ProbePlan(PackedPlan):
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
-        self.calls: Counter[int] = Counter()  # by layer
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
+        self.kept: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layer
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
-        self._note(layer, k_TJD, v_TJD)
-        return super().attend(layer, q_THD, k_TJD, v_TJD, *how)
+    def attend(self, layer: int, *given: Any) -> Tensor:
+        self._note(layer, *given[1:3])
+        return super().attend(layer, *given)
 
-    def attend_exact(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
-        self._note(layer, k_TJD, v_TJD)
-        return super().attend_exact(layer, q_THD, k_TJD, v_TJD, *how)
+    def attend_exact(self, layer: int, *given: Any) -> Tensor:
+        self._note(layer, *given[1:3])
+        return super().attend_exact(layer, *given)
 
     def _note(self, layer: int, k_TJD: Tensor, v_TJD: Tensor) -> None:
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
             raise ModelError(
-                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both must be "
-                "of one size; set model.device = 'cpu'"
+                f"the model's keys have size {key_size}, its values {value_size}: on a GPU both "
+                "must be of one size; set model.device = 'cpu'"
             )
-        self.calls[layer] += 1
-        self.kept[layer] = k_TJD, v_TJD
+        self.kept[layer].append((k_TJD, v_TJD))
 
 
 @dataclass
@@ -243,6 +240,6 @@ class _StepPlan:
     kept: dict[int, tuple[Tensor, Tensor]]
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        past_k, past_v = self.kept[layer]
-        q, k, v = (x[-window:].transpose(0, 1) for x in (q_THD, torch.cat([past_k, k_TJD]), torch.cat([past_v, v_TJD])))
+        k, v = map(torch.cat, zip(self.kept[layer], (k_TJD, v_TJD), strict=True))
+        q, k, v = (x[-window:].transpose(0, 1) for x in (q_THD, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(0, 1)

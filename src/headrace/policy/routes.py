@@ -10,7 +10,7 @@ T tokens in one row, L mixture layers, K experts per token. Nothing here waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,21 +44,19 @@ class Routes:
         in_order = [self.noted[layer] for layer in sorted(self.noted)]
         return torch.stack(in_order, dim=1) if in_order else None
 
-    def choose(self, layer: int, own_TK: Tensor) -> Tensor:
+    def choose(self, layer: int, own: Tensor, group_size: int) -> Tensor:
+        """Instead of `own` the forced experts, or their groups of `group_size`, one perhaps twice."""
         if self._forced is None:
-            return own_TK
+            return own
         forced = self._forced[:, layer].long()
-        return forced if self._known is None else torch.where(self._known[:, None], forced, own_TK)
-
-    def choose_groups(self, layer: int, own_TG: Tensor, group_size: int) -> Tensor:
-        """The groups to choose experts from: those of the forced experts, one perhaps twice."""
-        if self._forced is None:
-            return own_TG
-        forced = self._forced[:, layer].long() // group_size
+        if group_size > 1:
+            forced = forced // group_size
         if self._known is None:
             return forced
-        own = torch.cat([own_TG, own_TG[:, :1].expand(-1, forced.shape[1])], dim=1)
-        forced = torch.cat([forced, forced[:, :1].expand_as(own_TG)], dim=1)
+        if group_size > 1:  # the two may differ in number: repeat the first of each
+            num_forced, num_own = forced.shape[1], own.shape[1]
+            own = torch.cat([own, own[:, :1].expand(-1, num_forced)], dim=1)
+            forced = torch.cat([forced, forced[:, :1].expand(-1, num_own)], dim=1)
         return torch.where(self._known[:, None], forced, own)
 
 
@@ -79,23 +77,19 @@ class _Choice(TorchFunctionMode):
             self._open = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func not in TOPK:
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
         own: Tensor = result[1]
         if scores.ndim != 2 or self._num_experts % scores.shape[1]:
             return result
-        if scores.shape[1] == self._num_experts:
-            indices = self._routes.choose(self._layer, own)
+        group_size = self._num_experts // scores.shape[1]
+        indices = self._routes.choose(self._layer, own, group_size)
+        if group_size == 1:
             self._routes.noted[self._layer] = indices.to(self._dtype)
             self._routes.num_choices += 1
-        else:
-            indices = self._routes.choose_groups(self._layer, own, self._num_experts // scores.shape[1])
         if indices is own:
             return result
         return torch.return_types.topk((scores.gather(1, indices), indices))

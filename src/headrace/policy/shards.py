@@ -36,15 +36,17 @@ class _Whole(nn.Module):
 class Shards:
     """This rank's part of the weights, and passes through the whole model."""
 
-    def __init__(
-        self, model: nn.Module, layers: Iterable[nn.Module], compute_dtype: torch.dtype, mesh: DeviceMesh
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
         self._whole = _Whole(model)
-        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        rounding = mixed if compute_dtype in HALF else MixedPrecisionPolicy()
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        rounding = mixed if dtype in HALF else MixedPrecisionPolicy()
         for module in (*layers, self._whole):
-            _spread(module, mesh)
+            for parameter in module.parameters():  # all ranks start from the first one's weights
+                if not isinstance(parameter, DTensor):
+                    dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
+                    if parameter.requires_grad and parameter.dtype in HALF:
+                        parameter.data = parameter.data.float()
             self._root = fully_shard(module, mesh=mesh, mp_policy=rounding)
         for module in self._whole.modules():
             if isinstance(module, FSDPModule):  # sums: the learner divides, once
@@ -53,7 +55,8 @@ class Shards:
         self._root.set_requires_gradient_sync(False)
         self._weights = dict(self._named())
         # gradients go to the parts held here, which are ordinary weights to an optimizer
-        self.held = {name: nn.Parameter(p.detach().to_local(), p.requires_grad) for name, p in self._weights.items()}
+        parts = ((n, p.detach().to_local(), p.requires_grad) for n, p in self._weights.items())
+        self.held = {name: nn.Parameter(part, trained) for name, part, trained in parts}
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._model.named_parameters():
@@ -68,7 +71,7 @@ class Shards:
         return first, second
 
     def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the ranks' gradients into `held`, by FSDP's hooks in the zero-loss pass `take_part`."""
+        """Sum the ranks' gradients into `held`, by FSDP's hooks in a zero-loss pass `take_part`."""
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
@@ -77,7 +80,7 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, rounded to `dtype` before they are sent. Every rank must iterate to the end."""
+        """Whole weights, rounded to `dtype` before they are sent. All ranks must iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
                 yield name, parameter.to(dtype).detach().full_tensor()
@@ -87,12 +90,3 @@ class Shards:
         weight = self._weights[name]
         like = {"shape": weight.shape, "stride": weight.stride()}
         return DTensor.from_local(part.detach(), self._mesh, weight.placements, run_check=False, **like)
-
-
-def _spread(module: nn.Module, mesh: DeviceMesh) -> None:
-    """All ranks start from the first one's weights; trained ones in float32 at least."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):
-            dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
-            if parameter.requires_grad and parameter.dtype in HALF:
-                parameter.data = parameter.data.float()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.request import Generation, Request
-from headrace.rollout.sampling import request_seed
-from headrace.types import FinishReason, Order, Prompt, Replay, Sampling, Timing, Trajectory
+from headrace.rollout.rows import Generation, Request, make_replay, request_seed, supports_of
+from headrace.types import FinishReason, Order, Replay, Trajectory
 
 
 @dataclass(slots=True)
@@ -22,36 +21,25 @@ class _Pending:
     """A request whose generation is not finished."""
 
     order: Order
-    index: int
     before: Trajectory  # the trajectory that the generation continues
     future: asyncio.Future[Trajectory]
 
 
+@dataclass(eq=False)
 class RolloutActor:
-    """Drives the engine and turns its generations into trajectories.
+    """Drives the engine and turns its generations into trajectories."""
 
-    `span(stage)` is entered around engine work. `on_sampled(n)` is called before the trajectories
-    that hold these n tokens are delivered, so the ledger never has a trajectory without its tokens.
-    `on_begun(serial, version)` is called when a group's first token is sampled.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        device: Device,
-        *,
-        seed: int,
-        clock: Callable[[], float],
-        span: Callable[[str], AbstractContextManager[None]],
-        on_sampled: Callable[[int], None],
-        on_begun: Callable[[int, int], None],
-    ) -> None:
-        self.engine = engine
-        self._device, self._seed, self._clock, self._span = device, seed, clock, span
-        self._on_sampled, self._on_begun = on_sampled, on_begun
-        self._pending: dict[str, _Pending] = {}
-        self._work = asyncio.Event()
-        self._booked = 0
+    engine: Engine
+    device: Device
+    _: KW_ONLY
+    seed: int
+    clock: Callable[[], float]
+    span: Callable[[str], AbstractContextManager[None]]  # of a stage, around engine work
+    on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them, for the ledger
+    on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
+    _pending: dict[str, _Pending] = field(default_factory=dict, init=False)
+    _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _booked: int = field(default=0, init=False)
 
     def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
         """Queue a request per entry of `order.samplings`; returns a future trajectory for each.
@@ -59,26 +47,29 @@ class RolloutActor:
         Requests that are not `counted` (evaluation) draw other noise and stay out of the ledger. A
         further attempt at a group draws the same noise as the first, and continues `order.so_far`.
         """
-        self._check_length(order.prompt, order.samplings)
-        loop = asyncio.get_running_loop()
-        now_s = self._clock()
-        requests, futures = [], []
+        max_context, num_prompt = self.engine.policy.max_context, len(order.prompt.token_ids)
+        num_new = max(s.max_new_tokens for s in order.samplings)
+        if num_prompt + num_new > max_context:
+            raise DataError(
+                f"prompt '{order.prompt.id}' has {num_prompt} tokens and may get {num_new} new ones "
+                f"(rollout.max_new_tokens): more than the model's context of {max_context}; "
+                "lower rollout.max_new_tokens or prompts.max_tokens"
+            )
+        now_s, requests, futures = self.clock(), [], []
         for i, (index, sampling) in enumerate(zip(order.indices, order.samplings, strict=True)):
             id = order.request_id(i)
-            future: asyncio.Future[Trajectory] = loop.create_future()
+            future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
             futures.append(future)
             known = (order.so_far or {}).get(index)
             if known is not None and known.finish is not FinishReason.ABORT:
                 future.set_result(replace(known, id=id))
                 continue
-            before, so_far = order.nothing_sampled(i, now_s), None
-            if known is not None:
-                before, so_far = last_turn(known)
-            self._pending[id] = _Pending(order, index, before, future)
-            seed = request_seed(self._seed, int(order.counted), order.serial, index)
+            before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
+            self._pending[id] = _Pending(order, before, future)
+            seed = request_seed(self.seed, int(order.counted), order.serial, index)
             request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted)
-            if so_far is not None and len(so_far.token_ids):
-                self.engine.resume_request(before.token_ids, request, so_far)
+            if known is not None and len(known.token_ids) > len(before.token_ids):
+                self.engine.resume_request(request, known, len(before.token_ids))
             elif before.num_sampled_tokens:
                 self.engine.submit(before.token_ids, [request])
             else:
@@ -94,18 +85,8 @@ class RolloutActor:
         for id, generation in self.engine.under_way().items():
             if id in self._pending and (pending := self._pending[id]).order.counted:
                 group = found.setdefault(pending.order.serial, {})
-                group[pending.index] = self._trajectory(pending, generation)
+                group[pending.before.index] = self._trajectory(pending, generation)
         return found
-
-    def _check_length(self, prompt: Prompt, samplings: Sequence[Sampling]) -> None:
-        max_context, num_prompt = self.engine.policy.max_context, len(prompt.token_ids)
-        num_new = max(s.max_new_tokens for s in samplings)
-        if num_prompt + num_new > max_context:
-            raise DataError(
-                f"prompt '{prompt.id}' has {num_prompt} tokens and may get {num_new} new ones "
-                f"(rollout.max_new_tokens): more than the model's context of {max_context}; "
-                "lower rollout.max_new_tokens or prompts.max_tokens"
-            )
 
     def abort(self, serials: Sequence[int]) -> None:
         """End the rest of these groups; their futures give what was sampled so far."""
@@ -120,13 +101,13 @@ class RolloutActor:
                 await self._work.wait()
                 while self.engine.has_work:
                     counted = any(p.order.counted for p in self._pending.values())
-                    finished = await self._device.run(self._advance, "rollout" if counted else "evaluate")
+                    finished = await self.device.run(self._advance, "rollout" if counted else "evaluate")
                     if fresh_tokens := self.engine.sampled_tokens - self._booked:
-                        self._on_sampled(fresh_tokens)
+                        self.on_sampled(fresh_tokens)
                         self._booked += fresh_tokens
                     for id, version in self.engine.begun():
                         if id in self._pending and (order := self._pending[id].order).counted:
-                            self._on_begun(order.serial, version)
+                            self.on_begun(order.serial, version)
                     for generation in finished:
                         self._deliver(generation)
                 self._work.clear()
@@ -138,7 +119,7 @@ class RolloutActor:
             raise
 
     def _advance(self, stage: str) -> list[Generation]:
-        with self._span(stage):
+        with self.span(stage):
             return self.engine.advance()
 
     def _deliver(self, generation: Generation) -> None:
@@ -148,6 +129,7 @@ class RolloutActor:
 
     def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
         before, tokenizer = pending.before, self.engine.policy.tokenizer
+        started_s = before.timing.started_s if before.spans else generation.started_s
         token_ids = np.concatenate([before.token_ids, generation.token_ids])
         sampled = np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)])
         return replace(
@@ -159,51 +141,27 @@ class RolloutActor:
             spans=before.spans + generation.spans,
             finish=generation.finish,
             text=str(tokenizer.decode(token_ids[sampled], skip_special_tokens=True)),
-            timing=Timing(
-                submitted_s=before.timing.submitted_s,
-                started_s=before.timing.started_s if before.spans else generation.started_s,
-                finished_s=generation.finished_s,
-            ),
+            timing=replace(before.timing, started_s=started_s, finished_s=generation.finished_s),
             replay=joined(before, generation),
         )
 
 
-def last_turn(known: Trajectory) -> tuple[Trajectory, Generation]:
-    """Cut an unfinished trajectory where its last run of sampled tokens begins."""
+def without_last_turn(known: Trajectory) -> Trajectory:
+    """An unfinished trajectory up to where its last run of sampled tokens begins."""
     others = np.flatnonzero(~known.sampled)
     cut = int(others[-1]) + 1 if len(others) else 0
-    num_before = int(np.count_nonzero(known.sampled[:cut]))
-    replay, first, last = known.replay, None, None
+    replay, num_before = known.replay, int(np.count_nonzero(known.sampled[:cut]))
     if replay is not None:
-        first, last = Replay(), Replay(routes=replay.routes)
-        if replay.support_ids is not None and replay.support_offsets is not None:
-            ids, offsets = replay.support_ids, replay.support_offsets
-            border = int(offsets[num_before])
-            first = Replay(support_ids=ids[:border], support_offsets=offsets[: num_before + 1])
-            offsets = offsets[num_before:] - border
-            last = replace(last, support_ids=ids[border:], support_offsets=offsets)
-        if replay.routes is not None:
-            first = replace(first, routes=replay.routes[:cut])
-    spans = known.spans
-    before = replace(
+        routes = None if replay.routes is None else replay.routes[:cut]
+        replay = make_replay(supports_of(replay)[:num_before], routes) if num_before else None
+    return replace(
         known,
         token_ids=known.token_ids[:cut],
         sampled=known.sampled[:cut],
         logprobs=known.logprobs[:cut],
-        spans=tuple(span for span in spans if span.end <= cut),
-        replay=first if num_before else None,
+        spans=tuple(span for span in known.spans if span.end <= cut),
+        replay=replay,
     )
-    run = Generation(
-        id=known.id,
-        token_ids=known.token_ids[cut:],
-        logprobs=known.logprobs[cut:],
-        spans=tuple(span for span in spans if span.start >= cut),
-        finish=known.finish,
-        started_s=known.timing.started_s,
-        finished_s=known.timing.finished_s,
-        replay=last,
-    )
-    return before, run
 
 
 def joined(before: Trajectory, generation: Generation) -> Replay | None:
@@ -211,14 +169,8 @@ def joined(before: Trajectory, generation: Generation) -> Replay | None:
     earlier, later = before.replay, generation.replay
     if earlier is None or later is None:
         return later
-    ids, offsets, routes = later.support_ids, later.support_offsets, later.routes
-    if earlier.support_ids is not None and earlier.support_offsets is not None:
-        assert ids is not None
-        assert offsets is not None
-        ids = np.concatenate([earlier.support_ids, ids])
-        moved = earlier.support_offsets[-1] + offsets[1:]
-        offsets = np.concatenate([earlier.support_offsets, moved])
+    routes = later.routes
     if earlier.routes is not None:
         assert routes is not None
         routes = np.concatenate([earlier.routes, routes[len(earlier.routes) :]])
-    return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
+    return make_replay([*supports_of(earlier), *supports_of(later)], routes)

@@ -1,6 +1,6 @@
 """N-gram speculative decoding: drafts of the next tokens, verified in one forward pass.
 
-The noise of a token depends on its position (sampling.py), so the token sampled there is a fixed
+The noise of a token depends on its position (`uniforms`), so the token sampled there is a fixed
 function of the logits. A verifying step computes a row's newest token and its draft, samples after
 each of them, and accepts the draft up to the first token that differs. The result is that of
 decoding without drafts, token for token.
@@ -22,8 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from headrace.rollout.rows import CONTEXT, Ints, Keys, Rows, contexts_of, prompt_key
-from headrace.rollout.sampling import MIX
+from headrace.rollout.rows import CONTEXT, MIX, Ints, Keys, Rows, contexts_of, prompt_key
 from headrace.types import IntArray
 
 Tags = npt.NDArray[np.uint32]
@@ -52,11 +51,7 @@ _WEIGHTS = np.array([((2 * i + 3) * int(MIX[1])) % 2**64 | 1 for i in range(CONT
 
 @dataclass(frozen=True)
 class Drafts:
-    """A draft for each row. Verified are its cells: each row's newest token and its draft.
-
-    Example:
-        Drafts(tokens=[[7, 4], [9, 0]], counts=[2, 1])
-    """
+    """A draft for each row. Verified are its cells: each row's newest token and its draft."""
 
     tokens: Ints  # [n, longest]
     counts: Ints  # [n] tokens drafted
@@ -90,11 +85,10 @@ class Drafter:
     def __init__(self, longest: int, *, max_running: int, device: str) -> None:
         self._longest, self._level = longest, LEVEL_TOKENS[device]
         self._most_tokens = max(max_running, MOST_VERIFIED)
-        self._tags = np.zeros(NUM_SLOTS, np.uint32)  # of the context in a slot; 0 is empty
-        self._tokens = np.zeros(NUM_SLOTS, np.int32)
-        self._streaks = np.zeros(NUM_SLOTS, np.uint8)
-        for table in (self._tags, self._tokens, self._streaks):
-            table.fill(0)  # allocate the memory now and not during the first steps
+        # `full` writes: memory of `zeros` would only be allocated during the first steps
+        self._tags = np.full(NUM_SLOTS, 0, np.uint32)  # of the context in a slot; 0 is empty
+        self._tokens = np.full(NUM_SLOTS, 0, np.int32)
+        self._streaks = np.full(NUM_SLOTS, 0, np.uint8)
         self._right = np.zeros(len(ORDERS) * STREAKS)  # by kind of entry, with a half-life
         self._scored = np.zeros(len(ORDERS) * STREAKS)
         self._idle_steps, self._pause_steps = 0, IDLE_STEPS[0]
@@ -143,11 +137,8 @@ class Drafter:
         return Drafts(tokens, counts)
 
     def _guess(self, rows: Rows, floor: float) -> tuple[Ints, Doubles]:
-        """Drafts `[n, longest]`, and the chance that each token and all before it are accepted.
-
-        A draft ends where that falls below `floor`, a row's share of a step: beyond it no token
-        pays.
-        """
+        """Drafts `[n, longest]`, and the chance that each token and all before it are accepted."""
+        # a draft ends where that falls below `floor`, a row's share of a step: no more tokens pay
         tokens = np.zeros((len(rows), self._longest), np.int64)
         chances = np.zeros(tokens.shape)
         rates = self._rates()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,12 +22,10 @@ import torch
 from headrace import kernels
 from headrace.errors import ConfigError, ModelError
 from headrace.policy.policy import Policy
-from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import Drafter
-from headrace.rollout.request import Generation, Request
-from headrace.rollout.rows import Burst, Parked, Rows
-from headrace.rollout.store import MOST_STEPS, RowStore, sample
-from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray
+from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
+from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
+from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray, Trajectory
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore
@@ -53,33 +51,29 @@ class _PromptGroup:
         return len(self.aborted) == len(self.requests)
 
 
+@dataclass(eq=False)
 class Engine:
     """Continuous batching on one device."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        max_running: int,
-        prefill_tokens: int,
-        kv_tokens: int,
-        on_update: str,
-        max_wall_s: float = 0.0,
-        on_wall: str = "cut",
-        speculate: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.policy = policy
+    policy: Policy
+    _: KW_ONLY
+    max_running: int
+    prefill_tokens: int
+    kv_tokens: int
+    on_update: str
+    max_wall_s: float = 0.0
+    on_wall: str = "cut"
+    speculate: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        policy, speculate = self.policy, self.speculate
         self.version = 0
         self.sampled_tokens = 0  # in total, of requests that are `counted`
         self.computed_tokens = 0  # prompts and answers in total: progress
-        self.prefill_tokens = prefill_tokens
         self.preemptions = 0  # sequences preempted because the cache was full
         self.parks = 0  # sequences preempted at `max_wall_s`
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
-        self._on_update, self._clock = on_update, clock
-        self._max_wall_s, self._on_wall = max_wall_s, on_wall
-        self._max_running, self._kv_tokens = max_running, kv_tokens
         self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
@@ -88,7 +82,7 @@ class Engine:
             )
         self._drafter: Drafter | None = None
         if speculate:
-            self._drafter = Drafter(speculate, max_running=max_running, device=policy.device.type)
+            self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
         self._rows = Rows(policy.routers.shape, policy.routers.dtype)
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
@@ -101,13 +95,12 @@ class Engine:
     def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
         self._inbox.append(partial(self._split, prompt, list(requests)))
 
-    def resume_request(self, prompt: IntArray, request: Request, so_far: Generation) -> None:
-        """Queue a request that has sampled `so_far` already, perhaps in another process."""
+    def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
+        """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
 
         def queue() -> None:
-            parked = self._rows.parked(prompt, request, so_far)
-            sequence = np.concatenate([prompt, so_far.token_ids])
-            self._waiting.append(_PromptGroup(sequence, [request], parked.longest, parked=parked))
+            parked = self._rows.parked(request, known, start)
+            self._waiting.append(_PromptGroup(known.token_ids, [request], parked.longest, parked=parked))
 
         self._inbox.append(queue)
 
@@ -146,7 +139,7 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
         budget = self.prefill_tokens
-        if self._max_wall_s:
+        if self.max_wall_s:
             self._enforce_max_wall_s()
         self._admit()
         while self._prefilling and budget:
@@ -161,11 +154,8 @@ class Engine:
         for group in self._prefilling:
             group.done = 0  # its spans name one version: the cache must be of that version
             group.routes.clear()
-        if self._on_update == "recompute":
-            rows = range(len(self._rows))
-            sequences = [self._rows.sequence(row)[:-1] for row in rows]
-            known = [self._rows.routes(row) for row in rows]
-            self._store.recompute(sequences, known, self.prefill_tokens)
+        if self.on_update == "recompute":
+            self._store.recompute(self._rows, self.prefill_tokens)
 
     @torch.inference_mode()
     def release_cache(self) -> None:
@@ -192,7 +182,7 @@ class Engine:
 
     def under_way(self) -> dict[str, Generation]:
         """What each running or preempted request has sampled so far, by id; its finish is ABORT."""
-        now_s = self._clock()
+        now_s = self.clock()
         running = [self._rows.park(row, now_s) for row in range(len(self._rows))]
         waiting = [group.parked for group in self._waiting if group.parked is not None]
         return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in (*running, *waiting)}
@@ -202,19 +192,18 @@ class Engine:
     @property
     def _store(self) -> Store:
         """The KV cache; allocated again when it is needed after `release_cache`."""
-        if self._held is None:
-            self._held = self._make_store()
+        self._held = self._held or self._make_store()
         return self._held
 
     def _make_store(self) -> Store:
         if self.policy.device.type == "cuda":
-            return PagedStore(self.policy, self._kv_tokens, self._max_running)
-        return RowStore(self.policy, self._kv_tokens)
+            return PagedStore(self.policy, self.kv_tokens, self.max_running)
+        return RowStore(self.policy, self.kv_tokens)
 
     def _split(self, prompt: IntArray, requests: list[Request]) -> None:
         """Queue the requests in groups that can run at the same time."""
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
-        at_once = max(1, min(self._max_running, self._store.most_rows(longest)))
+        at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
         for start in range(0, len(requests), at_once):
             self._waiting.append(_PromptGroup(prompt, requests[start : start + at_once], longest))
 
@@ -224,17 +213,14 @@ class Engine:
         while self._waiting:
             group = self._waiting[0]
             num_rows = len(self._rows) + reserved + len(group.requests)
-            longest = max(group.longest, self._rows.longest_possible)
-            room = self._store.has_room(
-                num_rows=num_rows,
-                longest=max([longest, *(g.longest for g in self._prefilling)]),
-                num_prompt=len(group.prompt),
-                num_requests=len(group.requests),
-            )
+            sizes = {"num_prompt": len(group.prompt), "num_requests": len(group.requests)}
+            others = (g.longest for g in self._prefilling)
+            longest = max(group.longest, self._rows.longest_possible, *others)
+            room = self._store.has_room(num_rows=num_rows, longest=longest, **sizes)
             alone = not len(self._rows) and not self._prefilling
-            if not (num_rows <= self._max_running and room) and not alone:
+            if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            place = self._store.open(len(group.prompt), len(group.requests))
+            place = self._store.open(**sizes)
             if place is None:
                 break
             group.place = place
@@ -246,13 +232,11 @@ class Engine:
         """Compute at most `budget` prompt tokens; the requests of a complete prompt start."""
         chunks, complete, left = [], [], budget
         for group in self._prefilling:
-            take = min(left, len(group.prompt) - group.done)
-            if take:
-                known, end = None if group.parked is None else group.parked.routes, group.done + take
-                chunks.append((group, Chunk(group.place, group.done, end, group.prompt, known)))
-                group.done += take
-                left -= take
-            if group.done == len(group.prompt) and take:
+            start, known = group.done, None if group.parked is None else group.parked.routes
+            group.done = min(start + left, len(group.prompt))
+            chunks.append((group, Chunk(group.place, start, group.done, group.prompt, known)))
+            left -= group.done - start
+            if group.done == len(group.prompt):
                 complete.append((group, len(chunks) - 1))
             if not left:
                 break
@@ -266,10 +250,7 @@ class Engine:
         return budget - left
 
     def _start(self, complete: list[tuple[_PromptGroup, int]], last_hidden: torch.Tensor) -> None:
-        """Give each request a row with its prompt's cache, and sample its next token.
-
-        Each group comes with the index of its prompt's end in `last_hidden`.
-        """
+        """Sample a token for each request; groups come with their prompts' index in `last_hidden`."""
         first, ends = len(self._rows), []
         for group, end in complete:
             requests = [r for r in group.requests if r.id not in group.aborted]
@@ -278,9 +259,9 @@ class Engine:
                 self._store.fork(group.place, self._rows, len(requests), num_prompt, group.longest)
                 routes = np.concatenate(group.routes)
                 if group.parked is not None:
-                    self._rows.resume(group.parked, self._clock(), routes)
+                    self._rows.resume(group.parked, self.clock(), routes)
                 else:
-                    self._rows.add(group.prompt, requests, self._clock(), routes)
+                    self._rows.add(group.prompt, requests, self.clock(), routes)
                     self._begun.extend((r.id, self.version) for r in requests)
                     if self._drafter is not None:
                         self._drafter.read(group.prompt)
@@ -288,7 +269,8 @@ class Engine:
             self._store.close(group.place)
             group.place = -1
         if ends:
-            self._record(sample(self.policy.logits(last_hidden)[ends], self._rows, first), first)
+            logits, which = self.policy.logits(last_hidden)[ends], np.arange(first, len(self._rows))
+            self._record(sample(logits, self._rows, which), first)
 
     def _decode(self, wanted: int) -> int:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
@@ -318,17 +300,13 @@ class Engine:
         self.preemptions += 1
 
     def _enforce_max_wall_s(self) -> None:
-        """Cut the sequences that reached `max_wall_s`; or park (preempt) them while others wait.
-
-        The most overdue is parked first. Parked ones queue behind the others, and then decode for
-        up to `max_wall_s` again.
-        """
-        overdue = partial(self._rows.overdue, self._clock(), self._max_wall_s)
-        if self._on_wall == "cut":
+        """Cut the sequences that reached `max_wall_s`; or park (preempt) them while others wait."""
+        overdue = partial(self._rows.overdue, self.clock(), self.max_wall_s)
+        if self.on_wall == "cut":
             for row in sorted(overdue(), reverse=True):
                 self._finish(row, FinishReason.WALL)
             return
-        parked: list[_PromptGroup] = []
+        parked: list[_PromptGroup] = []  # queue behind the others, then have `max_wall_s` again
         while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
             parked.append(self._park(rows[0], new_time_limit=True))
             self._waiting.append(parked[-1])
@@ -336,11 +314,9 @@ class Engine:
 
     def _park(self, row: int, *, new_time_limit: bool = False) -> _PromptGroup:
         """Preempt a row, and keep what it sampled; it continues after its tokens are recomputed."""
-        sequence, parked = self._rows.sequence(row), self._rows.park(row, self._clock())
+        sequence, parked = self._rows.sequence(row), self._remove(row)
         if new_time_limit:
             parked = replace(parked, decoded_s=0.0)
-        self._store.remove(row, self._rows)
-        self._rows.remove(row)
         return _PromptGroup(sequence, [parked.request], parked.longest, parked=parked)
 
     def _record(self, burst: Burst, first: int) -> None:
@@ -365,13 +341,17 @@ class Engine:
             self._finish(row, finish)
 
     def _finish(self, row: int, finish: FinishReason) -> None:
-        """Return the row's request; the last row moves into its place."""
-        now_s = self._clock()
-        self._finished.append(self._rows.park(row, now_s).generation(finish, now_s))
+        self._finished.append(self._remove(row).generation(finish, self.clock()))
+
+    def _remove(self, row: int) -> Parked:
+        """Remove a row, and return what it was; the last row moves into its place."""
+        parked = self._rows.park(row, self.clock())
         self._store.remove(row, self._rows)
         self._rows.remove(row)
+        return parked
 
     def _abort(self, ids: set[str]) -> None:
+        """A request without a row has sampled something only if it is parked."""
         for row in reversed(range(len(self._rows))):
             if self._rows.request_id(row) in ids:
                 self._finish(row, FinishReason.ABORT)
@@ -379,37 +359,22 @@ class Engine:
             for request in group.requests:
                 if request.id in ids and request.id not in group.aborted:
                     group.aborted.add(request.id)
-                    self._finished.append(self._unfinished(group, request))
+                    now_s, finish = self.clock(), FinishReason.ABORT
+                    nothing = Generation(id=request.id, finish=finish, started_s=now_s, finished_s=now_s)
+                    parked = group.parked
+                    self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
         for group in [g for g in self._prefilling if g.all_aborted]:
             self._store.close(group.place)
         self._prefilling = [g for g in self._prefilling if not g.all_aborted]
         self._waiting = deque(g for g in self._waiting if not g.all_aborted)
 
-    def _unfinished(self, group: _PromptGroup, request: Request) -> Generation:
-        """An aborted request without a row: what it sampled if it was preempted, else nothing."""
-        now_s = self._clock()
-        if group.parked is not None:
-            return group.parked.generation(FinishReason.ABORT, now_s)
-        return Generation(
-            id=request.id,
-            token_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            spans=(),
-            finish=FinishReason.ABORT,
-            started_s=now_s,
-            finished_s=now_s,
-        )
-
 
 def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:
-    """Tokens that the KV cache may hold: `kv_tokens`, or if that is 0 what fits into 2 GiB.
-
-    On a GPU it is half of the free memory, less `reserved_bytes` for the learner's state.
-    """
+    """Tokens that the KV cache may hold: `kv_tokens`, or if that is 0 what fits into 2 GiB."""
     if kv_tokens:
         return kv_tokens
     usable = 2 * 2**30
-    if policy.device.type == "cuda":
+    if policy.device.type == "cuda":  # half of what the learner's state, `reserved_bytes`, leaves
         usable = max(0, torch.cuda.mem_get_info(policy.device)[0] - reserved_bytes) // 2
     return int(usable // kv_bytes_per_token(policy))
 

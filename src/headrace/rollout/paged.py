@@ -10,7 +10,9 @@ R rows of a graph (the n running ones, padded with rows that write to page 0), K
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,103 +25,69 @@ from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.rollout.arena import Chunk
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
-from headrace.rollout.rows import Burst, Ints, Rows
-from headrace.rollout.sampling import uniforms
-from headrace.rollout.store import MOST_STEPS, accepted, batches, forward, sample, sample_cells
-from headrace.types import IntArray, RouteArray
-
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
+from headrace.rollout.rows import Burst, Ints, Rows, uniforms
+from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample
+from headrace.types import RouteArray
 
 
+@dataclass(frozen=True, slots=True)
 class PagedPass:
-    """A plan: writes keys and values of new tokens to their slots (page * PAGE + offset), then attends."""
+    """A plan: writes keys and values of new tokens to their slots, then attends."""
 
-    def __init__(
-        self, cache: PagedCache, positions_T: Tensor, slots_T: Tensor, attention: Callable[..., Tensor]
-    ) -> None:
-        self.positions = positions_T[None]
-        self._cache, self._slots, self._attention = cache, slots_T, attention
+    cache: Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
+    positions: Tensor  # [1, T]
+    slots: Tensor  # [T] page * PAGE + offset in the page
+    attention: Callable[..., Tensor]
 
     def rotate_and_attend(
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
     ) -> Tensor:
         """For models of the Llama family."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, keys, values, self._slots)
-        return self._attention(q, keys, values, scale=scale, window=window)
+        q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, *self.cache[layer], self.slots)
+        return self.attention(q, *self.cache[layer], scale=scale, window=window)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """For all other models."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        pages, offsets = self._slots // PAGE, self._slots % PAGE
+        (keys, values), pages, offsets = self.cache[layer], self.slots // PAGE, self.slots % PAGE
         keys[pages, :, offsets], values[pages, :, offsets] = k_TJD, v_TJD
-        return self._attention(q_THD.contiguous(), keys, values, scale=scale, window=window)
-
-
-def decode_pass(cache: PagedCache, tables: Tensor, lengths: Tensor, longest: int) -> PagedPass:
-    """One new token for each row of a graph."""
-    positions = lengths.long() - 1
-    pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
-    attention = partial(decode_attention, tables=tables, lengths_n=lengths, longest=longest)
-    return PagedPass(cache, positions, pages * PAGE + positions % PAGE, attention)
-
-
-def prefill_pass(
-    cache: PagedCache, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]], tokens_per_block: int
-) -> PagedPass:
-    """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
-    device = cache.keys[0].device
-    padded = np.zeros((len(pages), max(map(len, pages))), np.int32)
-    for row, held in zip(padded, pages, strict=True):
-        row[: len(held)] = held
-    at = [np.arange(c.start, c.end) for c in chunks]
-    slots = [row[part // PAGE].astype(np.int64) * PAGE + part % PAGE for part, row in zip(at, padded, strict=True)]
-    positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
-    starts, ends = [c.start for c in chunks], [c.end for c in chunks]
-    blocks = Blocks.of(starts, ends, range(len(chunks)), tokens_per_block, device)
-    tables = torch.from_numpy(padded).to(device)
-
-    def attention(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int) -> Tensor:
-        return block_attention(q, keys, values, tables, blocks, scale=scale, window=window)[0]
-
-    return PagedPass(cache, positions_T, slots_T, attention)
-
-
-class PagedCache:
-    """Keys and values of every layer, in pages."""
-
-    def __init__(self, policy: Policy, num_pages: int) -> None:
-        shape = (num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size)
-        empty = torch.empty(0, dtype=policy.dtype, device=policy.device)
-        self.keys = [empty.new_zeros(shape) for _ in range(policy.num_layers)]
-        self.values = [empty.new_zeros(shape) for _ in range(policy.num_layers)]
-
-    def copy_page(self, source: int, targets: list[int]) -> None:
-        for cache in (*self.keys, *self.values):
-            cache[targets] = cache[source].clone()
+        return self.attention(q_THD.contiguous(), keys, values, scale=scale, window=window)
 
 
 class PagedStore:
     """The paged cache of an engine; the methods are those of `RowStore`.
 
-    Rows take pages as they grow; when no page is left, a row has to be preempted.
+    Rows take pages as they grow; when no page is left, a row has to be preempted. Graphs of decode
+    steps are captured when first needed and stay valid: weights change in place.
     """
 
     def __init__(self, policy: Policy, kv_tokens: int, max_running: int) -> None:
         self._policy, self._tables = policy, PageTables(kv_tokens)
-        self._cache = PagedCache(policy, self._tables.num_pages)
-        max_rows, max_tokens = max(max_running, MOST_VERIFIED), min(policy.max_context, kv_tokens)
-        self._decoder = GraphDecoder(policy, self._cache, max_rows=max_rows, max_tokens=max_tokens)
+        cache_shape = self._tables.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
+        rows = _row_size(max(max_running, MOST_VERIFIED))
+        most_pages = -(-(min(policy.max_context, kv_tokens) + MOST_STEPS) // PAGE)
+        routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype  # dense: empty
+        with policy.device:
+            new_cache = partial(torch.zeros, cache_shape, dtype=policy.dtype)
+            self._cache = [(new_cache(), new_cache()) for _ in range(policy.num_layers)]
+            self._page_table = torch.zeros(rows, most_pages, dtype=torch.int32)
+            self._lengths = torch.ones(rows, dtype=torch.int32)
+            self._tokens = torch.zeros(rows, dtype=torch.int64)
+            self._temperatures = torch.ones(rows, dtype=torch.float32)
+            self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64)
+            self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64)
+            self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32)
+            self._routes = torch.zeros(MOST_STEPS, rows, *routes_shape, dtype=routes_dtype)
+            self._logits = torch.zeros(rows, len(policy.head_weight), dtype=policy.dtype)
+            self._step = torch.zeros(1, dtype=torch.int64)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
 
     def most_rows(self, longest: int) -> int:
         return self._tables.most_rows(longest)
 
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
-        """Room to start and to grow a little; `longest` does not matter."""
         return self._tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
 
     def open(self, num_prompt: int, num_requests: int) -> int | None:
@@ -131,8 +99,8 @@ class PagedStore:
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """The rows share the prompt's full pages; each gets its own copy of the last one."""
         source, targets = self._tables.fork(place, count, num_prompt)
-        if targets:
-            self._cache.copy_page(source, targets)
+        for cache in chain(*self._cache) if targets else ():
+            cache[targets] = cache[source].clone()
 
     def close(self, place: int) -> None:
         self._tables.close(place)
@@ -145,96 +113,64 @@ class PagedStore:
         return 0
 
     def decode(self, rows: Rows, steps: int) -> Burst:
-        """A burst, or one step where sampling needs the host."""
-        tables = self._tables.table()
-        if rows.plain:
-            noise = np.stack([uniforms(rows.seeds, rows.lengths + k) for k in range(steps)])
-            return self._decoder.run(tables, rows.lengths, rows.last_tokens, rows.temperatures, noise)
-        logits, routes = self._decoder.logits(tables, rows.lengths, rows.last_tokens)
-        return sample(logits, rows, 0, routes)
+        which = np.arange(len(rows))
+        return self._run(rows, which, np.zeros_like(which), rows.last_tokens, steps)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Takes the pages that the drafts write to."""
         return self._tables.reach(rows.lengths + drafts.counts + 1)
 
     def verify(self, rows: Rows, drafts: Drafts) -> Burst:
-        """Every token is a row of the graph, with its sequence's pages and its own length.
-
-        A layer writes the keys and values of all rows before it attends, so each token sees its
-        past.
-        """
+        # A layer writes the keys and values of all rows before it attends: a token sees its past.
         which, ahead = drafts.cells
-        tables, lengths = self._tables.table()[which], rows.lengths[which] + ahead
         tokens = drafts.inputs(rows.last_tokens)
-        if rows.plain:
-            noise = uniforms(rows.seeds[which], lengths)[None]
-            temperatures = rows.temperatures[which]
-            return accepted(drafts, self._decoder.run(tables, lengths, tokens, temperatures, noise))
-        logits, routes = self._decoder.logits(tables, lengths, tokens)
-        return accepted(drafts, sample_cells(logits, rows, which, ahead, routes))
+        return accepted(drafts, self._run(rows, which, ahead, tokens, 1))
 
     def remove(self, row: int, rows: Rows) -> None:
         self._tables.remove(row)
 
-    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
+    def recompute(self, rows: Rows, budget: int) -> None:
         """Shared pages are written once per row, with the same values."""
-        for chunks in batches(sequences, known, budget):
+        for chunks in batches(rows, budget):
             self._forward(chunks, [self._tables.rows[c.row] for c in chunks])
 
     def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
-        policy = self._policy
+        """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+        policy, device = self._policy, self._policy.device
+        table, at = self._tables.table(pages), [np.arange(c.start, c.end) for c in chunks]
+        slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
+        positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
+        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
-        plan = prefill_pass(self._cache, chunks, pages, per_block)
-        return forward(policy, chunks, plan.positions, plan)
+        blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
+        tables = torch.from_numpy(table).to(device)
 
+        def attention(q: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
+            return block_attention(q, keys, values, tables, blocks, **how)[0]
 
-class GraphDecoder:
-    """Runs bursts. Graphs are captured when first needed and stay valid: weights change in place."""
+        return forward(policy, chunks, PagedPass(self._cache, positions_T[None], slots_T, attention))
 
-    def __init__(self, policy: Policy, cache: PagedCache, *, max_rows: int, max_tokens: int) -> None:
-        self._policy, self._cache = policy, cache
-        most_pages = -(-(max_tokens + MOST_STEPS) // PAGE)
-        device = policy.device
-        rows = _row_size(max_rows)
-        self.tables = torch.zeros(rows, most_pages, dtype=torch.int32, device=device)
-        self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._temperatures = torch.ones(rows, dtype=torch.float32, device=device)
-        self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64, device=device)
-        self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32, device=device)
-        routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype  # dense: empty
-        self._routes = torch.zeros(MOST_STEPS, rows, *routes_shape, dtype=routes_dtype, device=device)
-        self._logits = torch.zeros(rows, len(policy.head_weight), dtype=policy.dtype, device=device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
-
-    def run(self, tables: PageTable, lengths: Ints, tokens: Ints, temperatures: Floats, noise: Doubles) -> Burst:
-        """A burst of K steps, one per row of `noise [K, n]`; `tables` must hold the pages of all."""
-        steps, n = noise.shape
-        self._temperatures[:n] = _device(temperatures, self.tables)
-        self._noise[:steps, :n] = _device(noise, self.tables)
-        self._replay(tables, lengths, tokens, steps)
+    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
+        """A burst, or one step where sampling needs the host. A token is a row of the graph."""
+        n, lengths = len(tokens), rows.lengths[which] + ahead
+        if rows.plain:
+            noise = np.stack([uniforms(rows.seeds[which], lengths + k) for k in range(steps)])
+            self._temperatures[:n] = self._to_device(rows.temperatures[which])
+            self._noise[:steps, :n] = self._to_device(noise)
+        self._replay(self._tables.table()[which], lengths, tokens, steps)
+        routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
+        if not rows.plain:
+            return sample(self._logits[:n], rows, which, ahead, routes[0])
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
-        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=self._chosen(steps, n))
-
-    def logits(self, tables: PageTable, lengths: Ints, tokens: Ints) -> tuple[Tensor, RouteArray]:
-        """Logits of one step, valid until the next, and the experts behind them."""
-        self._replay(tables, lengths, tokens, 1)
-        return self._logits[: len(tokens)], self._chosen(1, len(tokens))[0]
-
-    def _chosen(self, steps: int, n: int) -> RouteArray:
-        return self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
+        return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
 
     def _replay(self, tables: PageTable, lengths: Ints, tokens: Ints, steps: int) -> None:
-        n = len(tokens)
-        rows = _row_size(n)
-        self.tables[:rows].zero_()
-        self.tables[:n, : tables.shape[1]] = _device(tables, self.tables)
+        n, rows = len(tokens), _row_size(len(tokens))
+        self._page_table[:rows].zero_()
+        self._page_table[:n, : tables.shape[1]] = self._to_device(tables)
         self._lengths[:rows] = 1
-        self._lengths[:n] = _device(lengths.astype(np.int32), self.tables)
-        self._tokens[:n] = _device(tokens, self.tables)
+        self._lengths[:n] = self._to_device(lengths.astype(np.int32))
+        self._tokens[:n] = self._to_device(tokens)
         self._step.zero_()
         num_segments = -(-(int(lengths.max()) + steps) // SEGMENT)
         segments = 1 << (num_segments - 1).bit_length()  # few sizes of graph
@@ -244,9 +180,9 @@ class GraphDecoder:
             self._graphs[rows, segments].replay()
 
     def _record(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
-        inputs = (self.tables, self._lengths, self._tokens, self._step)
+        inputs = (self._page_table, self._lengths, self._tokens, self._step)
         state = [x.clone() for x in inputs]
-        self.tables.zero_()  # the warm-up must not write into a sequence's pages
+        self._page_table.zero_()  # the warm-up must not write into a sequence's pages
         self._lengths.fill_(1)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -263,8 +199,13 @@ class GraphDecoder:
 
     def _advance(self, rows: int, segments: int) -> None:
         """One decode step of the first `rows`, entirely on the GPU."""
-        plan = decode_pass(self._cache, self.tables[:rows], self._lengths[:rows], segments * SEGMENT)
-        routes = Routes()
+        tables, lengths, routes = self._page_table[:rows], self._lengths[:rows], Routes()
+        positions = lengths.long() - 1
+        pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
+        longest = segments * SEGMENT
+        attention = partial(decode_attention, tables=tables, lengths=lengths, longest=longest)
+        slots = pages * PAGE + positions % PAGE
+        plan = PagedPass(self._cache, positions[None], slots, attention)
         hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
         if (chosen := routes.chosen) is not None:
             self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
@@ -277,6 +218,10 @@ class GraphDecoder:
         self._lengths[:rows] += 1
         self._step += 1
 
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+        pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+        return pinned.to(self._policy.device, non_blocking=True)
+
 
 def _row_size(n: int) -> int:
     """Graph sizes: powers of two, then multiples of 16 and 32."""
@@ -284,8 +229,3 @@ def _row_size(n: int) -> int:
         return 1 << (n - 1).bit_length()
     step = 16 if n <= 128 else 32
     return -(-n // step) * step
-
-
-def _device(array: npt.NDArray[Any], like: Tensor) -> Tensor:
-    pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-    return pinned.to(like.device, non_blocking=True)

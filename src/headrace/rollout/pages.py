@@ -37,7 +37,6 @@ class Pages:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a reader to each page."""
         assert (self._readers[list(pages)] > 0).all()
         self._readers[list(pages)] += 1
 
@@ -50,13 +49,7 @@ class Pages:
 
 
 class PageTables:
-    """The pages of every prompt in prefill and of every row.
-
-    Example:
-        place = tables.open(num_prompt=100, num_requests=8)
-        source, targets = tables.fork(place, count=8, num_prompt=100)  # then copy page `source` to `targets`
-        tables.close(place); tables.grow(lengths, steps=16); tables.remove(3)
-    """
+    """The pages of every prompt in prefill and of every row."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_pages = num_pages(num_tokens)
@@ -92,11 +85,8 @@ class PageTables:
         return self._prompts[place][0]
 
     def fork(self, place: int, count: int, num_prompt: int) -> tuple[int, list[int]]:
-        """Append `count` rows that share the prompt's pages; returns a page to copy and its copies.
-
-        The first row continues in the prompt's last page, the others in copies of it. Close the
-        prompt next, for nothing else may be written to it.
-        """
+        """Append `count` rows that share the prompt's pages; returns a page to copy and its copies."""
+        # The first row goes on in the prompt's last page: close the prompt, nothing else may write.
         pages, copies = self._prompts[place]
         shared, last = (pages[:-1], pages[-1]) if num_prompt % PAGE else (pages, 0)
         own = [copies.pop() for _ in range(count - 1)] if last else []
@@ -140,10 +130,11 @@ class PageTables:
         self.rows[row] = self.rows[-1]
         del self.rows[-1]
 
-    def table(self) -> PageTable:
-        """The pages of each row, padded with page 0."""
-        table = np.zeros((len(self.rows), max(map(len, self.rows))), np.int32)
-        for row, held in enumerate(self.rows):
+    def table(self, rows: Sequence[Sequence[int]] = ()) -> PageTable:
+        """The pages of each row, or of each of `rows`, padded with page 0."""
+        rows = rows or self.rows
+        table = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for row, held in enumerate(rows):
             table[row, : len(held)] = held
         return table
 

@@ -8,16 +8,13 @@ version the trajectory is the same, too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from headrace.errors import WorkerLostError
-from headrace.roles import Reply, Sampler, Worker
+from headrace.roles import Sampler, Worker
 from headrace.types import EngineCounts, IntArray, News, Order, Prompt, Sampling, StageSpan, Trajectory
-
-Result = TypeVar("Result")
 
 ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 
@@ -36,33 +33,22 @@ class _Member:
     under_way: asyncio.Future[Mapping[int, Mapping[int, Trajectory]]] | None = None  # asked for
 
 
+@dataclass(kw_only=True, eq=False)
 class RolloutPool:
-    """Samples trajectories for the loop.
+    """Samples trajectories for the loop."""
 
-    Callbacks: `on_sampled(tokens)`, before the trajectories that hold them; `on_begun(serial,
-    version)` at a group's first token; `on_redone(tokens)` and `on_lost(worker, why)` when a worker
-    is lost.
-    """
-
-    def __init__(
-        self,
-        *,
-        exact: bool,
-        now: Callable[[], float],
-        on_span: Callable[[StageSpan], None],
-        on_sampled: Callable[[int], None],
-        on_begun: Callable[[int, int], None],
-        on_redone: Callable[[int], None],
-        on_lost: Callable[[Worker[Sampler], str], None],
-    ) -> None:
-        self.exact = exact  # batch-invariant
-        self._now, self._on_span, self._on_sampled = now, on_span, on_sampled
-        self._on_begun, self._on_redone, self._on_lost = on_begun, on_redone, on_lost
-        self._members: list[_Member] = []
-        self._waiting: list[Order] = []  # orders while there is no worker
-        self._futures: dict[str, asyncio.Future[Trajectory]] = {}
-        self._past = EngineCounts()  # of former workers
-        self._failure: asyncio.Future[None] | None = None
+    exact: bool  # batch-invariant
+    now: Callable[[], float]
+    on_span: Callable[[StageSpan], None]
+    on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them
+    on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
+    on_redone: Callable[[int], None]  # tokens, when a worker is lost
+    on_lost: Callable[[Worker[Sampler], str], None]  # and why
+    _members: list[_Member] = field(default_factory=list, init=False)
+    _waiting: list[Order] = field(default_factory=list, init=False)  # while there is no worker
+    _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
+    _past: EngineCounts = field(default_factory=EngineCounts, init=False)  # of former workers
+    _failure: asyncio.Future[None] | None = field(default=None, init=False)
 
     @property
     def workers(self) -> list[Worker[Sampler]]:
@@ -95,8 +81,8 @@ class RolloutPool:
             return
         self._end(member)
         if redone := member.sampled_tokens - member.delivered_tokens:
-            self._on_redone(redone)
-        self._on_lost(worker, why)
+            self.on_redone(redone)
+        self.on_lost(worker, why)
         for order in {id(order): order for order in member.orders.values()}.values():
             owed = [i for i in range(len(order.indices)) if order.request_id(i) in member.orders]
             indices = tuple(order.indices[i] for i in owed)
@@ -155,8 +141,7 @@ class RolloutPool:
             attempt=attempt,
             so_far=so_far,
         )
-        loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in samplings]
+        futures = [asyncio.get_running_loop().create_future() for _ in samplings]
         self._futures |= {order.request_id(i): future for i, future in enumerate(futures)}
         self._give(order)
         return futures
@@ -172,7 +157,7 @@ class RolloutPool:
             self._waiting.remove(order)
             for i, index in enumerate(order.indices):
                 id, known = order.request_id(i), (order.so_far or {}).get(index)
-                unfinished = replace(known, id=id) if known else order.nothing_sampled(i, self._now())
+                unfinished = replace(known, id=id) if known else order.nothing_sampled(i, self.now())
                 self._futures.pop(id).set_result(unfinished)
 
     async def drain(self) -> None:
@@ -185,7 +170,7 @@ class RolloutPool:
         await asyncio.shield(self._failed())
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished requests have sampled: tokens that are booked when it returns."""
+        """By serial and index, what unfinished requests have sampled. It is booked on return."""
         for member in self._members:
             if member.under_way is None:
                 member.under_way = asyncio.get_running_loop().create_future()
@@ -198,8 +183,11 @@ class RolloutPool:
 
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         """Greedy next token and its log-prob of every engine. Call it in the device thread."""
-        replies = [worker.ask(Sampler.greedy, prompt) for worker in self.workers]
-        return [token for token in _results(replies) if token is not None]
+        found = []
+        for reply in [worker.ask(Sampler.greedy, prompt) for worker in self.workers]:
+            with suppress(WorkerLostError):
+                found.append(reply.result(ANSWER_S))
+        return [token for token in found if token is not None]
 
     def release_cache(self) -> None:
         """Free every engine's KV cache until it decodes again. Call it in the device thread."""
@@ -241,13 +229,13 @@ class RolloutPool:
 
     def _hear(self, member: _Member, news: News) -> None:
         if news.sampled_tokens > member.sampled_tokens:
-            self._on_sampled(news.sampled_tokens - member.sampled_tokens)
+            self.on_sampled(news.sampled_tokens - member.sampled_tokens)
             member.sampled_tokens = news.sampled_tokens
         member.counts = news.counts
         for span in news.spans:
-            self._on_span(span)
+            self.on_span(span)
         for serial, version in news.begun:
-            self._on_begun(serial, version)
+            self.on_begun(serial, version)
         for trajectory in news.finished:
             order = member.orders.pop(trajectory.id)
             if order.counted:
@@ -271,10 +259,3 @@ class RolloutPool:
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         return self._failure
-
-
-def _results(replies: Sequence[Reply[Result]]) -> Iterator[Result]:
-    """Of the workers that are not lost."""
-    for reply in replies:
-        with suppress(WorkerLostError):
-            yield reply.result(ANSWER_S)

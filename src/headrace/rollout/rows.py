@@ -1,4 +1,9 @@
-"""The state of the running sequences, one row each, in arrays: no Python loop per decode step."""
+"""Requests, and the state of the running ones, a row each, in arrays: no Python loop per decode step.
+
+What a request samples depends only on its seed, its position and its logits, because each token's
+uniform number comes from a counter-based hash (`uniforms`). Order and size of the batch do not
+matter.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,14 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from headrace.rollout.request import Generation, Request
-from headrace.types import BoolArray, FinishReason, IntArray, Replay, RouteArray, Sampling, Span
+from headrace.types import BoolArray, FinishReason, FloatArray, IntArray, Replay, RouteArray, Sampling, Span, Trajectory
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 Column = TypeVar("Column")
 
 GROWTH_TOKENS = 64
+MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
 
 STATE = np.dtype(  # of a running sequence
@@ -39,14 +44,35 @@ STATE = np.dtype(  # of a running sequence
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to sample."""
+
+    id: str
+    sampling: Sampling
+    seed: int
+    counted: bool = True  # in the ledger; False for evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The sampled tokens of a request; `spans` are the positions that each version sampled."""
+
+    id: str
+    finish: FinishReason
+    started_s: float
+    finished_s: float
+    token_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    spans: tuple[Span, ...] = ()
+    replay: Replay | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Burst:
     """Up to K tokens for each of n rows, with their supports where a row truncates.
 
     A support is the set of tokens that top-k, top-p and min-p leave.
-
-    Example:
-        Burst(tokens=[[7, 4], [1, 0]], logprobs=[[-.1, -.9], [-.2, 0.]], counts=[2, 1])
     """
 
     tokens: Ints  # [K, n]
@@ -86,6 +112,9 @@ class Parked:
         return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
 
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
+        routes = None
+        if self.routes.shape[1]:
+            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
         return Generation(
             id=self.request.id,
             token_ids=self.sampled["token"].astype(np.int32),
@@ -94,20 +123,8 @@ class Parked:
             finish=finish,
             started_s=self.sequence.started_s,
             finished_s=now_s,
-            replay=self._replay(),
+            replay=make_replay(self.sequence.supports, routes),
         )
-
-    def _replay(self) -> Replay | None:
-        supports, routes, ids, offsets = self.sequence.supports, None, None, None
-        if supports:
-            ids = np.concatenate(supports)
-            ends = np.cumsum([len(support) for support in supports])
-            offsets = np.concatenate([[0], ends]).astype(np.int64)
-        if self.routes.shape[1]:
-            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
-        if ids is None and routes is None:
-            return None
-        return Replay(support_ids=ids, support_offsets=offsets, routes=routes)
 
 
 class _Column(Generic[Column]):
@@ -254,10 +271,8 @@ class Rows:
         return max(range(len(self)), key=lambda row: self._sequences[row].order)
 
     def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
-        """Rows that have decoded for `max_wall_s`, the longest first.
-
-        Only `counted` ones: the score of an evaluation must not depend on the clock.
-        """
+        """Rows that have decoded for `max_wall_s`, the longest first."""
+        # not of an evaluation: its score must not depend on the clock
         decoded_s = np.where(self.counted, now_s - self.states["began_s"], -np.inf)
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
@@ -268,32 +283,25 @@ class Rows:
         decoded_s = now_s - float(self.states["began_s"][row])
         return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
 
-    def parked(self, prompt: IntArray, request: Request, so_far: Generation) -> Parked:
-        """The parked row of a request that sampled `so_far` in another process."""
-        count, replay = len(so_far.token_ids), so_far.replay or Replay()
-        sampled = np.zeros(count, self._table.dtype)
-        sampled["token"], sampled["logprob"] = so_far.token_ids, so_far.logprobs
-        for span in so_far.spans:
-            sampled["version"][span.start - len(prompt) : span.end - len(prompt)] = span.version
-        routes = replay.routes
-        if routes is None:
-            empty = self._table["routes"]
-            routes = np.zeros((len(prompt) + count, *empty.shape[2:]), empty.dtype)
-        supports: list[IntArray] = []
-        if replay.support_ids is not None and replay.support_offsets is not None:
-            supports = np.split(replay.support_ids, replay.support_offsets[1:-1])
-        started_s, prompt_routes = so_far.started_s, routes[: len(prompt)]
-        sequence = _Sequence(request, prompt, started_s, prompt_routes, self._started, supports)
+    def parked(self, request: Request, known: Trajectory, start: int) -> Parked:
+        """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
+        whole = np.zeros(len(known.token_ids), self._table.dtype)
+        whole["token"], whole["logprob"] = known.token_ids, known.logprobs
+        for span in known.spans:
+            whole["version"][span.start : span.end] = span.version
+        if known.replay is not None and known.replay.routes is not None:
+            whole["routes"] = known.replay.routes
+        supports = supports_of(known.replay)[np.count_nonzero(known.sampled[:start]) :]
+        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"]
+        sequence = _Sequence(request, prompt, started_s, routes[:start], self._started, supports)
         self._started += 1
-        return Parked(sequence, sampled, routes[:-1], 0.0)
+        return Parked(sequence, whole[start:], routes[:-1], 0.0)
 
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
-        """Append a parked row. `routes` are of all its tokens, the newest included.
-
-        The time that it was parked does not count towards `max_wall_s`.
-        """
+        """Append a parked row. `routes` are of all its tokens, the newest included."""
         row, count, sequence = len(self), len(parked.sampled), parked.sequence
-        self.add(sequence.prompt, [parked.request], now_s - parked.decoded_s, sequence.routes)
+        began_s = now_s - parked.decoded_s  # without the time that it was parked
+        self.add(sequence.prompt, [parked.request], began_s, sequence.routes)
         self._sequences[row] = sequence
         if count > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
@@ -334,6 +342,22 @@ class Rows:
         self._all_states, self._table = states, table
 
 
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A number in (0, 1) for each (seed, position): the splitmix64 finaliser over both."""
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * MIX[2]
+    for _ in range(2):
+        x = (x ^ (x >> np.uint64(30))) * MIX[0]
+        x = (x ^ (x >> np.uint64(27))) * MIX[1]
+        x = x ^ (x >> np.uint64(31))
+    return ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def request_seed(*parts: int) -> int:
+    """A 64-bit seed from run seed, group serial and sample index; neighbours are unrelated."""
+    seed = np.random.SeedSequence(parts).generate_state(2, np.uint32)
+    return int(seed[0]) << 32 | int(seed[1])
+
+
 def contexts_of(tokens: IntArray) -> Ints:
     """The CONTEXT tokens before each position and before the end `[T + 1, CONTEXT]`."""
     padded = np.concatenate([np.full(CONTEXT, -1), tokens]).astype(np.int64)
@@ -344,6 +368,20 @@ def prompt_key(prompt: IntArray) -> np.uint64:
     """A hash of the prompt: the same for all its samples, epochs and processes."""
     digest = hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
+
+
+def make_replay(supports: list[IntArray], routes: RouteArray | None) -> Replay | None:
+    """`supports` are of the sampled tokens, or empty; `routes` of all tokens, or None."""
+    if not supports:
+        return None if routes is None else Replay(routes=routes)
+    offsets = np.cumsum([0, *map(len, supports)], dtype=np.int64)
+    return Replay(support_ids=np.concatenate(supports), support_offsets=offsets, routes=routes)
+
+
+def supports_of(replay: Replay | None) -> list[IntArray]:
+    if replay is None or replay.support_ids is None or replay.support_offsets is None:
+        return []
+    return np.split(replay.support_ids, replay.support_offsets[1:-1])
 
 
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:

@@ -1,30 +1,225 @@
-"""The KV cache of running sequences, and the decode steps that read it.
+"""The KV cache of running sequences, the decode steps that read it, and sampling from their logits.
 
 `RowStore` gives each sequence a row and takes one step at a time; it runs everywhere. `PagedStore`
 (paged.py) has the same methods for CUDA devices: a paged cache, and bursts of decode steps that do
-not synchronise with the host. Rows are those of `Rows`: 0..n-1 are in use.
+not synchronise with the host.
+
+R rows, J key/value heads, C token capacity, D head size. Rows are those of `Rows`: 0..n-1 are in
+use, so a decode step reads the cache in place, as a slice, without a gather. Keys are transposed,
+`[R, J, D, C]`, which makes decode attention three times faster (32 µs against 95 µs for 128 rows of
+38 tokens on two cores).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from headrace import kernels
+from headrace.policy import exact
+from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.roles import AttentionPlan
-from headrace.rollout.arena import Arena, Chunk, DecodePlan, PrefillPlan, VerifyPlan
 from headrace.rollout.draft import Drafts
-from headrace.rollout.rows import Burst, Ints, Rows
-from headrace.rollout.sampling import draw, uniforms
+from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
+
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.softmax import draw_tokens, truncated
+if TYPE_CHECKING:
+    from headrace.rollout.paged import PagedPass
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time
+GROWTH_TOKENS = 64  # rows of cache get longer by this many at least
+
+
+class Arena:
+    """Keys and values of every layer. Rows and length grow as the running sequences need."""
+
+    def __init__(self, policy: Policy, budget_tokens: int) -> None:
+        self._budget_tokens = budget_tokens
+        self._granule_tokens = exact.TILE if policy.exact else 8  # `capacity` is a multiple of it
+        self.num_rows = self.capacity = 0
+        empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
+        self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
+        self.values = [empty(0, policy.num_kv_heads, 0, policy.value_size)] * policy.num_layers
+
+    def reserve(self, num_rows: int, num_tokens: int, most_tokens: int = 0) -> None:
+        """Make room for `num_rows` of `num_tokens`; no row in use will exceed `most_tokens`."""
+        if num_rows <= self.num_rows and num_tokens <= self.capacity:
+            return
+        most_tokens = max(num_tokens, most_tokens)
+        rows, capacity = max(num_rows, self.num_rows), self.capacity
+        if num_tokens > capacity:
+            capacity = self._in_granules(min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS)))
+        if rows * capacity > self._budget_tokens:  # free what only earlier sequences needed
+            rows, capacity = num_rows, min(capacity, self._in_granules(most_tokens))
+        kept_rows, kept_tokens = min(rows, self.num_rows), min(capacity, self.capacity)
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            # not `empty`: masked positions are multiplied by zero, and 0 * NaN is NaN
+            self.keys[layer] = keys.new_zeros(rows, *keys.shape[1:3], capacity)
+            self.keys[layer][:kept_rows, ..., :kept_tokens] = keys[:kept_rows, ..., :kept_tokens]
+            self.values[layer] = values.new_zeros(rows, values.shape[1], capacity, values.shape[3])
+            self.values[layer][:kept_rows, :, :kept_tokens] = values[:kept_rows, :, :kept_tokens]
+        self.num_rows, self.capacity = rows, capacity
+
+    def copy(self, other: Arena, source: int, start: int, end: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` of row `source` of `other` into rows `start` to `end`."""
+        for mine, theirs in zip(self.keys, other.keys, strict=True):
+            mine[start:end, ..., :num_tokens] = theirs[source, ..., :num_tokens]
+        for mine, theirs in zip(self.values, other.values, strict=True):
+            mine[start:end, :, :num_tokens] = theirs[source, :, :num_tokens]
+
+    def _in_granules(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._granule_tokens) * self._granule_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `end` of `sequence`, whose cache is in `row`."""
+
+    row: int
+    start: int
+    end: int
+    sequence: IntArray
+    known: RouteArray | None = None  # experts of its first tokens, if these are to be kept
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+class PrefillPlan:
+    """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+
+    def __init__(self, arena: Arena, chunks: Sequence[Chunk], device: torch.device) -> None:
+        self.arena, self.chunks = arena, chunks
+        self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(device)[None]
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        outs = []
+        for c, q, keys, values in self._write(layer, q_THD, k_TJD, v_TJD):
+            mask = None
+            if c.start or (window and c.end > window):
+                mask = visible(torch.arange(c.start, c.end, device=q.device), c.end, window)
+            q, k, v = q.transpose(0, 1), keys[..., : c.end].transpose(1, 2), values[:, : c.end]
+            out = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """Batch-invariant: the same bits however the prompt is cut into chunks."""
+        outs = []
+        for c, q, keys, values in self._write(layer, q_THD * scale, k_TJD, v_TJD):
+            outs.append(exact.attend_causal(q[None], keys, values, c.start, window)[0])
+        return torch.cat(outs)
+
+    def _write(self, layer: int, *qkv: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
+        """Store each chunk's keys and values; yields its queries, and the cache of its row."""
+        sizes = [c.size for c in self.chunks]
+        parts = [x.split(sizes) for x in qkv]
+        for c, q, k, v in zip(self.chunks, *parts, strict=True):
+            keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]
+            keys[..., c.start : c.end] = k.permute(1, 2, 0)
+            values[:, c.start : c.end] = v.transpose(0, 1)
+            yield c, q, keys, values
+
+
+class DecodePlan:
+    """One new token for each of the rows 0..n-1; grouped query heads (GQA) share a read."""
+
+    def __init__(self, arena: Arena, positions_n: Tensor, longest: int, equal: bool) -> None:
+        self.arena, self.longest, self.positions = arena, longest, positions_n[None]
+        self._rows = torch.arange(len(positions_n), device=positions_n.device)
+        self._at, self._equal = positions_n, equal
+        self._grid = positions_n[:, None]  # [n, m], m tokens of each row
+        self._masks: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        num_heads, mask = k_TJD.shape[1], None
+        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
+        grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
+        if not self._equal or 0 < window < self.longest:
+            mask = self._mask(window, keys, num_heads, grouped.shape[1])
+        out = _weigh(grouped, keys, values, mask, scale)
+        return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
+
+    def attend_exact(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    ) -> Tensor:
+        """Batch-invariant: the same bits as in prefill and training."""
+        num_heads = k_TJD.shape[1]
+        keys, values = self._write(layer, k_TJD, v_TJD, exact.tiled(self.longest))
+        grouped = (q_THD * scale).unflatten(1, (num_heads, -1)).flatten(0, 1)
+        out = exact.attend(grouped, keys, values, self._mask(window, keys, num_heads, 1))
+        return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
+
+    def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Returns the first `length` of all `[n * J, D, length]`, `[n * J, length, D]`."""
+        n, keys, values = len(self._grid), self.arena.keys[layer], self.arena.values[layer]
+        if self._equal:
+            keys[:n, ..., self.longest - 1], values[:n, :, self.longest - 1] = k_TJD, v_TJD
+        else:
+            keys[self._rows, ..., self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
+        return keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)
+
+    def _mask(self, window: int, keys: Tensor, num_heads: int, group: int) -> Tensor:
+        """Mask `[n * J, m * group, length of keys]`, shared by layers with the same window."""
+        if window not in self._masks:
+            mask = unseen(self._grid, keys.shape[2], window, keys.dtype)[:, None, :, None]
+            mask = mask.expand(-1, num_heads, -1, group, -1)
+            self._masks[window] = mask.flatten(2, 3).flatten(0, 1)
+        return self._masks[window]
+
+
+class VerifyPlan(DecodePlan):
+    """Speculative decoding: for each of the rows 0..n-1 its newest token and its draft.
+
+    Rejected drafts leave keys and values beyond the row's end; they are masked, and overwritten by
+    the next tokens. `shape` is (n, m), m the most tokens of a row: all rows are padded to m, and
+    padding may attend to anything. Not batch-invariant.
+    """
+
+    def __init__(
+        self, arena: Arena, at_T: Tensor, which_T: Tensor, ahead_T: Tensor, shape: tuple[int, int], longest: int
+    ) -> None:
+        super().__init__(arena, at_T, longest, equal=False)
+        self._rows, self._ahead = which_T, ahead_T
+        self._grid = at_T.new_zeros(shape)
+        self._grid[which_T, ahead_T] = at_T
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+        num_heads = k_TJD.shape[1]
+        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
+        q = q_THD.new_zeros(*self._grid.shape, *q_THD.shape[1:])
+        q[self._rows, self._ahead] = q_THD
+        q = q.unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)  # [n * J, m, H / J, D]
+        mask = self._mask(window, keys, num_heads, q.shape[2])
+        out = _weigh(q.flatten(1, 2), keys, values, mask, scale).unflatten(1, q.shape[1:3])
+        out = out.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2, 3)
+        return out[self._rows, self._ahead]  # type: ignore[no-any-return]
+
+
+def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of `q [B, Q, D]` over `keys [B, D, C]` and `values [B, C, D]`."""
+    start = q.new_empty(1, 1, 1) if mask is None else mask
+    scores = torch.baddbmm(start, q, keys, beta=0 if mask is None else 1, alpha=scale)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
+    return torch.bmm(probs, values)
 
 
 class RowStore:
@@ -32,7 +227,7 @@ class RowStore:
 
     def __init__(self, policy: Policy, kv_tokens: int) -> None:
         self._policy, self._kv_tokens = policy, kv_tokens
-        self._arena, self._staging = Arena(policy), Arena(policy)
+        self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
         self._free = list(range(STAGING_ROWS))
 
     def most_rows(self, longest: int) -> int:
@@ -50,13 +245,12 @@ class RowStore:
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
         """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
         self._staging.reserve(STAGING_ROWS, max(c.end for c in chunks))
-        plan = PrefillPlan(self._staging, chunks, self._policy.device)
-        return forward(self._policy, chunks, plan.positions, plan)
+        return forward(self._policy, chunks, PrefillPlan(self._staging, chunks, self._policy.device))
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """Give the next `count` rows the prompt's cache."""
         first = len(rows)
-        self._reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
+        self._arena.reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
         self._arena.copy(self._staging, place, first, first + count, num_prompt)
 
     def close(self, place: int) -> None:
@@ -67,13 +261,7 @@ class RowStore:
         return 1
 
     def decode(self, rows: Rows, steps: int) -> Burst:
-        positions = rows.lengths - 1  # the newest token is not in the cache yet
-        longest = int(positions.max()) + 1
-        self._reserve(len(rows), longest, rows.longest_possible)
-        equal = longest == int(positions.min()) + 1
-        plan = DecodePlan(self._arena, _to(self._policy, positions), longest, equal)
-        logits, routes = self._step(rows.last_tokens, plan)
-        return sample(logits, rows, 0, routes)
+        return self._run(rows, np.arange(len(rows)), np.zeros(len(rows), np.int64), rows.last_tokens, 1)
 
     def fits(self, rows: Rows, drafts: Drafts) -> bool:
         """Whether the drafts fit. Here always: admission counts on the longest possible rows."""
@@ -81,15 +269,8 @@ class RowStore:
 
     def verify(self, rows: Rows, drafts: Drafts) -> Burst:
         """One decode step that verifies `drafts`: the tokens up to the first that is not accepted."""
-        which, ahead = drafts.cells
-        positions = rows.lengths[which] - 1 + ahead
-        longest = int(positions.max()) + 1
-        self._reserve(len(rows), longest, rows.longest_possible)
-        at_T, which_T, ahead_T = (_to(self._policy, x) for x in (positions, which, ahead))
-        shape = len(rows), drafts.width
-        plan = VerifyPlan(self._arena, at_T, which_T, ahead_T, shape, longest)
-        logits, routes = self._step(drafts.inputs(rows.last_tokens), plan)
-        return accepted(drafts, sample_cells(logits, rows, which, ahead, routes))
+        tokens = drafts.inputs(rows.last_tokens)
+        return accepted(drafts, self._run(rows, *drafts.cells, tokens, drafts.width))
 
     def remove(self, row: int, rows: Rows) -> None:
         """Free a row; the last row moves into its place."""
@@ -97,70 +278,56 @@ class RowStore:
         if row != last:
             self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
 
-    def recompute(self, sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> None:
-        """Compute the cache of all rows again, with `known` experts, `budget` tokens at a time."""
-        for chunks in batches(sequences, known, budget):
-            plan = PrefillPlan(self._arena, chunks, self._policy.device)
-            forward(self._policy, chunks, plan.positions, plan)
+    def recompute(self, rows: Rows, budget: int) -> None:
+        """Compute the cache of all rows again, with their experts, `budget` tokens at a time."""
+        for chunks in batches(rows, budget):
+            forward(self._policy, chunks, PrefillPlan(self._arena, chunks, self._policy.device))
 
-    def _reserve(self, num_rows: int, num_tokens: int, most_tokens: int) -> None:
-        self._arena.reserve(num_rows, num_tokens, most_tokens=most_tokens, budget_tokens=self._kv_tokens)
-
-    def _step(self, tokens: Ints, plan: DecodePlan | VerifyPlan) -> tuple[Tensor, RouteArray]:
-        """Logits `[T, V]` after `tokens [T]`, and the experts of these."""
+    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, width: int) -> Burst:
+        """Compute `tokens`, `ahead` of the newest token of row `which`, and sample after each."""
+        positions = rows.lengths[which] - 1 + ahead  # the newest token is not in the cache yet
+        longest, policy, arena = int(positions.max()) + 1, self._policy, self._arena
+        arena.reserve(len(rows), longest, rows.longest_possible)
+        plan = DecodePlan(arena, _to(policy, positions), longest, longest == int(positions.min()) + 1)
+        if width > 1:
+            cells_T = _to(policy, which), _to(policy, ahead)
+            plan = VerifyPlan(arena, plan.positions[0], *cells_T, (len(rows), width), longest)
         routes = Routes()
-        hidden = self._policy.hidden(_to(self._policy, tokens), plan.positions, plan, routes)
-        return self._policy.logits(hidden), self._policy.routers.to_host(routes, len(tokens))
+        logits = policy.logits(policy.hidden(_to(policy, tokens), plan.positions, plan, routes))
+        return sample(logits, rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
 
 
-def batches(sequences: Sequence[IntArray], known: Sequence[RouteArray], budget: int) -> Iterator[list[Chunk]]:
-    """The whole sequence of each row, in batches of about `budget` tokens."""
+def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
+    """What is in the cache of each row, in batches of about `budget` tokens."""
     batch: list[Chunk] = []
-    for row, (sequence, routes) in enumerate(zip(sequences, known, strict=True)):
-        batch.append(Chunk(row, 0, len(sequence), sequence, routes))
-        if sum(c.end for c in batch) >= budget or row == len(sequences) - 1:
+    for row in range(len(rows)):
+        sequence = rows.sequence(row)[:-1]
+        batch.append(Chunk(row, 0, len(sequence), sequence, rows.routes(row)))
+        if sum(c.end for c in batch) >= budget or row == len(rows) - 1:
             yield batch
             batch = []
 
 
-def forward(
-    policy: Policy, chunks: Sequence[Chunk], positions: Tensor, plan: AttentionPlan
-) -> tuple[Tensor, RouteArray]:
+def forward(policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | PagedPass) -> tuple[Tensor, RouteArray]:
     """The hidden state of each chunk's last token, and the experts of all tokens."""
     tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
-    routes = known_routes(policy, chunks)
-    hidden = policy.hidden(_to(policy, tokens), positions, plan, routes)
+    routes = Routes()
+    if any(c.known is not None for c in chunks):  # these tokens keep their experts
+        num_known = [0 if c.known is None else len(c.known) for c in chunks]
+        spans = zip(chunks, num_known, strict=True)
+        known = np.concatenate([np.arange(c.start, c.end) < count for c, count in spans])
+        forced = np.zeros((len(known), *policy.routers.shape), policy.routers.dtype)
+        forced[known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
+        forced_T = policy.routers.to_device(forced, policy.device)
+        routes = Routes(forced_T, torch.from_numpy(known).to(policy.device))
+    hidden = policy.hidden(_to(policy, tokens), plan.positions, plan, routes)
     last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
     return last, policy.routers.to_host(routes, len(tokens))
 
 
-def known_routes(policy: Policy, chunks: Sequence[Chunk]) -> Routes:
-    """Routes of a pass over `chunks`: tokens with known experts keep them."""
-    if all(c.known is None for c in chunks):
-        return Routes()
-    routers, ends = policy.routers, np.cumsum([c.size for c in chunks])
-    forced = np.zeros((ends[-1], *routers.shape), routers.dtype)
-    is_known = np.zeros(ends[-1], np.bool_)
-    for c, end in zip(chunks, ends, strict=True):
-        if c.known is not None:
-            start, part = end - c.size, c.known[c.start : c.end]
-            forced[start : start + len(part)] = part
-            is_known[start : start + len(part)] = True
-    is_known_T = torch.from_numpy(is_known).to(policy.device)
-    return Routes(routers.to_device(forced, policy.device), is_known_T)
-
-
-def sample(logits: Tensor, rows: Rows, first: int, routes: RouteArray | None = None) -> Burst:
-    """Sample a token for each row from `first` on; `routes [n, L, K]` are behind the logits."""
-    which = np.arange(first, len(rows))
-    return sample_cells(logits, rows, which, np.zeros_like(which), routes)
-
-
-def sample_cells(logits: Tensor, rows: Rows, which: Ints, ahead: Ints, routes: RouteArray | None) -> Burst:
-    """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end.
-
-    The noise depends on the position: a token sampled ahead is the one that would be sampled later.
-    """
+def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, routes: RouteArray | None = None) -> Burst:
+    """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end."""
+    # noise depends on the position: a token sampled ahead is the one that would be sampled later
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
     samplings = [rows.samplings[row] for row in which.tolist()]
     outcome = draw(logits, samplings, noise)
@@ -171,6 +338,71 @@ def sample_cells(logits: Tensor, rows: Rows, which: Ints, ahead: Ints, routes: R
         supports=None if outcome.allowed is None else _supports(outcome.allowed, samplings)[None],
         routes=None if routes is None else routes[None],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A token for each of n requests; `allowed` is None if no request truncates."""
+
+    tokens: Tensor  # [n]
+    logprobs: Tensor  # [n] of the distribution sampled from
+    allowed: Tensor | None  # [n, V]
+
+
+def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
+    """Sample a token per row by inverse CDF at `uniforms_n`; a temperature of 0 is greedy."""
+    device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
+    kinds = {id(s): s for s in samplings}.values()  # few different ones, and an id is fast
+    truncates = any(s.truncates for s in kinds)
+    if logits_nV.is_cuda and kernels.AVAILABLE:
+        return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
+    logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    if any(s.temperature not in (0.0, 1.0) for s in kinds):
+        logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings])[:, None]
+    allowed = _allowed(logits, samplings) if truncates else None
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None]).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the log-prob is NaN
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if any(s.temperature == 0.0 for s in kinds):
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
+        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+        chosen = torch.where(greedy, 0.0, chosen)
+    return Draw(tokens, chosen, allowed)
+
+
+def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, truncates: bool) -> Draw:
+    temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
+    logits, allowed = logits.contiguous(), None
+    if truncates:
+        columns = zip(*((s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
+        limits = [torch.tensor(column, device=logits.device) for column in columns]
+        logits = truncated(logits, temperatures, *limits)
+        allowed = torch.isfinite(logits)
+    return Draw(*draw_tokens(logits, uniforms, temperatures), allowed)
+
+
+def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Tokens left by top-k, then top-p, then min-p: the order of `transformers` and vLLM."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    vocab = logits.shape[1]
+    top_k = column([s.top_k or vocab for s in samplings])
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    keep = torch.arange(vocab, device=logits.device)[None] < top_k
+    probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
+    # a token stays if those before it hold less than top_p, so the most likely one always stays;
+    # a top_p of 1 excludes nothing, although rounding may bring the sum to 1 before the last token
+    top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
+    keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
+    keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
+    return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
 def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.object_]:
@@ -186,16 +418,12 @@ def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.o
 
 
 def accepted(drafts: Drafts, drawn: Burst) -> Burst:
-    """What each row sampled, up to and including the first token that differs from its draft.
-
-    That one is right, because all before it is; so every row gets at least one token.
-    """
+    """What each row sampled, up to and including the first token that differs from its draft."""
     which, ahead = drafts.cells
-    counts = drafts.num_accepted(drawn.tokens[0]) + 1
-    most = int(counts.max())
+    counts = drafts.num_accepted(drawn.tokens[0]) + 1  # the first that differs follows right tokens
     cells = np.zeros((drafts.width, len(counts)), np.int64)
     cells[ahead, which] = np.arange(len(which))
-    cells = cells[:most]
+    cells = cells[: counts.max()]
     supports = None if drawn.supports is None else drawn.supports[0][cells]
     routes = None if drawn.routes is None else drawn.routes[0][cells]
     return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, supports, routes)

@@ -1,18 +1,23 @@
-"""Exact mode on a CPU: the Llama family's decoder, batch-invariant.
+"""Exact mode: batch-invariant, so a token's result does not depend on the rest of its batch.
 
-A token's result does not depend on the rest of its batch. The libraries under torch choose
-instructions, and with them the order of a sum, by the shape of the whole call and by an element's
-place in it. Here every sum has one order: GEMMs run with numbers of rows that were tried and agree,
-keys come in tiles that start at position 0, and elementwise functions never end in a scalar
-remainder. All else (sums of two numbers, products, maxima, copies) rounds the same everywhere.
-B batch, R rows, D head size, L keys (a multiple of TILE).
+On a CPU the libraries under torch choose instructions, and with them the order of a sum, by the
+shape of the whole call and by an element's place in it. Here every sum has one order: GEMMs run
+with numbers of rows that were tried and agree, keys come in tiles that start at position 0, and
+elementwise functions never end in a scalar remainder. All else (sums of two numbers, products,
+maxima, copies) rounds the same everywhere. B batch, R rows of queries, T tokens, H query heads, J
+key/value heads, D head size, L keys (a multiple of TILE).
+
+On a GPU attention, norms, gates and log-probs are our own kernels, each with one order of its sums.
+A GEMM is not batch-invariant if its sum is split differently for other numbers of rows (split-K);
+cuBLASLt without a workspace does not split it. That is not promised anywhere, so `check_rows` tries
+it on the shapes of the model at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
-from headrace.policy.family import FamilyBody
-from headrace.policy.functions import Gated, RmsNorm, Rotate, attend_rectangle
+from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle, call, unseen
 from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
@@ -34,16 +38,10 @@ MOST_ELEMENTS = 2**22  # of the result of one product, unless ROWS rows have mor
 GRAIN = 2**15  # elements: torch gives a thread at least this many
 LANES = 32  # a multiple of what the widest elementwise loop takes at once, on all CPUs
 POSITIONS = 1024  # whose angles are computed at once
-
-
-_NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in place of autograd's
-
-
-def _call(function: Any, *args: Any) -> Tensor:
-    """Without a backward pass the forward alone: `apply` costs more than a small GEMM."""
-    if torch.is_grad_enabled():
-        return function.apply(*args)  # type: ignore[no-any-return]
-    return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
+WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"  # this and the next three are for GPUs
+FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 224, 256, 320, 512, 1000, 3000)
+MANY = 8192
+EVEN = 8  # numbers, 16 bytes: other alignments are multiplied by functions that split sums at times
 
 
 class _ExactRotate(Rotate):
@@ -59,18 +57,23 @@ class _ExactGated(Gated):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _silu(gate).mul_(up)
+        flat, start = gate.reshape(-1), 0
+        out = torch.empty_like(flat)
+        for end in _loops(len(flat), torch.get_num_threads()):
+            torch.ops.aten.silu.out(flat[start:end], out=out[start:end])
+            start = end
+        if rest := len(flat) - start:
+            out[start:] = F.silu(F.pad(flat[start:], (0, LANES - rest)))[:rest]
+        return out.view(gate.shape).mul_(up)
 
 
-rms_norm, rotate, gated = partial(_call, RmsNorm), partial(_call, _ExactRotate), partial(_call, _ExactGated)
+rms_norm, rotate, gated = (partial(call, kind) for kind in (RmsNorm, _ExactRotate, _ExactGated))
 
 
 class ExactFunctions(TorchFunctionMode):
     """Inside, routers and experts of `transformers` compute with the functions of this file."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return linear(*args, **(kwargs or {}))
         if func is F.silu:
@@ -78,59 +81,45 @@ class ExactFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _silu(x: Tensor) -> Tensor:
-    flat, start = x.reshape(-1), 0
-    out = torch.empty_like(flat)
-    for end in _loops(len(flat), torch.get_num_threads()):
-        torch.ops.aten.silu.out(flat[start:end], out=out[start:end])
-        start = end
-    if rest := len(flat) - start:
-        out[start:] = F.silu(F.pad(flat[start:], (0, LANES - rest)))[:rest]
-    return out.view(x.shape)
-
-
 def _loops(num_elements: int, threads: int) -> Iterator[int]:
     """Ends of loops that give each thread whole vectors, of all but the last few elements."""
-    grains = num_elements // GRAIN
-    ends = [(grains - grains % threads) * GRAIN, grains * GRAIN, num_elements - num_elements % LANES]
+    grains, rest = num_elements // GRAIN, num_elements % LANES
+    ends = [(grains - grains % threads) * GRAIN, grains * GRAIN, num_elements - rest]
     yield from sorted(set(ends) - {0})
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _call(_Linear, x, weight, bias)
+    return call(_Linear, x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _in_blocks(x.contiguous(), weight, bias)
+        x = x.contiguous()
+        columns, width = weight.shape
+        shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
+        most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
+        out = x.new_empty(len(x), columns)
+        start = 0
+        while (left := len(x) - start) >= ROWS:
+            rows = min(most, left // ROWS * ROWS)
+            while not _proven(rows, *shape):
+                rows = rows // 2 // ROWS * ROWS
+            _product(x[start : start + rows], weight, bias, out[start : start + rows])
+            start += rows
+        if left:
+            rows = next(rows for rows in (2, 4, 8, ROWS) if rows >= left and _proven(rows, *shape))
+            last = x.new_empty(rows, columns)
+            _product(F.pad(x[start:], (0, 0, 0, rows - left)), weight, bias, last)
+            out[start:] = last[:left]
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
         of_x, of_weight = grad @ weight if wanted[0] else None, grad.t() @ x if wanted[1] else None
         return of_x, of_weight, grad.sum(0) if wanted[2] else None
-
-
-def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    columns, width = weight.shape
-    shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
-    most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
-    out = x.new_empty(len(x), columns)
-    start = 0
-    while (left := len(x) - start) >= ROWS:
-        rows = min(most, left // ROWS * ROWS)
-        while not _proven(rows, *shape):
-            rows = rows // 2 // ROWS * ROWS
-        _product(x[start : start + rows], weight, bias, out[start : start + rows])
-        start += rows
-    if left:
-        rows = next(rows for rows in (2, 4, 8, ROWS) if rows >= left and _proven(rows, *shape))
-        last = x.new_empty(rows, columns)
-        _product(F.pad(x[start:], (0, 0, 0, rows - left)), weight, bias, last)
-        out[start:] = last[:left]
-    return out
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -142,10 +131,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 @cache
 def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Whether a GEMM of `rows` rows gives the bits of one of ROWS rows, tried once on this machine.
-
-    For ROWS itself: raises if a row's bits depend on its place among the ROWS.
-    """
+    """Whether a GEMM of `rows` rows has the bits of one of ROWS rows, tried once on this machine."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         x = torch.randn(max(rows, ROWS), width, generator=generator, dtype=dtype)
@@ -163,6 +149,7 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
         expected = product(x, ROWS)
         if rows != ROWS:
             return torch.equal(product(x, rows), expected)
+        # a row's bits must not depend on its place among the ROWS either
         if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
             raise ModelError(
                 f"model.exact = true: this machine multiplies the rows of a [{ROWS}, {width}] by [{width}, "
@@ -172,11 +159,8 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
 
 
 def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, multiple: int = 0) -> Tensor:
-    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf for what is masked.
-
-    The rows of queries are padded to a `multiple` of these, by default the proven one.
-    """
-    rows = q_BRD.shape[1]
+    """Attention output `[B, R, D]`. `mask` is added to the scores: -inf for what is masked."""
+    rows = q_BRD.shape[1]  # padded to a `multiple`, by default the proven one
     fill = -rows % (multiple or _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads()))
     q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
     scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
@@ -217,24 +201,20 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     )
 
 
-def attend_causal(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, group: int, window: int) -> Tensor:
-    """Queries from position `start` on, `group` rows each, with a sliding `window` (0: none)."""
-    end = start + q_BRD.shape[1] // group
+def attend_causal(q_BTHD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, window: int) -> Tensor:
+    """Output `[B, T, H, D]` of queries from position `start` on, for keys and values of `[B * J]`."""
+    (batch, num_tokens), num_heads = q_BTHD.shape[:2], len(keys_BDL) // len(q_BTHD)
+    grouped = q_BTHD.unflatten(2, (num_heads, -1)).transpose(1, 2)  # [B, J, T, H / J, D]
+    group, q_BRD = grouped.shape[3], grouped.flatten(2, 3).flatten(0, 1)
     outs = []
-    for first in range(start, end, TILE):
-        last = min(first + TILE, end)
-        length = tiled(last)
-        mask = unseen(torch.arange(first, last), length, window, q_BRD.dtype).repeat_interleave(group, 0)
-        q = q_BRD[:, (first - start) * group : (last - start) * group]
+    for first in range(0, num_tokens, TILE):
+        last = min(first + TILE, num_tokens)
+        length = tiled(start + last)
+        mask = unseen(torch.arange(start + first, start + last), length, window, q_BRD.dtype)
+        mask, q = mask.repeat_interleave(group, 0), q_BRD[:, first * group : last * group]
         outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
-    return torch.cat(outs, dim=1)
-
-
-def unseen(positions_T: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Mask `[T, length]`: 0 for keys that a query sees, -inf after it and before its window."""
-    ago = positions_T[:, None] - torch.arange(length)
-    hidden = (ago < 0) | (ago >= window) if window else ago < 0
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    out = torch.cat(outs, dim=1).unflatten(0, (batch, -1)).unflatten(2, (-1, group))
+    return out.transpose(1, 2).flatten(2, 3)  # type: ignore[no-any-return]
 
 
 def tiled(num_tokens: int) -> int:
@@ -248,13 +228,11 @@ class RectangleAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.rest = shape, scale, window = rest
-        (num_heads, head_size), num_kv_heads = q.shape[1:], k.shape[1]
-        group, fill = num_heads // num_kv_heads, tiled(shape[1]) - shape[1]
-        q_BRD = (q * scale).view(*shape, num_kv_heads, group, head_size).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        keys = F.pad(k.view(*shape, num_kv_heads, head_size).permute(0, 2, 3, 1), (0, fill)).flatten(0, 1)
-        values = F.pad(v.view(*shape, num_kv_heads, head_size).transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1)
-        out = attend_causal(q_BRD, keys.contiguous(), values.contiguous(), 0, group, window)
-        return out.reshape(shape[0], num_kv_heads, shape[1], group, head_size).transpose(1, 2).reshape(q.shape)
+        q, k, v = (x.unflatten(0, shape) for x in (q * scale, k, v))
+        fill = tiled(shape[1]) - shape[1]
+        keys = F.pad(k.permute(0, 2, 3, 1), (0, fill)).flatten(0, 1).contiguous()
+        values = F.pad(v.transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1).contiguous()
+        return attend_causal(q, keys, values, 0, window).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -267,14 +245,11 @@ class RectangleAttention(torch.autograd.Function):
 class ExactBody(FamilyBody):
     """The decoder with the functions of this file."""
 
-    _rotate, _gated = staticmethod(rotate), staticmethod(gated)
+    _rotate, _gated, _rms_norm = staticmethod(rotate), staticmethod(gated), staticmethod(rms_norm)
     _exact_angles = torch.empty(2, 0, 0)  # cos and sin of all positions so far, [2, positions, D]
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return linear(x, module.weight, module.bias)
-
-    def _norm(self, module: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, module.weight, module.variance_epsilon)
 
     def _attend(self, plan: ExactPlan, *where: Any) -> Tensor:
         return plan.attend_exact(*where)
@@ -293,3 +268,32 @@ class ExactBody(FamilyBody):
                 self._exact_angles = torch.cat([self._exact_angles, more], dim=1) if known else more
         cos, sin = self._exact_angles[:, positions_1T[0]]
         return cos, sin
+
+
+def use_batch_invariant_gemms() -> None:
+    """For the rest of the process. Call it before the first GEMM, which makes the workspace."""
+    os.environ.setdefault(WORKSPACE, "1")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@torch.no_grad()
+def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], like: Tensor) -> None:
+    """Fail unless all `products` (name -> function, width of its input) are batch-invariant."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    for name, (work, width) in products.items():
+        x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)
+        whole = work(x)
+        if width % EVEN or whole.shape[-1] % EVEN:
+            raise ModelError(
+                f"model.exact = true on a GPU is for sizes that {EVEN} divides, and {name} makes "
+                f"{whole.shape[-1]} numbers of {width}; set model.exact = false"
+            )
+        for rows in FEW:
+            if not torch.equal(work(x[:rows]), whole[:rows]):
+                raise ModelError(
+                    f"model.exact = true: on this machine {name} of {rows} tokens differs from that of the "
+                    f"same tokens among {MANY}. Start a new process with {WORKSPACE}=1 in its environment, "
+                    "or set model.exact = false"
+                )
