@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection
 from headrace.errors import ConfigError
 from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually

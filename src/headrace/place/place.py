@@ -15,9 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.learner.ranks import Ranks
