@@ -214,7 +214,7 @@ TEMPLATES = {
 def test_a_chat_template_that_fails_is_refused_with_the_prompt(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    monkeypatch.setattr("headrace.prompts.render.TEMPLATE_S", 0.2)
+    monkeypatch.setattr("headrace.prompts.stream.TEMPLATE_S", 0.2)
     template, message = TEMPLATES[kind]
     directory = workshop.directory / f"template-{kind}"
     shutil.copytree(workshop.model, directory)
