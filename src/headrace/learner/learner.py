@@ -3,7 +3,7 @@
 A step is `accumulate` for each micro-batch of an `Intake`, and `finish`. Gradients are summed
 unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step.
 So the result does not depend on how the step was cut into micro-batches or among processes
-(`sharding.py`), and work can begin before the step's last group exists.
+(`Sharding`), and work can begin before the step's last group exists.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
@@ -24,10 +27,52 @@ from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import normaliser, objective
 from headrace.learner.optimizer import Optimizer, learning_rate
-from headrace.learner.sharding import Sharding
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routers
 from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
+
+
+class Sharding:
+    """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
+
+    Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
+    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`); the
+    ranks agree on the number of passes. The constructor waits for the others. The process group is
+    the process's default one.
+    """
+
+    def __init__(
+        self, *, rank: int, num_ranks: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
+            torch.cuda.set_device(device.index or 0)
+        url, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, url, rank=rank, world_size=num_ranks, timeout=timeout)
+        self.mesh = init_device_mesh(device.type, (num_ranks,))
+        # a checkpoint is written while training goes on, so it needs a process group of its own
+        self.writers = dist.new_group(backend="gloo", timeout=timeout)
+
+    def add_up(self, values: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(values.astype(np.float64))
+        dist.all_reduce(total)
+        return total.numpy()
+
+    def add_up_on_device(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
+
+    def most(self, count: int) -> int:
+        """The maximum of `count` over all ranks."""
+        largest = torch.tensor(count)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
 
 
 @dataclass(slots=True)
@@ -71,7 +116,10 @@ class Learner:
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
         self._sums = _Sums()
-        self._reference = _frozen_copy(policy) if section.kl_coef else None
+        self._reference: Policy | None = None
+        if section.kl_coef:
+            model = copy.deepcopy(policy.model).requires_grad_(False)
+            self._reference = Policy(model, policy.tokenizer, exact=policy.exact)
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         if sharding is None:
@@ -126,11 +174,7 @@ class Learner:
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
-        for items in self._passes(everything):
-            if not items:
-                _take_part(self._reference)
-                continue
-            batch = pack(items, self.policy.device)
+        for items, batch in _packed(self._reference, self._passes(everything)):
             support = batch.support if self.section.kl_in == "reward" else None
             logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
@@ -143,11 +187,7 @@ class Learner:
         """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
         sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
-        for items in self._passes(everything):
-            if not items:
-                _take_part(self.policy)
-                continue
-            batch = pack(items, self.policy.device, self.policy.routers)
+        for _, batch in _packed(self.policy, self._passes(everything), self.policy.routers):
             found = mismatch_sums(self._logprobs(batch)[0], batch.behaviour)
             sums += np.array([len(batch.at), *found.tolist()])
         if self.sharding is not None:
@@ -156,11 +196,8 @@ class Learner:
 
     def accumulate(self, items: Sequence[Item]) -> None:
         alone = self.sharding is None or self.sharding.num_ranks == 1  # one pass, in order
-        for part in [items] if alone else self._passes(items):
-            if not part:
-                _take_part(self.policy, backward=True)
-                continue
-            batch = pack(part, self.policy.device, self.policy.routers)
+        passes = [items] if alone else self._passes(items)
+        for _, batch in _packed(self.policy, passes, self.policy.routers, backward=True):
             sums = self._backward(batch)
             # one transfer, and last: any earlier wait for the GPU would leave it idle
             self._sums.add(batch, sums.cpu().numpy())
@@ -227,15 +264,22 @@ class Learner:
         )
 
 
-def _frozen_copy(policy: Policy) -> Policy:
-    model = copy.deepcopy(policy.model).requires_grad_(False)
-    return Policy(model, policy.tokenizer, exact=policy.exact)
+def _packed(
+    policy: Policy, passes: Sequence[Sequence[Item]], routers: Routers | None = None, *, backward: bool = False
+) -> Iterator[tuple[Sequence[Item], Batch]]:
+    """The micro-batches of `passes`. In an empty one this rank only takes part."""
+    for items in passes:
+        if items:
+            yield items, pack(items, policy.device, routers)
+        else:
+            _take_part(policy, backward=backward)
 
 
 def _take_part(policy: Policy, *, backward: bool = False) -> None:
     """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
-    tokens, second = torch.zeros(2, dtype=torch.int64, device=policy.device), torch.tensor([1], device=policy.device)
+    device = policy.device
+    tokens, second = torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([1], device=device)
     with torch.set_grad_enabled(backward):
-        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
+        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], device), second, 1.0)
         if backward:
             logprobs.backward(torch.zeros_like(logprobs))

@@ -63,7 +63,8 @@ def ratio_quantile(counts: Sequence[float], share: float) -> float:
     for bin, count in enumerate(counts, -LAST_BIN):
         below += count
         if count and below >= wanted:
-            return math.exp(_middle(bin))
+            middle = FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE)
+            return math.exp(math.copysign(middle, bin)) if bin else 1.0
     return 1.0
 
 
@@ -72,8 +73,3 @@ def _bins(delta: Tensor) -> Tensor:
     size = (delta.nan_to_num(nan=math.inf).abs() / FINEST).clamp(max=2.0**OCTAVES)
     bins = ((size.log2() * BINS_PER_OCTAVE).floor() + 1).clamp(0, LAST_BIN)
     return torch.where(delta < 0, -bins, bins).long()
-
-
-def _middle(bin: int) -> float:
-    """The Δ that stands for a bin."""
-    return math.copysign(FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE), bin) if bin else 0.0

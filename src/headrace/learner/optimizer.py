@@ -53,8 +53,12 @@ class Optimizer:
     ) -> None:
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
-        self.masters: list[Tensor] = [_master(p) for p in self.parameters]
-        self._on_gpu = _fits_kernel(self.parameters)
+        dtypes, precise = {p.dtype for p in self.parameters}, (torch.float32, torch.float64)
+        self.masters: list[Tensor] = [
+            p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters
+        ]
+        one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
+        self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda and one_dtype
         self._several = False  # backward passes since the last step
         self._add_up = add_up
         betas, decay = (section.beta1, section.beta2), section.weight_decay
@@ -98,18 +102,15 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         norm = self._step_on_gpu(scale, clip) if self._on_gpu else self._step(scale, clip)
-        self.zero_grad()
+        self._several = False
+        for parameter in (*self.parameters, *self.masters):
+            parameter.grad = None
         return norm
 
     def not_finite(self) -> str | None:
         """The name of a weight with an infinity or NaN in it."""
         named = zip(self._names, self.masters, strict=True)
         return next((name for name, master in named if not bool(torch.isfinite(master).all())), None)
-
-    def zero_grad(self) -> None:
-        self._several = False
-        for parameter in (*self.parameters, *self.masters):
-            parameter.grad = None
 
     def _step_on_gpu(self, scale: float, clip: float) -> float:
         assert isinstance(self.adamw, FusedAdamW)
@@ -134,14 +135,3 @@ class Optimizer:
         self.adamw.step()
         self.loaded()
         return norm
-
-
-def _fits_kernel(parameters: list[nn.Parameter]) -> bool:
-    """Whether `FusedAdamW` can update them: on a GPU, and all of one precision."""
-    dtypes = {p.dtype for p in parameters}
-    return kernels.AVAILABLE and parameters[0].is_cuda and len(dtypes) == 1 and torch.float64 not in dtypes
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    precise = parameter.dtype in (torch.float32, torch.float64)
-    return parameter if precise else parameter.detach().to(torch.float32, copy=True)

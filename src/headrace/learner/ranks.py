@@ -1,4 +1,4 @@
-"""The ranks of the learner as one, for the loop. Calls block: they belong in the device thread."""
+"""The ranks of the learner as one, for the loop: groups in, micro-batches out, a part for each rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import torch
+
 from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
-from headrace.learner.batch import split
-from headrace.learner.intake import Intake
+from headrace.learner.batch import Packer, balanced, split
+from headrace.learner.objective import advantages, kl, needs_whole_step
 from headrace.roles import Cluster, Reply, Trainer, Worker
 from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
 
@@ -19,10 +22,57 @@ NOTICED_S = 60.0  # after which a dead node is known to be dead
 R = TypeVar("R")
 
 
+class Intake:
+    """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
+
+    def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
+        self._section = section
+        self._packer = Packer(section.micro_batch_tokens * num_ranks)
+        self._pending: list[tuple[Group, list[FloatArray | None]]] = []
+
+    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
+        """Take a group into the step; returns micro-batches that are now full."""
+        known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
+        self._pending.append((group, known))
+        if needs_whole_step(self._section.advantage):
+            return []
+        return self._packer.add(self._items())
+
+    def rest(self) -> list[list[Item]]:
+        """The step has all its groups: the remaining micro-batches."""
+        if needs_whole_step(self._section.advantage):
+            return balanced(self._items(), self._packer.budget)
+        return self._packer.rest()
+
+    def _items(self) -> list[Item]:
+        pending, self._pending = self._pending, []
+        rewards = [self._rewards(group, references) for group, references in pending]
+        found = advantages(self._section.advantage, rewards)
+        return [
+            Item(trajectory=trajectory, advantage=float(advantage), reference=reference)
+            for (group, references), values in zip(pending, found, strict=True)
+            for trajectory, advantage, reference in zip(group.trajectories, values, references, strict=True)
+        ]
+
+    def _rewards(self, group: Group, references: Sequence[FloatArray | None]) -> np.ndarray:
+        """The group's rewards, less the KL to the reference where that is a part of the reward."""
+        rewards = np.array([t.reward for t in group.trajectories], np.float64)
+        if not self._section.kl_coef or self._section.kl_in == "loss":
+            return rewards
+        costs = [self._divergence(t, r) for t, r in zip(group.trajectories, references, strict=True)]
+        return rewards - self._section.kl_coef * np.array(costs)
+
+    def _divergence(self, trajectory: Trajectory, reference: FloatArray | None) -> float:
+        assert reference is not None
+        behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
+        return float(kl(self._section.kl_estimator, behaviour, torch.from_numpy(reference)).sum())
+
+
 class Ranks:
     """Cuts every micro-batch into a part for each rank. If one of them is lost, so is the learner.
 
-    Methods with the names of `Trainer` do the same on all ranks.
+    Methods with the names of `Trainer` do the same on all ranks. They block: call them in the
+    device thread.
     """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,18 +40,6 @@ class WarmStart:
         self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
         self._done += 1
         return float(loss.detach())
-
-
-def warm_start(
-    policy: Policy,
-    section: WarmstartSection,
-    draw_examples: Callable[[int], Sequence[Example]],
-    on_step: Callable[[int, float], None],
-) -> None:
-    """Take all `section.steps`, calling `on_step(steps done, loss)` after each."""
-    warming = WarmStart(policy, section)
-    for done in range(1, section.steps + 1):
-        on_step(done, warming.step(draw_examples(section.examples)))
 
 
 def _sequence(policy: Policy, prompt: Prompt, solution: str) -> tuple[IntArray, int]:

@@ -9,8 +9,7 @@ import torch
 
 from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
-from headrace.learner.learner import Learner
-from headrace.learner.sharding import Sharding
+from headrace.learner.learner import Learner, Sharding
 from headrace.ledger.files import START
 from headrace.place.device import DeviceThread
 from headrace.place.memory import CACHE, GIB, memory_for, room

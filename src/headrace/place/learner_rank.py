@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import Config, ModelSection
-from headrace.learner.learner import Learner
-from headrace.learner.sharding import Sharding
+from headrace.learner.learner import Learner, Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
 from headrace.network import own_address
