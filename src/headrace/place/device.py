@@ -1,10 +1,10 @@
 """The device thread: engine steps and learner passes take turns on one accelerator (or one CPU).
 
-They share it anyway. Taking turns keeps two thread pools from fighting over the same cores, makes "between two decode
-steps" a place in a queue, and costs nothing, since neither would finish earlier beside the other.
+Side by side they would share it, and neither would finish earlier. Taking turns keeps two thread
+pools from competing for the same cores, and makes "between two decode steps" a place in a queue.
 
-On a CPU all heavy work belongs here, loading included: each thread that computes gets OpenMP threads of its own, and
-as soon as there are more of them than cores, OpenMP puts them to sleep after every operation.
+On a CPU all heavy work belongs here, loading included: each thread that computes gets OpenMP
+threads of its own, and with more of them than cores, OpenMP lets them sleep after every operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class DeviceThread:
-    """First come, first served. Not an executor of the library's: the interpreter would not end before its threads."""
+    """Runs work in the order it is queued. A daemon thread: Python waits for those of an executor."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
@@ -30,15 +30,13 @@ class DeviceThread:
         self._thread.start()
 
     async def run(self, work: Callable[..., Result], *args: Any) -> Result:
-        """The result of `work(*args)`, run in the device thread."""
         return await asyncio.wrap_future(self.submit(work, *args))
 
     def call(self, work: Callable[..., Result], *args: Any) -> Result:
-        """The same, for a caller that can block."""
         return self.submit(work, *args).result()
 
     def submit(self, work: Callable[..., Result], *args: Any, **named: Any) -> Future[Result]:
-        """Queue work. In the device thread itself it is done at once: it is that thread's turn already."""
+        """Queue work. Called in the device thread itself, it is done at once."""
         future: Future[Result] = Future()
         if threading.current_thread() is self._thread:
             _do(future, work, args, named)
@@ -51,7 +49,6 @@ class DeviceThread:
         self._between = work
 
     def close(self, *, wait: bool = True) -> None:
-        """Wait for the work under way, unless it hangs."""
         self._queue.put(None)
         if wait:
             self._thread.join()
@@ -59,8 +56,17 @@ class DeviceThread:
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             _do(*item)
-            del item  # while waiting for more, hold on to nothing
+            del item  # keep no tensors alive while waiting
             self._between()
+
+
+async def run_beside(work: Callable[..., Result], *args: Any) -> Result:
+    """The result of `work(*args)`, in a thread of its own beside the device thread."""
+    thread = DeviceThread()
+    try:
+        return await thread.run(work, *args)
+    finally:
+        thread.close(wait=False)
 
 
 def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:

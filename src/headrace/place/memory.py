@@ -1,6 +1,6 @@
-"""Out of device memory: what it was wanted for, how much there is, and which settings ask for less.
+"""Errors about device memory: what needed it, how much is free, which settings need less.
 
-Nothing here imports torch by itself: processes that host reward functions do without it, and start in a second.
+Does not import torch: processes that host reward functions do without it, and start in a second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = "Lower learner.micro_batch_tokens or rollout.kv_tokens, or set learner.c
 
 @contextmanager
 def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[None]:
-    """An allocation that fails inside becomes a message with the numbers and the settings to change."""
+    """Turn an allocation that fails inside into an error with the numbers and the `advice`."""
     try:
         yield
     except RuntimeError as error:
@@ -34,11 +34,14 @@ def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[Non
         if torch is None or not isinstance(error, torch.OutOfMemoryError):
             raise
         wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
-        raise ConfigError(f"out of memory for {what}{wanted}: {room()}{_first_sentence(error)}. {advice}") from error
+        # what torch says that it tried, without its advice on fragmentation
+        said = str(error).removeprefix("CUDA out of memory. ").strip().split(". ")[0].rstrip(".")
+        tried = said or type(error).__name__
+        raise ConfigError(f"out of memory for {what}{wanted}: {room()}{tried}. {advice}") from error
 
 
 def training_bytes(policy: Policy, section: LearnerSection) -> int:
-    """What the learner holds besides activations: masters and moments, one set of gradients, a reference."""
+    """Bytes of the learner without activations: masters, moments, gradients, reference policy."""
     total = 0
     for parameter in policy.model.parameters():
         masters = 12 if parameter.dtype.itemsize == 2 else 2 * parameter.dtype.itemsize
@@ -49,15 +52,9 @@ def training_bytes(policy: Policy, section: LearnerSection) -> int:
 
 
 def room() -> str:
-    """How much of the device's memory is free, if there is a device."""
+    """How much of the GPU's memory is free; empty without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()
     return f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free. "
-
-
-def _first_sentence(error: BaseException) -> str:
-    """What torch says it tried, without its advice on fragmentation."""
-    text = str(error).removeprefix("CUDA out of memory. ").strip()
-    return text.split(". ")[0].rstrip(".") or type(error).__name__
