@@ -63,7 +63,7 @@ class LearnerRank:
 
     def __init__(self, device: DeviceThread, spec: RankSpec) -> None:
         self._spec = spec
-        self.policy = load(device, spec.config, spec.model)
+        self.policy = policy_of(device, spec.config, spec.model)
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
@@ -212,7 +212,7 @@ class LearnerRank:
         return self._publisher.catch_up()
 
 
-def load(device: DeviceThread, config: Config, model: ModelSection) -> Policy:
+def policy_of(device: DeviceThread, config: Config, model: ModelSection) -> Policy:
     """The policy, with adapters if they are what is trained. Sets the threads of `device`."""
     if model.threads:
         torch.set_num_threads(model.threads)

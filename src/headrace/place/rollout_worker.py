@@ -19,7 +19,7 @@ from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
 from headrace.place.device import DeviceThread
-from headrace.place.learner_rank import LearnerRank, load
+from headrace.place.learner_rank import LearnerRank, policy_of
 from headrace.place.memory import CACHE, GIB, memory_for, room
 from headrace.policy.policy import Policy
 from headrace.publish.publisher import Subscriber
@@ -61,7 +61,7 @@ class RolloutWorker:
             assert rank is not None
             self.policy = rank.policy
         else:
-            self.policy = load(device, spec.config, spec.model)
+            self.policy = policy_of(device, spec.config, spec.model)
             weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
         reserved_bytes = rank.still_wanted_bytes if rank else 0
