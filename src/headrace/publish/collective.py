@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from headrace.errors import PublishError
 from headrace.network import own_address
-from headrace.publish.payload import Payload, new_bucket, verify
+from headrace.publish.encoding import Payload, new_bucket, verify
 from headrace.types import Ticket
 
 CHUNK_BYTES = 4 << 20

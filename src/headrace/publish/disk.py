@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import EncodingKind
-from headrace.publish.payload import Manifest, Payload, new_bucket, verify
+from headrace.publish.encoding import EncodingKind, Manifest, Payload, new_bucket, verify
 from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
