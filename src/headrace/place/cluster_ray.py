@@ -14,8 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from headrace.errors import ConfigError, HeadraceError, WorkerLostError
-from headrace.place.device import DeviceThread
-from headrace.place.memory import STEPS, memory_for
+from headrace.place.device import STEPS, DeviceThread, memory_for
 from headrace.roles import Reply
 
 R = TypeVar("R")

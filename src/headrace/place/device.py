@@ -5,16 +5,22 @@ pools from competing for the same cores, and makes "between two decode steps" a 
 
 On a CPU all heavy work belongs here, loading included: each thread that computes gets OpenMP
 threads of its own, and with more of them than cores, OpenMP lets them sleep after every operation.
+
+Does not import torch: processes that host reward functions do without it, and start in a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from headrace.errors import ConfigError
 
 Result = TypeVar("Result")
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -76,3 +82,38 @@ def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], na
         future.set_result(work(*args, **named))
     except BaseException as error:
         future.set_exception(error)
+
+
+# ---- errors about the device's memory: what needed it, how much is free, which settings need less
+
+GIB = 2**30
+
+MODEL = "Take a smaller model (model.path), or model.dtype=bfloat16"
+CACHE = "Lower rollout.kv_tokens or rollout.max_running, or take a smaller model"
+LEARNER = "Set learner.kl_coef=0 if there is a reference, lower rollout.kv_tokens, or take a smaller model"
+STEPS = "Lower learner.micro_batch_tokens or rollout.kv_tokens, or set learner.checkpoint_activations=true"
+
+
+@contextmanager
+def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[None]:
+    """Turn an allocation that fails inside into an error with the numbers and the `advice`."""
+    try:
+        yield
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
+        # what torch says that it tried, without its advice on fragmentation
+        said = str(error).removeprefix("CUDA out of memory. ").strip().split(". ")[0].rstrip(".")
+        tried = said or type(error).__name__
+        raise ConfigError(f"out of memory for {what}{wanted}: {room()}{tried}. {advice}") from error
+
+
+def room() -> str:
+    """How much of the GPU's memory is free; empty without a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free. "

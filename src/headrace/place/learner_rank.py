@@ -19,8 +19,7 @@ from headrace.learner.learner import Learner, Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
 from headrace.network import own_address
-from headrace.place.device import DeviceThread, run_beside
-from headrace.place.memory import LEARNER, MODEL, memory_for, training_bytes
+from headrace.place.device import LEARNER, MODEL, DeviceThread, memory_for, run_beside
 from headrace.place.threads import ThreadChoice
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
@@ -69,8 +68,8 @@ class LearnerRank:
         self._publisher: Publisher | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # for the checkpoint that is written next
-        section = spec.config.learner
-        self._wanted_bytes = training_bytes(self.policy, section) // section.ranks
+        self._wanted_bytes = _training_bytes(self.policy, spec.config.learner.kl_coef)
+        self._wanted_bytes //= spec.config.learner.ranks
         self._held_bytes = 0
 
     @property
@@ -224,6 +223,16 @@ def policy_of(device: DeviceThread, config: Config, model: ModelSection) -> Poli
         if not model.exact:  # bits depend on the number of threads
             device.do_between(choice.choose_if_due)
     return policy
+
+
+def _training_bytes(policy: Policy, kl_coef: float) -> int:
+    """Bytes of the learner without activations: masters, moments, gradients, reference policy."""
+    total = 0
+    for parameter in policy.model.parameters():
+        size = parameter.dtype.itemsize
+        trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
+        total += parameter.numel() * (trained + (size if kl_coef else 0))
+    return total
 
 
 def _allocated_bytes(device: torch.device) -> int:

@@ -18,9 +18,8 @@ import torch
 from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
-from headrace.place.device import DeviceThread
+from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
 from headrace.place.learner_rank import LearnerRank, policy_of
-from headrace.place.memory import CACHE, GIB, memory_for, room
 from headrace.policy.policy import Policy
 from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
