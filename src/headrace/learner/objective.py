@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -99,8 +99,6 @@ def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list
             return [_centred(r) * (len(r) / max(len(r) - 1, 1)) for r in rewards_by_group]
         case "reinforce++":
             return _reinforce_plus_plus(rewards_by_group)
-        case _:
-            assert_never(kind)
 
 
 def _reinforce_plus_plus(rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
@@ -247,8 +245,6 @@ def correction_weight(
         case "masked":
             kept = ~((ratio < low) | (ratio > high))  # a NaN is kept: it must reach the loss
             return torch.where(kept, ones if carried else ratio, torch.zeros_like(ratio)), kept
-        case _:
-            assert_never(kind)
 
 
 def corrected(per_token: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
@@ -274,8 +270,6 @@ def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
             return 0.5 * difference.square()
         case "k3":
             return torch.expm1(-difference) + difference
-        case _:
-            assert_never(kind)
 
 
 # ---- aggregation
@@ -301,8 +295,6 @@ def weights(
             return ones / torch.bincount(sequence_ids, minlength=num_sequences)[sequence_ids]
         case "constant":
             return ones / constant_length
-        case _:
-            assert_never(kind)
 
 
 def normaliser(kind: AggregationKind, num_tokens: int, num_sequences: int) -> float:
