@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -75,28 +74,6 @@ class Sharding:
         dist.destroy_process_group()
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Running sums of the current step."""
-
-    num_tokens: int = 0
-    num_sequences: int = 0
-    # sums of loss, log-probs, clipped tokens and KL, then those of the mismatch
-    fetched: np.ndarray = field(default_factory=lambda: np.zeros(4 + NUM_SUMS))
-
-    def add(self, batch: Batch, fetched: np.ndarray) -> None:
-        self.num_tokens += len(batch.at)
-        self.num_sequences += batch.num_sequences
-        self.fetched = self.fetched + fetched
-
-    def over(self, sharding: Sharding) -> _Sums:
-        """The sums over all ranks."""
-        num_tokens, num_sequences, *fetched = sharding.add_up(
-            np.array([self.num_tokens, self.num_sequences, *self.fetched])
-        )
-        return _Sums(int(num_tokens), int(num_sequences), np.array(fetched))
-
-
 class Learner:
     """Trains `policy` in place; with a `sharding`, together with the other ranks."""
 
@@ -115,7 +92,8 @@ class Learner:
         self.sharding = sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        self._sums = _Sums()
+        # over the step: tokens, sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
+        self._sums = np.zeros(6 + NUM_SUMS)
         self._reference: Policy | None = None
         if section.kl_coef:
             model = copy.deepcopy(policy.model).requires_grad_(False)
@@ -200,7 +178,8 @@ class Learner:
         for _, batch in _packed(self.policy, passes, self.policy.routers, backward=True):
             sums = self._backward(batch)
             # one transfer, and last: any earlier wait for the GPU would leave it idle
-            self._sums.add(batch, sums.cpu().numpy())
+            self._sums[2:] += sums.cpu().numpy()
+            self._sums[:2] += len(batch.at), batch.num_sequences
 
     def _passes(self, items: Sequence[Item]) -> list[list[Item]]:
         """Cut `items` into micro-batches, equally many on all ranks; some may be empty."""
@@ -209,7 +188,7 @@ class Learner:
         return found + [[] for _ in range(num_passes - len(found))]
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Add the micro-batch's gradients. Returns, on the device, what `_Sums.fetched` adds up."""
+        """Add the micro-batch's gradients. Returns, on the device, what `_sums[2:]` adds up."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
             loss, clipped, divergence = objective(
@@ -229,12 +208,13 @@ class Learner:
 
     def finish(self) -> StepStats:
         """The optimizer step, in place. Call it only between two engine steps."""
-        sums, self._sums = self._sums, _Sums()
+        sums, self._sums = self._sums, np.zeros_like(self._sums)
         if self.sharding is not None:
             assert self.policy.shards is not None
             self.policy.shards.add_up_gradients(partial(_take_part, self.policy, backward=True))
-            sums = sums.over(self.sharding)
-        scale = 1.0 / normaliser(self.section.aggregation, sums.num_tokens, sums.num_sequences)
+            sums = self.sharding.add_up(sums)
+        count, num_sequences, loss, logprobs, clipped, divergence, *mismatch = sums.tolist()
+        scale = 1.0 / normaliser(self.section.aggregation, int(count), int(num_sequences))
         lr = learning_rate(
             self.step_index,
             lr=self.section.lr,
@@ -243,7 +223,7 @@ class Learner:
             total_steps=self._total_steps,
         )
         # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
-        scale = scale if math.isfinite(sums.fetched[0]) else math.nan
+        scale = scale if math.isfinite(loss) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
         if not math.isfinite(norm) and (name := self._optimizer.not_finite()) is not None:
             raise ModelError(
@@ -251,7 +231,6 @@ class Learner:
                 "be. Resume the run from its last checkpoint; if this happens again, lower learner.lr"
             )
         self.step_index += 1
-        count, (loss, logprobs, clipped, divergence, *mismatch) = sums.num_tokens, sums.fetched.tolist()
         return StepStats(
             loss=loss * scale,
             grad_norm=norm,
@@ -260,7 +239,7 @@ class Learner:
             entropy=-logprobs / count,
             kl_reference=divergence / count,
             clipped_share=clipped / count,
-            mismatch=mismatch_of(count, mismatch),
+            mismatch=mismatch_of(int(count), mismatch),
         )
 
 
