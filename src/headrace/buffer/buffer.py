@@ -119,7 +119,13 @@ class Sieve:
 
     def __init__(self, section: BufferSection) -> None:
         self._section = section
-        self._own = [(spec.rsplit(":", 1)[-1], _load_filter(spec)) for spec in section.filters]
+        self._own: list[tuple[str, Callable[[Group], bool]]] = []
+        for spec in section.filters:
+            function = load_function(spec, "buffer.filters", ConfigError)
+            if inspect.iscoroutinefunction(function):
+                told = f"buffer.filters: '{spec}' is an async function"
+                raise ConfigError(f"{told}; a filter must be an ordinary one")
+            self._own.append((spec.rsplit(":", 1)[-1], function))
 
     def sift(self, group: Group) -> tuple[Group | None, Dropped]:
         """What of the group to train on, if anything, and the dropped trajectories with reasons."""
@@ -148,13 +154,6 @@ class Sieve:
         if self._section.drop_no_signal and len(rewards) == 1:
             return DropReason.NO_SIGNAL
         return None
-
-
-def _load_filter(spec: str) -> Callable[[Group], bool]:
-    function = load_function(spec, "buffer.filters", ConfigError)
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"buffer.filters: '{spec}' is an async function; a filter must be an ordinary one")
-    return function
 
 
 class Buffer:

@@ -16,16 +16,12 @@ from torch import Tensor
 from headrace.learner.objective import log_ratio
 from headrace.types import Mismatch
 
-NEAR = (0.9, 1.1)
-"""A ratio within these limits, both included, counts as near-on-policy."""
+NEAR = (0.9, 1.1)  # ratios within these limits, both included, count as near-on-policy
 
+# The histogram of Δ: bin 0 is |Δ| < FINEST, bin ±k has |Δ| from FINEST 2^((k - 1) / 8) to FINEST
+# 2^(k / 8). A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of itself.
+# 2^-23 is float32's last bit, and 28 octaves above it lies 32, beyond which Δ is clamped.
 FINEST, BINS_PER_OCTAVE, OCTAVES = 2.0**-23, 8, 28
-"""The histogram of Δ: bin 0 is |Δ| < FINEST, bin ±k holds |Δ| from FINEST 2^((k - 1) / 8) to FINEST 2^(k / 8).
-
-A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of itself. 2^-23 is float32's last bit, and
-28 octaves above it lies 32, beyond which Δ is clamped.
-"""
-
 LAST_BIN = BINS_PER_OCTAVE * OCTAVES
 NUM_SUMS = 5 + 2 * LAST_BIN + 1
 

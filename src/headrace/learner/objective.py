@@ -199,9 +199,8 @@ LOSSES: Mapping[str, Callable[[LossInput], LossTerms]] = {
     "gspo": gspo,
     "reinforce": reinforce,
 }
-
+# losses that contain proximal / behaviour: a correction may cut it, not multiply it again
 CARRIES_WEIGHT = frozenset({"ppo", "decoupled-ppo", "cispo", "gspo"})
-"""Losses that contain proximal / behaviour: a correction may cut it, not multiply it again."""
 
 
 def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -44,12 +44,7 @@ MB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """What a rank is made from.
-
-    Example:
-        RankSpec(config=Config(...), model=ModelSection(path="models/mine"), rank=0,
-            sending=ObjectStoreSender)
-    """
+    """What a rank is made from."""
 
     config: Config
     model: ModelSection

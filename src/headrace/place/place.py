@@ -74,13 +74,11 @@ class Place:
         judges: Callable[[Setup], Judge] | None = None,
     ) -> None:
         self.config, self.run_dir = config, run_dir
-        self._make_sampler = make_sampler
         self.cluster, self.device = cluster, cluster.device
-        self._on_note = on_note
+        self._make_sampler, self._on_note = make_sampler, on_note
         self._colocated = ends is None or config.place.layout == "colocated"
         self._gpus = _gpus_of_a_worker(config, cluster)
-        self._sending = ends[0] if ends else None
-        self._receiving = ends[1] if ends else None
+        self._sending, self._receiving = ends or (None, None)
         self._model = _model_of(config, run_dir)
         ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
         self.ranks = Ranks(cluster, ranks, config.learner)
@@ -98,26 +96,20 @@ class Place:
         )
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
-        self.buffer: Buffer | None = None
+        self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
         self.pool = RolloutPool(
             exact=config.model.exact,
             now=self.clock.now,
             on_span=self.clock.add,
             on_sampled=lambda num_tokens: self._books.sampled(num_tokens),
-            on_begun=self._on_begun,
+            on_begun=lambda serial, version: self._buffer.begin(serial, version),
             on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
         )
-        self.elastic = Elastic(
-            run_dir,
-            config.rollout.workers,
-            self.pool,
-            on_note,
-            spawn=self._spawn_rollout,
-            publisher=lambda: self.publisher,
-        )
-        give_up, workers = self.elastic.give_up, lambda: self.pool.workers
-        self.publisher = WeightPublisher(self.ranks, config.publish, self.clock, workers=workers, give_up=give_up)
+        num_workers, spawn = config.rollout.workers, self._spawn_rollout
+        self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
+        give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
+        self.publisher = WeightPublisher(self.ranks, config.publish, clock, workers=workers, give_up=give_up)
         self._names = itertools.count()
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
@@ -143,7 +135,7 @@ class Place:
         if begins:  # a restart publishes the version that it continues from
             await self.device.run(self.publisher.commit, 0)
         books = Bookkeeper(self.ledger)
-        self.buffer = Buffer(
+        self._buffer = Buffer(
             LagPolicy(
                 max_lag=config.loop.max_lag,
                 groups_per_step=config.loop.groups_per_step,
@@ -156,19 +148,15 @@ class Place:
             on_buffered=self.ledger.buffered,
             on_drop=books.drop_group,
         )
+        asked = self.prompts.held_out[0].token_ids
         stages = Stages(
             prompts=self.prompts,
             pool=self.pool,
             scorer=self.scorer,
-            buffer=self.buffer,
+            buffer=self._buffer,
             ranks=self.ranks,
             publisher=self.publisher,
-            canary=Canary(
-                self.pool.greedy,
-                self.ranks.next_logprob,
-                self.prompts.held_out[0].token_ids,
-                dtype=self.facts.dtype,
-            ),
+            canary=Canary(self.pool.greedy, self.ranks.next_logprob, asked, dtype=self.facts.dtype),
             books=books,
             ledger=self.ledger,
             clock=self.clock,
@@ -193,8 +181,9 @@ class Place:
 
         Of engines the tokens count, not the steps: an engine could step for ever without progress.
         """
-        moves = {stage: n for stage, n in self.clock.moves().items() if stage not in ("rollout", "evaluate")}
-        return self.pool.counts.computed_tokens, self.scorer.moves, moves, len(self.pool.workers)
+        moves, stepping = self.clock.moves(), ("rollout", "evaluate")
+        others = {stage: n for stage, n in moves.items() if stage not in stepping}
+        return self.pool.counts.computed_tokens, self.scorer.moves, others, len(self.pool.workers)
 
     async def close(self, *, hung: bool = False) -> None:
         """End the workers and close the ledger. With `hung`, do not wait for the device thread."""
@@ -268,10 +257,6 @@ class Place:
     def _books(self) -> Ledger:
         assert self.ledger is not None
         return self.ledger
-
-    def _on_begun(self, serial: int, version: int) -> None:
-        assert self.buffer is not None
-        self.buffer.begin(serial, version)
 
     def _on_verdict(self, key: bytes, score: Score) -> None:
         if self.ledger is not None:  # the evaluation of a finished run has no ledger

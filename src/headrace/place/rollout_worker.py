@@ -32,12 +32,7 @@ HEARTBEAT_S = 1.0  # a worker without news says so this often
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """What a rollout worker is made from.
-
-    Example:
-        RolloutSpec(config=Config(...), model=ModelSection(path="models/mine"), name="rollout-0",
-            epoch_s=1.8e9, longest_prompt=212, receiving=ObjectStoreReceiver)
-    """
+    """What a rollout worker is made from."""
 
     config: Config
     model: ModelSection

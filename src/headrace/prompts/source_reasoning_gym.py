@@ -36,9 +36,5 @@ class ReasoningGymSource:
         if not 0 <= i < len(self):
             raise IndexError(i)
         entry = self._entries[i]
-        return {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "reasoning_gym_task": self._task,
-            "entry": entry,
-        }
+        problem = {"prompt": entry["question"], "answer": entry["answer"]}
+        return {**problem, "reasoning_gym_task": self._task, "entry": entry}

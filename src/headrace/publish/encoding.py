@@ -142,13 +142,12 @@ def _spec(name: str, tensor: Tensor, num_bytes: int, num_changed: int = 0, place
 
 
 class Update:
-    """A decoded payload that is known to fit the weights `live`, ready to be written into them."""
+    """A decoded payload that fits the weights `live` of version `held` (None: never published).
+
+    Raises PublishError if versions are out of order, or names, shapes or precisions differ.
+    """
 
     def __init__(self, payload: Payload, live: Mapping[str, Tensor], held: int | None) -> None:
-        """`held` is the version of `live`, or None if it was never published.
-
-        Raises PublishError if versions are out of order, or names, shapes or precisions differ.
-        """
         self.version, self.num_bytes = payload.manifest.version, payload.manifest.num_bytes
         _check_order(payload.manifest, held)
         _check_tensors(payload.manifest, live)

@@ -42,11 +42,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A reward function, ready to be called.
-
-    Example:
-        RewardFunction(name="score", call=<function score>, mode=Mode.SINGLE)
-    """
+    """A reward function, ready to be called."""
 
     name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]

@@ -34,13 +34,9 @@ _IN_REPLY = ("reward", "parts", "failure", "detail")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The first message to a worker: the function's name, and the settings of built-in functions.
+    """The first message to a worker: the function's name, and the settings of built-in functions."""
 
-    Example:
-        Setup(function="rewards.py:score", answer_field="answer", pattern="", timeout_s=10.0)
-    """
-
-    function: str
+    function: str  # 'exact', or 'rewards.py:score'
     answer_field: str
     pattern: str
     timeout_s: float
