@@ -1,4 +1,4 @@
-"""The ranks of the learner as one, for the loop: groups in, micro-batches out, a part for each rank."""
+"""The ranks of the learner as one, for the loop: groups become micro-batches, shared by the ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ class Intake:
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
         self._section = section
         self._packer = Packer(section.micro_batch_tokens * num_ranks)
-        self._pending: list[tuple[Group, list[FloatArray | None]]] = []
+        self._pending: list[tuple[Group, Sequence[FloatArray | None]]] = []
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
-        known: list[FloatArray | None] = list(references) if references else [None] * len(group.trajectories)
-        self._pending.append((group, known))
+        self._pending.append((group, references or [None] * len(group.trajectories)))
         if needs_whole_step(self._section.advantage):
             return []
         return self._packer.add(self._items())
@@ -50,8 +49,8 @@ class Intake:
         found = advantages(self._section.advantage, rewards)
         return [
             Item(trajectory=trajectory, advantage=float(advantage), reference=reference)
-            for (group, references), values in zip(pending, found, strict=True)
-            for trajectory, advantage, reference in zip(group.trajectories, values, references, strict=True)
+            for (group, known), values in zip(pending, found, strict=True)
+            for trajectory, advantage, reference in zip(group.trajectories, values, known, strict=True)
         ]
 
     def _rewards(self, group: Group, references: Sequence[FloatArray | None]) -> np.ndarray:
@@ -59,7 +58,8 @@ class Intake:
         rewards = np.array([t.reward for t in group.trajectories], np.float64)
         if not self._section.kl_coef or self._section.kl_in == "loss":
             return rewards
-        costs = [self._divergence(t, r) for t, r in zip(group.trajectories, references, strict=True)]
+        both = zip(group.trajectories, references, strict=True)
+        costs = [self._divergence(trajectory, reference) for trajectory, reference in both]
         return rewards - self._section.kl_coef * np.array(costs)
 
     def _divergence(self, trajectory: Trajectory, reference: FloatArray | None) -> float:
@@ -139,7 +139,7 @@ class Ranks:
     # ---- checkpoints
 
     def snapshot(self, *, reference: bool = False) -> Callable[[Path], None]:
-        """Every rank copies what it holds; the function returned has them write it, from any thread."""
+        """Every rank copies what it holds. The result makes them write it, in any thread."""
         self.gather([rank.ask(Trainer.snapshot, reference=reference) for rank in self.ranks])
         return self._write
 

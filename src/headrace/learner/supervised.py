@@ -21,16 +21,18 @@ class WarmStart:
 
     def __init__(self, policy: Policy, section: WarmstartSection) -> None:
         self._policy, self._section = policy, section
-        self._optimizer = Optimizer(policy.model.named_parameters(), LearnerSection(lr=section.lr, beta2=0.98))
+        adamw = LearnerSection(lr=section.lr, beta2=0.98)
+        self._optimizer = Optimizer(policy.model.named_parameters(), adamw)
         self._done = 0
 
     def step(self, examples: Sequence[Example]) -> float:
         """One optimizer step. Returns the loss before it."""
         policy, steps = self._policy, self._section.steps
         sequences = [_sequence(policy, *example) for example in examples]
-        lengths = [len(tokens) for tokens, _ in sequences]
-        solved = np.concatenate([np.arange(len(tokens)) >= num_prompt for tokens, num_prompt in sequences])
-        tokens = torch.from_numpy(np.concatenate([t for t, _ in sequences]).astype(np.int64)).to(policy.device)
+        lengths = [len(ids) for ids, _ in sequences]
+        solved = np.concatenate([np.arange(len(ids)) >= num_prompt for ids, num_prompt in sequences])
+        joined = np.concatenate([ids for ids, _ in sequences]).astype(np.int64)
+        tokens = torch.from_numpy(joined).to(policy.device)
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0)[0].mean()
         loss.backward()

@@ -58,8 +58,9 @@ def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Ma
 
 def scalars(row: Row) -> dict[str, float]:
     """Named as `reward/mean`, `stage_s/rollout`, `dropped_tokens/no_signal`; without None."""
-    values = {"goodput/trained_tokens_per_s": row.trained_tokens / row.wall_s if row.wall_s > 0 else 0.0}
+    goodput = row.trained_tokens / row.wall_s if row.wall_s > 0 else 0.0
+    values = {"goodput/trained_tokens_per_s": goodput}
     values |= {metric.label: getattr(row, name) for name, metric in ROW_METRICS.items()}
     values |= {f"stage_s/{stage}": getattr(row.stage_s, stage) for stage in STAGES}
-    values |= {f"dropped_tokens/{reason}": num_tokens for reason, num_tokens in row.dropped_tokens.items()}
+    values |= {f"dropped_tokens/{reason}": tokens for reason, tokens in row.dropped_tokens.items()}
     return {name: float(value) for name, value in values.items() if value is not None}

@@ -187,9 +187,10 @@ class PromptStream:
             prompt = self._prompt(int(self._train[i]))
             solution = prompt.fields.get("worked")
             if not isinstance(solution, str) or not solution:
+                has = ", ".join(sorted(prompt.fields)) or "nothing but its prompt"
                 raise DataError(
-                    f"warmstart.steps needs records with a text field 'worked'; prompt '{prompt.id}' of "
-                    f"{self._section.source} has: {', '.join(sorted(prompt.fields)) or 'nothing but its prompt'}"
+                    "warmstart.steps needs records with a text field 'worked'; prompt "
+                    f"'{prompt.id}' of {self._section.source} has: {has}"
                 )
             examples.append((prompt, solution))
         return examples
@@ -208,11 +209,12 @@ class PromptStream:
 
     def _num_train(self) -> int:
         """Records before the held-out ones at the end of the source."""
-        total, held = len(self._source), 0 if self._section.eval_source else self._section.eval_count
+        section, total = self._section, len(self._source)
+        held = 0 if section.eval_source else section.eval_count
         if total <= held:
             raise DataError(
-                f"{self._section.source} has {total} records and prompts.eval_count = {held} of them are held "
-                "out, which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
+                f"{section.source} has {total} records and prompts.eval_count = {held} of them are held out, "
+                "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
             )
         return total - held
 

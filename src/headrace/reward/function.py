@@ -78,7 +78,8 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
         call = load_function(spec, "reward.function", RewardError)
         return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
     if spec in BUILTIN_NAMES:
-        return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern), mode=Mode.SINGLE)
+        call = builtin_function(spec, answer_field, pattern)
+        return RewardFunction(name=spec, call=call, mode=Mode.SINGLE)
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise RewardError(
@@ -104,7 +105,8 @@ def read_verdict(verdict: Any, name: str) -> Score:
         number = _number(value)
         if number is None or not isinstance(key, str):
             inside = f" (part {reprlib.repr(key)})" if isinstance(verdict, Mapping) else ""
-            return failure(f"the reward function returned {_describe(verdict)}{inside}, not a finite number")
+            found = f"{_describe(verdict)}{inside}, not a finite number"
+            return failure(f"the reward function returned {found}")
         parts[key] = number
     reward = sum(parts.values())
     if not parts or not math.isfinite(reward):
@@ -117,12 +119,12 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
     if getattr(verdicts, "ndim", None) == 1 and hasattr(verdicts, "tolist"):
         verdicts = verdicts.tolist()
     if not isinstance(verdicts, list | tuple):
-        problem = f"the batch reward function returned {_describe(verdicts)}, not a list of {num_items} verdicts"
+        found = f"{_describe(verdicts)}, not a list of {num_items} verdicts"
     elif len(verdicts) != num_items:
-        problem = f"the batch reward function returned {len(verdicts)} verdicts for {num_items} completions"
+        found = f"{len(verdicts)} verdicts for {num_items} completions"
     else:
         return [read_verdict(verdict, name) for verdict in verdicts]
-    return [failure(problem)] * num_items
+    return [failure(f"the batch reward function returned {found}")] * num_items
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
@@ -131,7 +133,8 @@ def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
 
 def failure_of(error: BaseException) -> Score:
     """An exception of the function as a failure: unavailable (retried) or error (not retried)."""
-    unavailable = isinstance(error, UnavailableError) or any(c.__name__ in _PASSING for c in type(error).__mro__)
+    names = {c.__name__ for c in type(error).__mro__}
+    unavailable = isinstance(error, UnavailableError) or bool(names & _PASSING)
     reason = DropReason.REWARD_UNAVAILABLE if unavailable else DropReason.REWARD_ERROR
     return failure(short_traceback(error), reason)
 
