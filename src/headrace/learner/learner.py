@@ -10,68 +10,32 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from headrace import kernels
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import normaliser, objective
-from headrace.learner.optimizer import Optimizer, learning_rate
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routers
 from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
 
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.adamw import FusedAdamW
 
-class Sharding:
-    """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
-
-    Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
-    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`); the
-    ranks agree on the number of passes. The constructor waits for the others. The process group is
-    the process's default one.
-    """
-
-    def __init__(
-        self, *, rank: int, num_ranks: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
-    ) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-        backend = "gloo"
-        if device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
-            torch.cuda.set_device(device.index or 0)
-        url, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, url, rank=rank, world_size=num_ranks, timeout=timeout)
-        self.mesh = init_device_mesh(device.type, (num_ranks,))
-        # a checkpoint is written while training goes on, so it needs a process group of its own
-        self.writers = dist.new_group(backend="gloo", timeout=timeout)
-
-    def add_up(self, values: np.ndarray) -> np.ndarray:
-        total = torch.from_numpy(values.astype(np.float64))
-        dist.all_reduce(total)
-        return total.numpy()
-
-    def add_up_on_device(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
-        return values
-
-    def most(self, count: int) -> int:
-        """The maximum of `count` over all ranks."""
-        largest = torch.tensor(count)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
+ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
 class Learner:
@@ -262,3 +226,168 @@ def _take_part(policy: Policy, *, backward: bool = False) -> None:
         logprobs, _ = policy.logprobs(tokens, PackedPlan([2], device), second, 1.0)
         if backward:
             logprobs.backward(torch.zeros_like(logprobs))
+
+
+# ---- the optimizer
+
+
+def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: ScheduleKind, total_steps: int) -> float:
+    """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
+
+    The last step of a run still learns; a run continued past `total_steps` on a falling schedule
+    does not.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    match schedule:
+        case "constant":
+            return lr
+        case "linear":
+            return lr * (1 - progress)
+        case "cosine":
+            return lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """One optimizer step, in place, on the weights that the engine decodes with.
+
+    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
+    float32. `add_up` sums over all ranks, for the norm of the whole gradient.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        section: LearnerSection,
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        trained = {name: p for name, p in named if p.requires_grad}
+        self._names, self.parameters = list(trained), list(trained.values())
+        dtypes, precise = {p.dtype for p in self.parameters}, (torch.float32, torch.float64)
+        self.masters: list[Tensor] = [
+            p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters
+        ]
+        one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
+        self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda and one_dtype
+        self._several = False  # backward passes since the last step
+        self._add_up = add_up
+        betas, decay = (section.beta1, section.beta2), section.weight_decay
+        kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
+        self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters and moments, by name. Call `loaded` after writing to them."""
+        found: dict[str, Tensor] = {}
+        for name, master in zip(self._names, self.masters, strict=True):
+            state = self.adamw.state[master]
+            if "exp_avg" not in state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if self._on_gpu else "cpu")
+            kinds = ("master", master), ("mean", state["exp_avg"]), ("square", state["exp_avg_sq"])
+            found |= {f"{kind}.{name}": tensor for kind, tensor in kinds}
+            found[f"count.{name}"] = state["step"]
+        return found
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Copy the masters into the weights."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def make_room(self) -> None:
+        """Call before each backward pass: adds earlier gradients to those of the masters."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                self._several = True
+                more = parameter.grad.to(master.dtype)
+                master.grad = more if master.grad is None else master.grad.add_(more)
+                parameter.grad = None
+
+    def step(self, *, lr: float, scale: float, clip: float) -> float:
+        """Scale the gradients, clip their norm to `clip`, update. Returns the norm before clipping.
+
+        A norm that is not finite leaves weights and moments unchanged.
+        """
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        norm = self._step_on_gpu(scale, clip) if self._on_gpu else self._step(scale, clip)
+        self._several = False
+        for parameter in (*self.parameters, *self.masters):
+            parameter.grad = None
+        return norm
+
+    def not_finite(self) -> str | None:
+        """The name of a weight with an infinity or NaN in it."""
+        named = zip(self._names, self.masters, strict=True)
+        return next((name for name, master in named if not bool(torch.isfinite(master).all())), None)
+
+    def _step_on_gpu(self, scale: float, clip: float) -> float:
+        assert isinstance(self.adamw, FusedAdamW)
+        gradients = [p.grad for p in self.parameters]  # of a single pass
+        if self._several:
+            self.make_room()
+            gradients = [m.grad for m in self.masters]
+        return float(self.adamw.step_fused(self.parameters, gradients, scale, clip, self._add_up))
+
+    def _step(self, scale: float, clip: float) -> float:
+        self.make_room()
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm()
+        if self._add_up is not None:
+            total = self._add_up(total.square()).sqrt()
+        norm = scale * float(total)
+        if not math.isfinite(norm):
+            return norm
+        torch._foreach_mul_(gradients, scale)
+        if clip and norm > clip:
+            torch._foreach_mul_(gradients, clip / norm)
+        self.adamw.step()
+        self.loaded()
+        return norm
+
+
+# ---- several ranks
+
+
+class Sharding:
+    """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
+
+    Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
+    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`); the
+    ranks agree on the number of passes. The constructor waits for the others. The process group is
+    the process's default one.
+    """
+
+    def __init__(
+        self, *, rank: int, num_ranks: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
+            torch.cuda.set_device(device.index or 0)
+        url, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, url, rank=rank, world_size=num_ranks, timeout=timeout)
+        self.mesh = init_device_mesh(device.type, (num_ranks,))
+        # a checkpoint is written while training goes on, so it needs a process group of its own
+        self.writers = dist.new_group(backend="gloo", timeout=timeout)
+
+    def add_up(self, values: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(values.astype(np.float64))
+        dist.all_reduce(total)
+        return total.numpy()
+
+    def add_up_on_device(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
+
+    def most(self, count: int) -> int:
+        """The maximum of `count` over all ranks."""
+        largest = torch.tensor(count)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headrace.config import LearnerSection, WarmstartSection
-from headrace.learner.optimizer import Optimizer
+from headrace.learner.learner import Optimizer
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import IntArray, Prompt
