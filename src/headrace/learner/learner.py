@@ -51,9 +51,7 @@ class Learner:
         total_steps: int,
         sharding: Sharding | None = None,
     ) -> None:
-        self.policy = policy
-        self.section = section
-        self.sharding = sharding
+        self.policy, self.section, self.sharding = policy, section, sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
         # over the step: tokens, sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
@@ -283,10 +281,10 @@ class Optimizer:
             state = self.adamw.state[master]
             if "exp_avg" not in state:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if self._on_gpu else "cpu")
-            kinds = ("master", master), ("mean", state["exp_avg"]), ("square", state["exp_avg_sq"])
-            found |= {f"{kind}.{name}": tensor for kind, tensor in kinds}
-            found[f"count.{name}"] = state["step"]
+                device = master.device if self._on_gpu else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            found |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"]}
+            found |= {f"square.{name}": state["exp_avg_sq"], f"count.{name}": state["step"]}
         return found
 
     @torch.no_grad()

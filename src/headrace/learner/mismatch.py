@@ -32,7 +32,11 @@ def mismatch_sums(learner: Tensor, behaviour: Tensor) -> Tensor:
     ratio = delta.exp()
     outside = ~((ratio >= NEAR[0]) & (ratio <= NEAR[1]))
     columns = (delta.abs(), ratio, ratio.square(), outside.double(), torch.expm1(delta) - delta)
-    counts = delta.new_zeros(2 * LAST_BIN + 1).index_add_(0, _bins(delta) + LAST_BIN, torch.ones_like(delta))
+    # the histogram's bin of each Δ; a NaN counts as the largest
+    size = (delta.nan_to_num(nan=math.inf).abs() / FINEST).clamp(max=2.0**OCTAVES)
+    bins = ((size.log2() * BINS_PER_OCTAVE).floor() + 1).clamp(0, LAST_BIN)
+    at = torch.where(delta < 0, -bins, bins).long() + LAST_BIN
+    counts = delta.new_zeros(2 * LAST_BIN + 1).index_add_(0, at, torch.ones_like(delta))
     return torch.cat([torch.stack([c.sum() for c in columns]), counts])
 
 
@@ -62,10 +66,3 @@ def ratio_quantile(counts: Sequence[float], share: float) -> float:
             middle = FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE)
             return math.exp(math.copysign(middle, bin)) if bin else 1.0
     return 1.0
-
-
-def _bins(delta: Tensor) -> Tensor:
-    """The histogram's bin of each Δ; a NaN counts as the largest."""
-    size = (delta.nan_to_num(nan=math.inf).abs() / FINEST).clamp(max=2.0**OCTAVES)
-    bins = ((size.log2() * BINS_PER_OCTAVE).floor() + 1).clamp(0, LAST_BIN)
-    return torch.where(delta < 0, -bins, bins).long()

@@ -58,14 +58,13 @@ class Intake:
         rewards = np.array([t.reward for t in group.trajectories], np.float64)
         if not self._section.kl_coef or self._section.kl_in == "loss":
             return rewards
-        both = zip(group.trajectories, references, strict=True)
-        costs = [self._divergence(trajectory, reference) for trajectory, reference in both]
+        costs = []
+        for trajectory, reference in zip(group.trajectories, references, strict=True):
+            assert reference is not None
+            behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
+            divergence = kl(self._section.kl_estimator, behaviour, torch.from_numpy(reference))
+            costs.append(float(divergence.sum()))
         return rewards - self._section.kl_coef * np.array(costs)
-
-    def _divergence(self, trajectory: Trajectory, reference: FloatArray | None) -> float:
-        assert reference is not None
-        behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
-        return float(kl(self._section.kl_estimator, behaviour, torch.from_numpy(reference)).sum())
 
 
 class Ranks:
@@ -91,7 +90,6 @@ class Ranks:
         return bool(self._section.kl_coef)
 
     def facts(self) -> PolicyFacts:
-        """About the policy, once every rank holds it."""
         return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]
 
     def warm_up(self, examples: Sequence[Sequence[tuple[Prompt, str]]]) -> list[float]:

@@ -144,7 +144,6 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
 
 
 def row_to_json(row: Row) -> str:
-    """One line of valid JSON with every field of the row."""
     return json.dumps(plain(row), allow_nan=False)
 
 
@@ -158,7 +157,6 @@ def row_from_json(text: str) -> Row:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can say it."""
     if isinstance(value, Row | StageTimes):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

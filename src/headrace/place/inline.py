@@ -91,7 +91,6 @@ class InlineCluster:
         return self.serve(name, make(self.device, *args))
 
     def serve(self, name: str, served: Port) -> InlineWorker[Port]:
-        """A worker around an existing object."""
         self._served.append(served)
         return InlineWorker(name, self, served)
 

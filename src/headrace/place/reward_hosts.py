@@ -91,7 +91,6 @@ class RewardHosts:
             return score
 
     async def close(self) -> None:
-        """End the hosts, and with them their processes."""
         for task in self._replacing.values():
             task.cancel()
         for host in self._hosts:
