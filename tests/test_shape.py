@@ -29,7 +29,7 @@ ROOMS = {
     "learner": 1_195,
     "ledger": 1_340,
     "loop": 1_480,
-    "place": 1_525,
+    "place": 1_540,
     "policy": 2_025,
     "prompts": 590,
     "publish": 1_185,

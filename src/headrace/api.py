@@ -48,7 +48,8 @@ from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
 from headrace.loop.watchdog import STACKS, Watchdog
 from headrace.place.device import STEPS, memory_for
-from headrace.place.place import Place, open_place
+from headrace.place.place import Place
+from headrace.place.places import open_place
 from headrace.roles import Sink, Watcher
 from headrace.row import Row
 

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,25 +30,20 @@ from headrace.loop.loop import Loop
 from headrace.loop.publishing import WeightPublisher
 from headrace.loop.stages import Stages
 from headrace.place.elastic import Elastic
-from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank, RankSpec
 from headrace.place.reward_hosts import RewardHost, RewardHosts
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import load_tokenizer
 from headrace.prompts.stream import PromptStream
-from headrace.publish.collective import CollectiveReceiver, CollectiveSender
-from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.reward.scorer import Scorer
 from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row
 from headrace.types import Score
-from headrace.user_code import load_optional
 
 WARM_STEPS_AT_ONCE = 8
-PUBLISHED = "published"  # directory of a run in which weights travel
 
 Ends = tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]
 
@@ -270,44 +264,6 @@ class Place:
         self.elastic.lost_one()
 
 
-def open_place(
-    config: Config,
-    run_dir: Path,
-    *,
-    resumed: bool = False,
-    on_note: Callable[[str], None] = lambda text: None,
-) -> Place:
-    """The place that `config` names: this process, or a Ray cluster."""
-    cluster: Cluster
-    if config.place.cluster == "local":
-        cluster, ends = InlineCluster(), None
-    else:
-        ray = load_optional("headrace.place.cluster_ray", "ray", "ray")
-        cluster = ray.RayCluster(config.place.address)
-        ends = _ends(config, run_dir, "cuda" if _uses_gpus(config, cluster) else "cpu")
-    try:
-        return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note)
-    except BaseException:
-        cluster.close()
-        raise
-
-
-def _ends(config: Config, run_dir: Path, device: str) -> Ends:
-    """Constructors of the transport's two ends."""
-    match config.publish.transport:
-        case "disk":
-            path = run_dir / START if config.model.path == "demo" else Path(config.model.path)
-            model_dir = None if path.suffix == ".gguf" else path.absolute()
-            return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
-        case "collective":
-            if config.place.layout == "colocated":  # a GPU cannot be two members of one NCCL group
-                device = "cpu"
-            return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
-        case "object_store":
-            store = load_optional("headrace.publish.object_store_ray", "ray", "ray")
-            return store.ObjectStoreSender, store.ObjectStoreReceiver
-
-
 def _model_of(config: Config, run_dir: Path) -> ModelSection:
     """The model to load, by its absolute path; the demo's is made first."""
     path = Path(config.model.path)
@@ -327,14 +283,14 @@ def _room_for_prompts(config: Config, max_context: int) -> int:
     return max_context - answer
 
 
-def _uses_gpus(config: Config, cluster: Cluster) -> bool:
+def uses_gpus(config: Config, cluster: Cluster) -> bool:
     device = config.model.device
     return device.startswith("cuda") or (device == "auto" and cluster.num_gpus > 0)
 
 
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     """1 if the model runs on GPUs, else 0. Raises if the cluster has too few."""
-    if config.place.cluster == "local" or not _uses_gpus(config, cluster):
+    if config.place.cluster == "local" or not uses_gpus(config, cluster):
         return 0.0
     workers, ranks = config.rollout.workers, config.learner.ranks
     colocated = config.place.layout == "colocated"
