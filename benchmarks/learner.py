@@ -36,8 +36,8 @@ from gpu_record import (
 )
 
 from headrace.config import LearnerSection
-from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
+from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy
 from headrace.types import FinishReason, Group, Prompt, Span, Timing, Trajectory
 

@@ -30,8 +30,8 @@ from sync_receivers import ProcessTaker
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
+from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender

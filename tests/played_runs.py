@@ -20,9 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection, Config, LoopSection, RecoverySection, RolloutSection
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper

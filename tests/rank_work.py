@@ -17,9 +17,8 @@ from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import split
-from headrace.learner.intake import Intake
-from headrace.learner.learner import Learner
-from headrace.learner.sharding import Sharding
+from headrace.learner.learner import Learner, Sharding
+from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group, StepStats
 

@@ -27,7 +27,7 @@ from headrace.errors import (
     RunError,
     StalledError,
 )
-from headrace.ledger.row_json import row_from_json
+from headrace.ledger.journal import row_from_json
 from headrace.row import Row
 
 

@@ -88,7 +88,7 @@ def test_out_of_memory_says_for_what_and_which_setting_asks_for_less(
 
 
 def test_memory_too_small_for_one_sequence(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.place.build.kv_budget", lambda policy, kv_tokens, reserved: 15)
+    monkeypatch.setattr("headrace.place.rollout_worker.kv_budget", lambda policy, kv_tokens, reserved: 15)
     with pytest.raises(ConfigError, match=re.escape("a key/value cache of 15 tokens, and one sequence may need 17")):
         api.train(workshop.config("small"))
 
@@ -214,7 +214,7 @@ TEMPLATES = {
 def test_a_chat_template_that_fails_is_refused_with_the_prompt(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    monkeypatch.setattr("headrace.prompts.render.TEMPLATE_S", 0.2)
+    monkeypatch.setattr("headrace.prompts.stream.TEMPLATE_S", 0.2)
     template, message = TEMPLATES[kind]
     directory = workshop.directory / f"template-{kind}"
     shutil.copytree(workshop.model, directory)

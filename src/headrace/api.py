@@ -47,7 +47,7 @@ from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.summary import summarise
 from headrace.loop.watchdog import STACKS, Watchdog
-from headrace.place.memory import STEPS, memory_for
+from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.roles import Sink, Watcher

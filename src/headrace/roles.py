@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # holds tensors, and this file needs no torch
     from torch import Tensor
 
     from headrace.kernels.block import Heads
-    from headrace.publish.payload import Payload
+    from headrace.publish.encoding import Payload
 
 P = ParamSpec("P")
 R = TypeVar("R")

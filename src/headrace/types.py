@@ -465,7 +465,7 @@ class Ticket:
         Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
     """
 
-    manifest: Any  # a `publish.payload.Manifest`: what the payload holds
+    manifest: Any  # a `publish.encoding.Manifest`: what the payload holds
     where: Any  # the transport's own: a directory, a meeting, references
 
     @property

@@ -12,9 +12,7 @@ from hand_made import group, group_of, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection
 from headrace.errors import StalledError
 from headrace.types import DropReason, FinishReason, Group, Span, Trajectory

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hand_made import group, group_of, trajectory
 
-from headrace.buffer.filters import Sieve
+from headrace.buffer.buffer import Sieve
 from headrace.config import BufferSection
 from headrace.errors import ConfigError, HeadraceError
 from headrace.types import DropReason, FinishReason, Group

@@ -5,7 +5,7 @@ from hand_made import group, group_of, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import LagPolicy
 from headrace.types import Span
 
 SYNC = LagPolicy(max_lag=0, groups_per_step=4)

@@ -12,9 +12,8 @@ import torch
 from hand_made import group_of, trajectory
 
 from headrace.config import LearnerSection
-from headrace.learner.intake import Intake
-from headrace.learner.learner import Learner
-from headrace.learner.sharding import Sharding
+from headrace.learner.learner import Learner, Sharding
+from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Request

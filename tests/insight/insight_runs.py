@@ -11,8 +11,8 @@ from hand_made import group_of, trajectory
 
 from headrace.config_file import dump, load_config
 from headrace.ledger.clock import STALL, StageClock
+from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.row_json import row_from_json
 from headrace.row import Row
 from headrace.types import Attempt, Drop, FinishReason, Group, StageSpan, Timing
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from headrace.config import LearnerSection
-from headrace.learner.intake import AdvantageKind, advantages, needs_whole_step
+from headrace.learner.objective import AdvantageKind, advantages, needs_whole_step
 
 KINDS = get_args(AdvantageKind)
 

@@ -14,9 +14,9 @@ from hand_made import group_of, trajectory
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.intake import Intake, advantages
 from headrace.learner.learner import Learner
-from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, correction_weight, kl
+from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, advantages, correction_weight, kl
+from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy
 from headrace.types import FloatArray, Group, Replay, Span, StepStats, Trajectory
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headrace.config import LearnerSection
 from headrace.learner.batch import pack
-from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
+from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Request

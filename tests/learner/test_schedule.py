@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from headrace.config import LearnerSection
-from headrace.learner.optimizer import ScheduleKind, learning_rate
+from headrace.learner.learner import ScheduleKind, learning_rate
 
 KINDS = get_args(ScheduleKind)
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import pack, split
-from headrace.learner.sharding import Sharding
+from headrace.learner.learner import Sharding
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.types import Group, Item, Replay
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headrace.config import ModelSection, WarmstartSection
-from headrace.learner.supervised import Example, warm_start
+from headrace.learner.supervised import Example, WarmStart
 from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy, load_policy
@@ -26,6 +26,18 @@ def examples(policy: Policy, seed: int) -> Callable[[int], list[Example]]:
         return [(prompt(policy, record["prompt"]), record["worked"]) for record in islice(records, n)]
 
     return some
+
+
+def warm_start(
+    policy: Policy,
+    section: WarmstartSection,
+    draw: Callable[[int], list[Example]],
+    on_step: Callable[[int, float], None],
+) -> None:
+    """All steps of the section, each heard of."""
+    warming = WarmStart(policy, section)
+    for done in range(1, section.steps + 1):
+        on_step(done, warming.step(draw(section.examples)))
 
 
 def prompt(policy: Policy, text: str) -> Prompt:

@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 
 from headrace.errors import RunError
+from headrace.ledger.journal import row_to_json
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.ledger.row_json import row_to_json
 from headrace.runs.audit import audit, books
 
 PLANTED = [

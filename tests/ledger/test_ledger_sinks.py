@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
-from headrace.ledger.row_json import row_from_json, row_to_json, scalars
-from headrace.ledger.sinks import open_sinks
+from headrace.ledger.journal import row_from_json, row_to_json
+from headrace.ledger.sinks import open_sinks, scalars
 from headrace.row import ROW_METRICS, Row
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import NUM_PROMPTS, Workshop, play, rows_of, same_bits, select, timeless, weights, write_prompts
 
 from headrace import api
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import LagPolicy
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.runs.audit import audit

@@ -14,8 +14,8 @@ from mixtures import MIXTURES
 from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.learner.intake import Intake
 from headrace.learner.learner import Learner
+from headrace.learner.ranks import Intake
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.rollout.engine import Engine

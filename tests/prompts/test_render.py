@@ -3,7 +3,7 @@ import pytest
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.render import Renderer
+from headrace.prompts.stream import Renderer
 
 
 def render(tokenizer, record, **settings):

@@ -19,8 +19,7 @@ from small_weights import copied, same_bits, stepped, weights
 from transports import PATIENCE_S, SHORT_S, Audience, CollectiveFrame, Frame, deliver
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoder
-from headrace.publish.payload import Payload
+from headrace.publish.encoding import Encoder, Payload
 from headrace.publish.publisher import Publisher, Subscriber
 
 START = {name: tensor for name, tensor in weights().items() if tensor.dtype == torch.bfloat16}

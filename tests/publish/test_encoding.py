@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from small_weights import Weights, copied, same_bits, stepped, weights
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import Encoder, Update, cast, code_places, read_places
-from headrace.publish.payload import Manifest, Payload, checksum, verify
+from headrace.publish.encoding import (
+    Encoder,
+    Manifest,
+    Payload,
+    Update,
+    cast,
+    checksum,
+    code_places,
+    read_places,
+    verify,
+)
 
 BUCKET = 100  # bytes: tensors begin and end anywhere in a bucket
 

@@ -9,8 +9,7 @@ import pytest
 from reward_completions import completion
 
 from headrace.errors import MissingExtraError, RewardError
-from headrace.reward.builtin import tagged_answer
-from headrace.reward.function import resolve
+from headrace.reward.function import resolve, tagged_answer
 
 
 @pytest.mark.parametrize(("text", "answer", "reward"), [(" 21\n", 21, 1.0), ("21", " 21 ", 1.0), ("21.", "21", 0.0)])

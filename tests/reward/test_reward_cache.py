@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reward_completions import completion
 
-from headrace.reward.cache import VerdictCache
+from headrace.reward.scorer import VerdictCache
 from headrace.types import Completion, DropReason, Score
 
 

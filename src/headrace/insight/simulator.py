@@ -18,9 +18,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
+from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection
 from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually
 from headrace.insight.workload import Machine, Workload

@@ -120,10 +120,7 @@ class Packer:
 
 
 def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
-    """Micro-batches of nearly equal size, at most `budget` tokens each.
-
-    A sequence longer than the budget gets one of its own.
-    """
+    """Micro-batches of nearly equal size, of at most `budget` tokens or one longer sequence each."""
     alone = [[s] for s in sequences if len(s) > budget]
     shared = sorted((s for s in sequences if len(s) <= budget), key=len, reverse=True)
     num_batches = max(1, -(-sum(map(len, shared)) // budget))

@@ -3,53 +3,39 @@
 A step is `accumulate` for each micro-batch of an `Intake`, and `finish`. Gradients are summed
 unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step.
 So the result does not depend on how the step was cut into micro-batches or among processes
-(`sharding.py`), and work can begin before the step's last group exists.
+(`Sharding`), and work can begin before the step's last group exists.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from headrace import kernels
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import normaliser, objective
-from headrace.learner.optimizer import Optimizer, learning_rate
-from headrace.learner.sharding import Sharding
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
+from headrace.policy.routes import Routers
 from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
 
+if kernels.AVAILABLE or TYPE_CHECKING:
+    from headrace.kernels.adamw import FusedAdamW
 
-@dataclass(slots=True)
-class _Sums:
-    """Running sums of the current step."""
-
-    num_tokens: int = 0
-    num_sequences: int = 0
-    # sums of loss, log-probs, clipped tokens and KL, then those of the mismatch
-    fetched: np.ndarray = field(default_factory=lambda: np.zeros(4 + NUM_SUMS))
-
-    def add(self, batch: Batch, fetched: np.ndarray) -> None:
-        self.num_tokens += len(batch.at)
-        self.num_sequences += batch.num_sequences
-        self.fetched = self.fetched + fetched
-
-    def over(self, sharding: Sharding) -> _Sums:
-        """The sums over all ranks."""
-        num_tokens, num_sequences, *fetched = sharding.add_up(
-            np.array([self.num_tokens, self.num_sequences, *self.fetched])
-        )
-        return _Sums(int(num_tokens), int(num_sequences), np.array(fetched))
+ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
 class Learner:
@@ -65,13 +51,15 @@ class Learner:
         total_steps: int,
         sharding: Sharding | None = None,
     ) -> None:
-        self.policy = policy
-        self.section = section
-        self.sharding = sharding
+        self.policy, self.section, self.sharding = policy, section, sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        self._sums = _Sums()
-        self._reference = _frozen_copy(policy) if section.kl_coef else None
+        # over the step: tokens, sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
+        self._sums = np.zeros(6 + NUM_SUMS)
+        self._reference: Policy | None = None
+        if section.kl_coef:
+            model = copy.deepcopy(policy.model).requires_grad_(False)
+            self._reference = Policy(model, policy.tokenizer, exact=policy.exact)
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         if sharding is None:
@@ -126,11 +114,7 @@ class Learner:
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
-        for items in self._passes(everything):
-            if not items:
-                _take_part(self._reference)
-                continue
-            batch = pack(items, self.policy.device)
+        for items, batch in _packed(self._reference, self._passes(everything)):
             support = batch.support if self.section.kl_in == "reward" else None
             logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
@@ -143,11 +127,7 @@ class Learner:
         """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
         sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
-        for items in self._passes(everything):
-            if not items:
-                _take_part(self.policy)
-                continue
-            batch = pack(items, self.policy.device, self.policy.routers)
+        for _, batch in _packed(self.policy, self._passes(everything), self.policy.routers):
             found = mismatch_sums(self._logprobs(batch)[0], batch.behaviour)
             sums += np.array([len(batch.at), *found.tolist()])
         if self.sharding is not None:
@@ -156,14 +136,12 @@ class Learner:
 
     def accumulate(self, items: Sequence[Item]) -> None:
         alone = self.sharding is None or self.sharding.num_ranks == 1  # one pass, in order
-        for part in [items] if alone else self._passes(items):
-            if not part:
-                _take_part(self.policy, backward=True)
-                continue
-            batch = pack(part, self.policy.device, self.policy.routers)
+        passes = [items] if alone else self._passes(items)
+        for _, batch in _packed(self.policy, passes, self.policy.routers, backward=True):
             sums = self._backward(batch)
             # one transfer, and last: any earlier wait for the GPU would leave it idle
-            self._sums.add(batch, sums.cpu().numpy())
+            self._sums[2:] += sums.cpu().numpy()
+            self._sums[:2] += len(batch.at), batch.num_sequences
 
     def _passes(self, items: Sequence[Item]) -> list[list[Item]]:
         """Cut `items` into micro-batches, equally many on all ranks; some may be empty."""
@@ -172,7 +150,7 @@ class Learner:
         return found + [[] for _ in range(num_passes - len(found))]
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Add the micro-batch's gradients. Returns, on the device, what `_Sums.fetched` adds up."""
+        """Add the micro-batch's gradients. Returns, on the device, what `_sums[2:]` adds up."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
             loss, clipped, divergence = objective(
@@ -192,12 +170,13 @@ class Learner:
 
     def finish(self) -> StepStats:
         """The optimizer step, in place. Call it only between two engine steps."""
-        sums, self._sums = self._sums, _Sums()
+        sums, self._sums = self._sums, np.zeros_like(self._sums)
         if self.sharding is not None:
             assert self.policy.shards is not None
             self.policy.shards.add_up_gradients(partial(_take_part, self.policy, backward=True))
-            sums = sums.over(self.sharding)
-        scale = 1.0 / normaliser(self.section.aggregation, sums.num_tokens, sums.num_sequences)
+            sums = self.sharding.add_up(sums)
+        count, num_sequences, loss, logprobs, clipped, divergence, *mismatch = sums.tolist()
+        scale = 1.0 / normaliser(self.section.aggregation, int(count), int(num_sequences))
         lr = learning_rate(
             self.step_index,
             lr=self.section.lr,
@@ -206,7 +185,7 @@ class Learner:
             total_steps=self._total_steps,
         )
         # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
-        scale = scale if math.isfinite(sums.fetched[0]) else math.nan
+        scale = scale if math.isfinite(loss) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
         if not math.isfinite(norm) and (name := self._optimizer.not_finite()) is not None:
             raise ModelError(
@@ -214,7 +193,6 @@ class Learner:
                 "be. Resume the run from its last checkpoint; if this happens again, lower learner.lr"
             )
         self.step_index += 1
-        count, (loss, logprobs, clipped, divergence, *mismatch) = sums.num_tokens, sums.fetched.tolist()
         return StepStats(
             loss=loss * scale,
             grad_norm=norm,
@@ -223,19 +201,191 @@ class Learner:
             entropy=-logprobs / count,
             kl_reference=divergence / count,
             clipped_share=clipped / count,
-            mismatch=mismatch_of(count, mismatch),
+            mismatch=mismatch_of(int(count), mismatch),
         )
 
 
-def _frozen_copy(policy: Policy) -> Policy:
-    model = copy.deepcopy(policy.model).requires_grad_(False)
-    return Policy(model, policy.tokenizer, exact=policy.exact)
+def _packed(
+    policy: Policy, passes: Sequence[Sequence[Item]], routers: Routers | None = None, *, backward: bool = False
+) -> Iterator[tuple[Sequence[Item], Batch]]:
+    """The micro-batches of `passes`. In an empty one this rank only takes part."""
+    for items in passes:
+        if items:
+            yield items, pack(items, policy.device, routers)
+        else:
+            _take_part(policy, backward=backward)
 
 
 def _take_part(policy: Policy, *, backward: bool = False) -> None:
     """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
-    tokens, second = torch.zeros(2, dtype=torch.int64, device=policy.device), torch.tensor([1], device=policy.device)
+    device = policy.device
+    tokens, second = torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([1], device=device)
     with torch.set_grad_enabled(backward):
-        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], policy.device), second, 1.0)
+        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], device), second, 1.0)
         if backward:
             logprobs.backward(torch.zeros_like(logprobs))
+
+
+# ---- the optimizer
+
+
+def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: ScheduleKind, total_steps: int) -> float:
+    """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
+
+    The last step of a run still learns; a run continued past `total_steps` on a falling schedule
+    does not.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    match schedule:
+        case "constant":
+            return lr
+        case "linear":
+            return lr * (1 - progress)
+        case "cosine":
+            return lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """One optimizer step, in place, on the weights that the engine decodes with.
+
+    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
+    float32. `add_up` sums over all ranks, for the norm of the whole gradient.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        section: LearnerSection,
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        trained = {name: p for name, p in named if p.requires_grad}
+        self._names, self.parameters = list(trained), list(trained.values())
+        dtypes, precise = {p.dtype for p in self.parameters}, (torch.float32, torch.float64)
+        self.masters: list[Tensor] = [
+            p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters
+        ]
+        one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
+        self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda and one_dtype
+        self._several = False  # backward passes since the last step
+        self._add_up = add_up
+        betas, decay = (section.beta1, section.beta2), section.weight_decay
+        kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
+        self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters and moments, by name. Call `loaded` after writing to them."""
+        found: dict[str, Tensor] = {}
+        for name, master in zip(self._names, self.masters, strict=True):
+            state = self.adamw.state[master]
+            if "exp_avg" not in state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                device = master.device if self._on_gpu else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            found |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"]}
+            found |= {f"square.{name}": state["exp_avg_sq"], f"count.{name}": state["step"]}
+        return found
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Copy the masters into the weights."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def make_room(self) -> None:
+        """Call before each backward pass: adds earlier gradients to those of the masters."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                self._several = True
+                more = parameter.grad.to(master.dtype)
+                master.grad = more if master.grad is None else master.grad.add_(more)
+                parameter.grad = None
+
+    def step(self, *, lr: float, scale: float, clip: float) -> float:
+        """Scale the gradients, clip their norm to `clip`, update. Returns the norm before clipping.
+
+        A norm that is not finite leaves weights and moments unchanged.
+        """
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        norm = self._step_on_gpu(scale, clip) if self._on_gpu else self._step(scale, clip)
+        self._several = False
+        for parameter in (*self.parameters, *self.masters):
+            parameter.grad = None
+        return norm
+
+    def not_finite(self) -> str | None:
+        """The name of a weight with an infinity or NaN in it."""
+        named = zip(self._names, self.masters, strict=True)
+        return next((name for name, master in named if not bool(torch.isfinite(master).all())), None)
+
+    def _step_on_gpu(self, scale: float, clip: float) -> float:
+        assert isinstance(self.adamw, FusedAdamW)
+        gradients = [p.grad for p in self.parameters]  # of a single pass
+        if self._several:
+            self.make_room()
+            gradients = [m.grad for m in self.masters]
+        return float(self.adamw.step_fused(self.parameters, gradients, scale, clip, self._add_up))
+
+    def _step(self, scale: float, clip: float) -> float:
+        self.make_room()
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm()
+        if self._add_up is not None:
+            total = self._add_up(total.square()).sqrt()
+        norm = scale * float(total)
+        if not math.isfinite(norm):
+            return norm
+        torch._foreach_mul_(gradients, scale)
+        if clip and norm > clip:
+            torch._foreach_mul_(gradients, clip / norm)
+        self.adamw.step()
+        self.loaded()
+        return norm
+
+
+# ---- several ranks
+
+
+class Sharding:
+    """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
+
+    Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
+    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`); the
+    ranks agree on the number of passes. The constructor waits for the others. The process group is
+    the process's default one.
+    """
+
+    def __init__(
+        self, *, rank: int, num_ranks: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
+            torch.cuda.set_device(device.index or 0)
+        url, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, url, rank=rank, world_size=num_ranks, timeout=timeout)
+        self.mesh = init_device_mesh(device.type, (num_ranks,))
+        # a checkpoint is written while training goes on, so it needs a process group of its own
+        self.writers = dist.new_group(backend="gloo", timeout=timeout)
+
+    def add_up(self, values: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(values.astype(np.float64))
+        dist.all_reduce(total)
+        return total.numpy()
+
+    def add_up_on_device(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
+
+    def most(self, count: int) -> int:
+        """The maximum of `count` over all ranks."""
+        largest = torch.tensor(count)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -16,16 +16,12 @@ from torch import Tensor
 from headrace.learner.objective import log_ratio
 from headrace.types import Mismatch
 
-NEAR = (0.9, 1.1)
-"""A ratio within these limits, both included, counts as near-on-policy."""
+NEAR = (0.9, 1.1)  # ratios within these limits, both included, count as near-on-policy
 
+# The histogram of Δ: bin 0 is |Δ| < FINEST, bin ±k has |Δ| from FINEST 2^((k - 1) / 8) to FINEST
+# 2^(k / 8). A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of itself.
+# 2^-23 is float32's last bit, and 28 octaves above it lies 32, beyond which Δ is clamped.
 FINEST, BINS_PER_OCTAVE, OCTAVES = 2.0**-23, 8, 28
-"""The histogram of Δ: bin 0 is |Δ| < FINEST, bin ±k holds |Δ| from FINEST 2^((k - 1) / 8) to FINEST 2^(k / 8).
-
-A quantile is read at its bin's middle, so Δ is known to 2^(1/16) or 4.4% of itself. 2^-23 is float32's last bit, and
-28 octaves above it lies 32, beyond which Δ is clamped.
-"""
-
 LAST_BIN = BINS_PER_OCTAVE * OCTAVES
 NUM_SUMS = 5 + 2 * LAST_BIN + 1
 
@@ -36,7 +32,11 @@ def mismatch_sums(learner: Tensor, behaviour: Tensor) -> Tensor:
     ratio = delta.exp()
     outside = ~((ratio >= NEAR[0]) & (ratio <= NEAR[1]))
     columns = (delta.abs(), ratio, ratio.square(), outside.double(), torch.expm1(delta) - delta)
-    counts = delta.new_zeros(2 * LAST_BIN + 1).index_add_(0, _bins(delta) + LAST_BIN, torch.ones_like(delta))
+    # the histogram's bin of each Δ; a NaN counts as the largest
+    size = (delta.nan_to_num(nan=math.inf).abs() / FINEST).clamp(max=2.0**OCTAVES)
+    bins = ((size.log2() * BINS_PER_OCTAVE).floor() + 1).clamp(0, LAST_BIN)
+    at = torch.where(delta < 0, -bins, bins).long() + LAST_BIN
+    counts = delta.new_zeros(2 * LAST_BIN + 1).index_add_(0, at, torch.ones_like(delta))
     return torch.cat([torch.stack([c.sum() for c in columns]), counts])
 
 
@@ -63,17 +63,6 @@ def ratio_quantile(counts: Sequence[float], share: float) -> float:
     for bin, count in enumerate(counts, -LAST_BIN):
         below += count
         if count and below >= wanted:
-            return math.exp(_middle(bin))
+            middle = FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE)
+            return math.exp(math.copysign(middle, bin)) if bin else 1.0
     return 1.0
-
-
-def _bins(delta: Tensor) -> Tensor:
-    """The histogram's bin of each Δ; a NaN counts as the largest."""
-    size = (delta.nan_to_num(nan=math.inf).abs() / FINEST).clamp(max=2.0**OCTAVES)
-    bins = ((size.log2() * BINS_PER_OCTAVE).floor() + 1).clamp(0, LAST_BIN)
-    return torch.where(delta < 0, -bins, bins).long()
-
-
-def _middle(bin: int) -> float:
-    """The Δ that stands for a bin."""
-    return math.copysign(FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE), bin) if bin else 0.0

@@ -1,5 +1,6 @@
-"""The objective: from log-probs to one loss. All that shapes the gradient is on this page.
+"""The objective: from rewards and log-probs to one loss. All that shapes the gradient is on this page.
 
+    rewards  ->  advantages
     loss terms per token  ->  importance correction  ->  + KL to the reference  ->  weighted sum
 
 N sampled tokens are packed end to end. Their log-probs come from up to four policies: `current`
@@ -18,21 +19,28 @@ the step sees it and is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
 from headrace.learner.batch import Batch
 
+AdvantageKind = Literal["grpo", "dr-grpo", "rloo", "reinforce++"]
 CorrectionKind = Literal["none", "truncated", "masked"]
 KLKind = Literal["k1", "k2", "k3"]
 AggregationKind = Literal["token", "sequence", "constant"]
 
+Rewards = npt.NDArray[np.floating[Any]]
+Advantages = npt.NDArray[np.float64]
+
 LOG_RATIO_LIMIT = 20.0
+STD_FLOOR = 1e-6
 
 
 def objective(
@@ -66,6 +74,56 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     equal_infinities = torch.isinf(numerator) & (numerator == denominator)
     difference = torch.where(equal_infinities, torch.zeros_like(numerator), numerator - denominator)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+# ---- advantages
+#
+# Standard deviations are sample ones (n - 1), as in TRL and verl; DeepSeekMath writes only "std". A
+# group without signal (one member, or equal rewards) gets exact zeros from every kind of advantage.
+
+
+def needs_whole_step(kind: AdvantageKind) -> bool:
+    """Whether an advantage depends on the other groups of its step."""
+    return kind == "reinforce++"
+
+
+def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
+    """One advantage per reward. `rewards_by_group` are the groups of one step."""
+    match kind:
+        case "grpo":
+            return [_centred(rewards) / (_std(rewards) + STD_FLOOR) for rewards in rewards_by_group]
+        case "dr-grpo":
+            return [_centred(rewards) for rewards in rewards_by_group]
+        case "rloo":
+            # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
+            return [_centred(r) * (len(r) / max(len(r) - 1, 1)) for r in rewards_by_group]
+        case "reinforce++":
+            return _reinforce_plus_plus(rewards_by_group)
+
+
+def _reinforce_plus_plus(rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
+    """Subtract the group's mean, divide by the step's std. Groups of one: the step's mean."""
+    if not rewards_by_group:
+        return []
+    ends = np.cumsum([len(rewards) for rewards in rewards_by_group])[:-1]
+    if all(len(rewards) <= 1 for rewards in rewards_by_group):
+        step = _centred(np.concatenate(rewards_by_group))
+    else:
+        # The step's mean is not subtracted again: centred groups sum to zero, and silent groups
+        # stay exactly zero.
+        step = np.concatenate([_centred(rewards) for rewards in rewards_by_group])
+    return np.split(step / (_std(step) + STD_FLOOR), ends)
+
+
+def _centred(rewards: Rewards) -> Advantages:
+    values = np.asarray(rewards, np.float64)
+    if len(values) == 0 or np.all(values == values[0]):
+        return np.zeros_like(values)  # no rounding error, which a tiny std would blow up
+    return values - float(values.mean())
+
+
+def _std(rewards: Rewards) -> float:
+    return float(np.std(rewards, ddof=1, dtype=np.float64)) if len(rewards) > 1 else 0.0
 
 
 # ---- losses
@@ -141,9 +199,8 @@ LOSSES: Mapping[str, Callable[[LossInput], LossTerms]] = {
     "gspo": gspo,
     "reinforce": reinforce,
 }
-
+# losses that contain proximal / behaviour: a correction may cut it, not multiply it again
 CARRIES_WEIGHT = frozenset({"ppo", "decoupled-ppo", "cispo", "gspo"})
-"""Losses that contain proximal / behaviour: a correction may cut it, not multiply it again."""
 
 
 def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -187,8 +244,6 @@ def correction_weight(
         case "masked":
             kept = ~((ratio < low) | (ratio > high))  # a NaN is kept: it must reach the loss
             return torch.where(kept, ones if carried else ratio, torch.zeros_like(ratio)), kept
-        case _:
-            assert_never(kind)
 
 
 def corrected(per_token: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
@@ -214,8 +269,6 @@ def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
             return 0.5 * difference.square()
         case "k3":
             return torch.expm1(-difference) + difference
-        case _:
-            assert_never(kind)
 
 
 # ---- aggregation
@@ -241,8 +294,6 @@ def weights(
             return ones / torch.bincount(sequence_ids, minlength=num_sequences)[sequence_ids]
         case "constant":
             return ones / constant_length
-        case _:
-            assert_never(kind)
 
 
 def normaliser(kind: AggregationKind, num_tokens: int, num_sequences: int) -> float:

@@ -1,4 +1,4 @@
-"""The ranks of the learner as one, for the loop. Calls block: they belong in the device thread."""
+"""The ranks of the learner as one, for the loop: groups become micro-batches, shared by the ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import torch
+
 from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
-from headrace.learner.batch import split
-from headrace.learner.intake import Intake
+from headrace.learner.batch import Packer, balanced, split
+from headrace.learner.objective import advantages, kl, needs_whole_step
 from headrace.roles import Cluster, Reply, Trainer, Worker
 from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
 
@@ -19,10 +22,56 @@ NOTICED_S = 60.0  # after which a dead node is known to be dead
 R = TypeVar("R")
 
 
+class Intake:
+    """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
+
+    def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
+        self._section = section
+        self._packer = Packer(section.micro_batch_tokens * num_ranks)
+        self._pending: list[tuple[Group, Sequence[FloatArray | None]]] = []
+
+    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
+        """Take a group into the step; returns micro-batches that are now full."""
+        self._pending.append((group, references or [None] * len(group.trajectories)))
+        if needs_whole_step(self._section.advantage):
+            return []
+        return self._packer.add(self._items())
+
+    def rest(self) -> list[list[Item]]:
+        """The step has all its groups: the remaining micro-batches."""
+        if needs_whole_step(self._section.advantage):
+            return balanced(self._items(), self._packer.budget)
+        return self._packer.rest()
+
+    def _items(self) -> list[Item]:
+        pending, self._pending = self._pending, []
+        rewards = [self._rewards(group, references) for group, references in pending]
+        found = advantages(self._section.advantage, rewards)
+        return [
+            Item(trajectory=trajectory, advantage=float(advantage), reference=reference)
+            for (group, known), values in zip(pending, found, strict=True)
+            for trajectory, advantage, reference in zip(group.trajectories, values, known, strict=True)
+        ]
+
+    def _rewards(self, group: Group, references: Sequence[FloatArray | None]) -> np.ndarray:
+        """The group's rewards, less the KL to the reference where that is a part of the reward."""
+        rewards = np.array([t.reward for t in group.trajectories], np.float64)
+        if not self._section.kl_coef or self._section.kl_in == "loss":
+            return rewards
+        costs = []
+        for trajectory, reference in zip(group.trajectories, references, strict=True):
+            assert reference is not None
+            behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
+            divergence = kl(self._section.kl_estimator, behaviour, torch.from_numpy(reference))
+            costs.append(float(divergence.sum()))
+        return rewards - self._section.kl_coef * np.array(costs)
+
+
 class Ranks:
     """Cuts every micro-batch into a part for each rank. If one of them is lost, so is the learner.
 
-    Methods with the names of `Trainer` do the same on all ranks.
+    Methods with the names of `Trainer` do the same on all ranks. They block: call them in the
+    device thread.
     """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:
@@ -41,7 +90,6 @@ class Ranks:
         return bool(self._section.kl_coef)
 
     def facts(self) -> PolicyFacts:
-        """About the policy, once every rank holds it."""
         return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]
 
     def warm_up(self, examples: Sequence[Sequence[tuple[Prompt, str]]]) -> list[float]:
@@ -89,7 +137,7 @@ class Ranks:
     # ---- checkpoints
 
     def snapshot(self, *, reference: bool = False) -> Callable[[Path], None]:
-        """Every rank copies what it holds; the function returned has them write it, from any thread."""
+        """Every rank copies what it holds. The result makes them write it, in any thread."""
         self.gather([rank.ask(Trainer.snapshot, reference=reference) for rank in self.ranks])
         return self._write
 

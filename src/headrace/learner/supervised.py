@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from headrace.config import LearnerSection, WarmstartSection
-from headrace.learner.optimizer import Optimizer
+from headrace.learner.learner import Optimizer
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import IntArray, Prompt
@@ -21,16 +21,18 @@ class WarmStart:
 
     def __init__(self, policy: Policy, section: WarmstartSection) -> None:
         self._policy, self._section = policy, section
-        self._optimizer = Optimizer(policy.model.named_parameters(), LearnerSection(lr=section.lr, beta2=0.98))
+        adamw = LearnerSection(lr=section.lr, beta2=0.98)
+        self._optimizer = Optimizer(policy.model.named_parameters(), adamw)
         self._done = 0
 
     def step(self, examples: Sequence[Example]) -> float:
         """One optimizer step. Returns the loss before it."""
         policy, steps = self._policy, self._section.steps
         sequences = [_sequence(policy, *example) for example in examples]
-        lengths = [len(tokens) for tokens, _ in sequences]
-        solved = np.concatenate([np.arange(len(tokens)) >= num_prompt for tokens, num_prompt in sequences])
-        tokens = torch.from_numpy(np.concatenate([t for t, _ in sequences]).astype(np.int64)).to(policy.device)
+        lengths = [len(ids) for ids, _ in sequences]
+        solved = np.concatenate([np.arange(len(ids)) >= num_prompt for ids, num_prompt in sequences])
+        joined = np.concatenate([ids for ids, _ in sequences]).astype(np.int64)
+        tokens = torch.from_numpy(joined).to(policy.device)
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0)[0].mean()
         loss.backward()
@@ -40,18 +42,6 @@ class WarmStart:
         self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
         self._done += 1
         return float(loss.detach())
-
-
-def warm_start(
-    policy: Policy,
-    section: WarmstartSection,
-    draw_examples: Callable[[int], Sequence[Example]],
-    on_step: Callable[[int, float], None],
-) -> None:
-    """Take all `section.steps`, calling `on_step(steps done, loss)` after each."""
-    warming = WarmStart(policy, section)
-    for done in range(1, section.steps + 1):
-        on_step(done, warming.step(draw_examples(section.examples)))
 
 
 def _sequence(policy: Policy, prompt: Prompt, solution: str) -> tuple[IntArray, int]:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint on disk, as safetensors, written and read by `torch.distributed.checkpoint`.
+"""The tensors of a checkpoint on disk, as safetensors, by `torch.distributed.checkpoint`.
 
 The ranks of a sharded learner write their shards into one directory, for any number of ranks.
 """
@@ -39,7 +39,8 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
     if group is not None:  # what one finds stops all: alone, it would leave the others waiting
         all_reduce(num_broken, group=group)
     if num_broken:
-        raise ValueError(f"{broken[0] if broken else 'a part on another rank'} holds what is not a finite number")
+        where = broken[0] if broken else "a part on another rank"
+        raise ValueError(f"{where} holds what is not a finite number")
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     with quiet(*QUIET):
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -47,8 +48,10 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
 
 def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place. Parts of sharded ones are filled with what belongs there."""
+    reader = HuggingFaceStorageReader(str(directory))
     try:
         with quiet(*QUIET):
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+            load(dict(tensors), storage_reader=reader, no_dist=True)
     except Exception as error:  # of many types, by what does not fit
-        raise RunError(f"the checkpoint {directory.parent} does not fit this model and optimizer: {error}") from error
+        where = f"the checkpoint {directory.parent}"
+        raise RunError(f"{where} does not fit this model and optimizer: {error}") from error

@@ -107,8 +107,8 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
         return RunError(f"Cannot open {path} ({error}). Check the permissions of the file and its directory.")
     if code == sqlite3.SQLITE_BUSY:
         return RunError(
-            f"{path} is locked: another program has been writing to it, or kept a transaction open, for more than "
-            f"{LOCK_WAIT_S:g} s. End that program; `headrace resume {path.parent}` continues the run."
+            f"{path} is locked: another program has been writing to it, or kept a transaction open, for "
+            f"more than {LOCK_WAIT_S:g} s. End that program; `headrace resume {path.parent}` continues the run."
         )
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
@@ -171,8 +171,8 @@ def _claim(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():
-            told = f"{path.parent} already holds a run. {another}, or set run.overwrite=true to replace it."
-            raise RunError(told) from error
+            told = f"{path.parent} already holds a run. {another}, or set run.overwrite=true"
+            raise RunError(f"{told} to replace it.") from error
         raise RunError(f"Cannot {doing}: {error.strerror}. {another}.") from error
     for suffix in _SIDE_FILES:  # a log left by a deleted ledger would be replayed into the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -180,7 +180,8 @@ def _claim(path: Path) -> None:
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a database of another layout, or one that is not a ledger."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone():
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"
+    if not connection.execute(query).fetchone():
         raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     if meta.get("schema") != SCHEMA_VERSION:

@@ -1,23 +1,26 @@
-"""A trajectory in the database: its columns, and its tokens as safetensors (no pickle).
+"""What the database stores of a trajectory and of a row.
 
-Sampled tokens may lie anywhere in a trajectory, in several pieces: the column `spans` and the
-stored mask say where.
+A trajectory has columns, and its tokens are safetensors (no pickle). Sampled tokens may lie
+anywhere in it, in several pieces: the column `spans` and the stored mask say where. A row is JSON;
+numbers that JSON lacks (a loss may be NaN) are the strings "NaN" and "Infinity".
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from headrace.ledger.row_json import plain
-from headrace.types import Drop, FinishReason, Replay, Span, Timing, Trajectory
+from headrace.row import Row
+from headrace.types import Drop, FinishReason, Replay, Span, StageTimes, Timing, Trajectory
 
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _TIMES = ("submitted_s", "started_s", "finished_s")
 # what `_trajectory` reads; a partial trajectory has no verdict yet
@@ -43,6 +46,7 @@ class Restart:
 def columns(trajectory: Trajectory) -> dict[str, Any]:
     """All columns of a finished trajectory that do not depend on what becomes of it."""
     t, num_sampled = trajectory, trajectory.num_sampled_tokens
+    spans = [[int(span.version), int(span.start), int(span.end)] for span in t.spans]
     return {
         "id": t.id,
         "prompt_id": t.prompt_id,
@@ -52,7 +56,7 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
         "reward": None if t.reward is None else float(t.reward),
         "reward_parts": json.dumps(plain(t.reward_parts), allow_nan=False),
         "finish": str(t.finish),
-        "spans": json.dumps([[int(span.version), int(span.start), int(span.end)] for span in t.spans]),
+        "spans": json.dumps(spans),
         "oldest_version": int(t.oldest_version) if t.spans else None,
         **{name: getattr(t.timing, name) for name in (*_TIMES, "scored_s")},
     }
@@ -80,7 +84,7 @@ def encode(trajectory: Trajectory) -> bytes:
         "text": np.frombuffer(trajectory.text.encode(errors="surrogatepass"), np.uint8),
     }
     for name in _REPLAYED:
-        if trajectory.replay is not None and (array := getattr(trajectory.replay, name)) is not None:
+        if (array := getattr(trajectory.replay, name, None)) is not None:
             arrays[name] = array
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
@@ -99,8 +103,8 @@ def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mappin
     connection.execute("DELETE FROM partials")
     for serial, by_index in partials.items():
         for index, t in by_index.items():
-            known = columns(t)
-            values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "idx": index, "data": encode(t)}
+            known = columns(t) | {"idx": index}
+            values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "data": encode(t)}
             insert(connection, "partials", values)
 
 
@@ -126,7 +130,7 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         token_ids=arrays["token_ids"],
         sampled=arrays["sampled"],
         logprobs=arrays["logprobs"],
-        spans=tuple(Span(version=v, start=start, end=end) for v, start, end in json.loads(values["spans"])),
+        spans=tuple(Span(version=v, start=a, end=b) for v, a, b in json.loads(values["spans"])),
         finish=FinishReason(values["finish"]),
         text=arrays["text"].tobytes().decode(errors="surrogatepass"),
         timing=Timing(**{name: values[name] for name in _TIMES}, scored_s=values.get("scored_s")),
@@ -134,3 +138,35 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         reward_parts=json.loads(values.get("reward_parts", "{}")),
         replay=Replay(**replayed) if replayed else None,
     )
+
+
+# ---- rows
+
+
+def row_to_json(row: Row) -> str:
+    return json.dumps(plain(row), allow_nan=False)
+
+
+def row_from_json(text: str) -> Row:
+    """The row that `row_to_json` wrote; numbers that its version did not have yet are NaN."""
+    numbers = (field.name for field in fields(Row) if field.type in ("int", "float"))
+    data: dict[str, Any] = dict.fromkeys(numbers, math.nan)
+    data |= {name: _number(value) for name, value in json.loads(text).items()}
+    stage_s = {stage: _number(seconds) for stage, seconds in data.pop("stage_s").items()}
+    return Row(stage_s=StageTimes(**stage_s), **data)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Row | StageTimes):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "item"):  # a numpy scalar
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _number(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.errors import RunError
-from headrace.ledger import database
+from headrace.ledger import database, journal
 from headrace.ledger.clock import StageClock
-from headrace.ledger.journal import Restart, columns, columns_of_drop, encode, insert, write_partials
-from headrace.ledger.row_json import row_from_json, row_to_json
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.row import Row
 from headrace.types import Attempt, Drop, DropReason, Group, Score, StageSpan, Trajectory
@@ -38,8 +36,8 @@ class Books:
     """All accounts at one moment: generated = trained + dropped + buffered + in flight.
 
     Example:
-        Books(generated=Amount(tokens=900, trajectories=10), trained=Amount(tokens=700, trajectories=8),
-            dropped={"stale": Amount(tokens=200, trajectories=2)}, buffered=Amount(), in_flight=Amount())
+        Books(generated=Amount(tokens=900, trajectories=10), buffered=Amount(), in_flight=Amount(),
+            trained=Amount(tokens=700, trajectories=8), dropped={"stale": Amount(tokens=200, trajectories=2)})
     """
 
     generated: Amount
@@ -50,15 +48,11 @@ class Books:
 
     @classmethod
     def of(cls, balance: Mapping[str, tuple[int, int]]) -> Books:
-        held = {name: Amount(tokens=tokens, trajectories=number) for name, (tokens, number) in balance.items()}
-        source = held[SOURCE]
-        return cls(
-            generated=Amount(tokens=-source.tokens, trajectories=-source.trajectories),
-            trained=held["trained"],
-            buffered=held["buffered"],
-            in_flight=held["in_flight"],
-            dropped={name.removeprefix(DROPPED): amount for name, amount in held.items() if name.startswith(DROPPED)},
-        )
+        held = {name: Amount(tokens=n, trajectories=m) for name, (n, m) in balance.items()}
+        source, kept = held[SOURCE], {name: held[name] for name in ("trained", "buffered", "in_flight")}
+        generated = Amount(tokens=-source.tokens, trajectories=-source.trajectories)
+        drops = {name.removeprefix(DROPPED): held[name] for name in held if name.startswith(DROPPED)}
+        return cls(generated=generated, dropped=drops, **kept)
 
     @property
     def backlog_tokens(self) -> int:
@@ -69,8 +63,8 @@ class Books:
     def balanced(self) -> bool:
         """Whether everything generated is accounted for, in tokens and in trajectories."""
         parts = [self.trained, self.buffered, self.in_flight, *self.dropped.values()]
-        tokens, trajectories = sum(part.tokens for part in parts), sum(part.trajectories for part in parts)
-        return self.generated == Amount(tokens=tokens, trajectories=trajectories)
+        tokens = sum(part.tokens for part in parts)
+        return self.generated == Amount(tokens=tokens, trajectories=sum(p.trajectories for p in parts))
 
 
 class Ledger:
@@ -92,8 +86,8 @@ class Ledger:
         """Continue the ledger of a run that ended too soon, and its clock."""
         connection = database.reopen_database(run_dir)
         (end_s, last_step) = connection.execute(
-            "SELECT (SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) FROM spans "
-            "UNION SELECT MAX(at_s) FROM restarts)), (SELECT MAX(step) FROM rows)"
+            "SELECT (SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) "
+            "FROM spans UNION SELECT MAX(at_s) FROM restarts)), (SELECT MAX(step) FROM rows)"
         ).fetchone()
         ledger = cls(connection, run_dir / database.FILE_NAME, StageClock(start_s=end_s or 0.0))
         ledger.step = (last_step or 0) + 1
@@ -141,12 +135,12 @@ class Ledger:
         A group of an attempt that a restart has replaced is refused.
         """
         of = {"serial": group.serial, "attempt": group.attempt, "state": "buffered"}
-        with self.writing():
+        with self.writing() as connection:
             self._close(group.serial, group.attempt)
-            for trajectory in group.trajectories:
-                insert(self.connection, "trajectories", columns(trajectory) | of)
-                self.transfer("in_flight", "buffered", trajectory.num_sampled_tokens, 1, trajectory.id)
-                self.connection.execute("INSERT INTO journal VALUES (?, ?)", (trajectory.id, encode(trajectory)))
+            for t in group.trajectories:
+                journal.insert(connection, "trajectories", journal.columns(t) | of)
+                self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, t.id)
+                connection.execute("INSERT INTO journal VALUES (?, ?)", (t.id, journal.encode(t)))
 
     def step_begins(self, step: int, groups: Sequence[Group]) -> None:
         """The weights are about to change: if the process dies, a restart takes this step again."""
@@ -180,31 +174,34 @@ class Ledger:
             if of is not None and source == "in_flight":
                 self._check_open(*of)
             for drop in drops:
+                id, lag = drop.trajectory_id, int(drop.lag)
                 if source == "buffered":
-                    self.drop_buffered(drop.trajectory_id, drop.num_tokens, drop.reason, int(drop.lag))
+                    self.drop_buffered(id, drop.num_tokens, drop.reason, lag)
                     continue
-                known = records.get(drop.trajectory_id)
+                known = records.get(id)
                 if self._dropped_before(known, of):
                     drop = replace(drop, reason=DropReason.REDONE)
-                fate = {"state": "dropped", "drop_reason": str(drop.reason), "lag": int(drop.lag)}
-                fate |= {} if of is None else {"serial": of[0], "attempt": of[1]}
-                insert(self.connection, "trajectories", (columns(known) if known else columns_of_drop(drop)) | fate)
-                account = f"{DROPPED}{drop.reason}"
-                self.transfer(source, account, drop.num_tokens, 1, drop.trajectory_id, lag=int(drop.lag))
+                values = journal.columns(known) if known else journal.columns_of_drop(drop)
+                values |= {"state": "dropped", "drop_reason": str(drop.reason), "lag": lag}
+                values |= {} if of is None else {"serial": of[0], "attempt": of[1]}
+                journal.insert(self.connection, "trajectories", values)
+                self.transfer(source, f"{DROPPED}{drop.reason}", drop.num_tokens, 1, id, lag=lag)
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
-        query = "INSERT INTO spans (stage, start_s, end_s, worker, version, detail) VALUES (?, ?, ?, ?, ?, ?)"
+        names = "stage, start_s, end_s, worker, version, detail"
+        query = f"INSERT INTO spans ({names}) VALUES (?, ?, ?, ?, ?, ?)"
         with self.writing():
             self.connection.executemany(query, map(astuple, spans))
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
-        counts = ("step", "version", "generated_tokens", "trained_tokens", "backlog_tokens", "lag_max")
-        values: dict[str, Any] = {name: int(getattr(row, name)) for name in counts}
-        values |= {"wall_s": float(row.wall_s), "reward_mean": float(row.reward_mean)}
-        values |= {"score": None if row.score is None else float(row.score), "data": row_to_json(row)}
-        with self.writing():
-            insert(self.connection, "rows", values)
+        score = None if row.score is None else float(row.score)
+        values: dict[str, Any] = {"wall_s": float(row.wall_s), "reward_mean": float(row.reward_mean)}
+        values |= {"score": score, "data": journal.row_to_json(row)}
+        for name in ("step", "version", "generated_tokens", "trained_tokens", "backlog_tokens", "lag_max"):
+            values[name] = int(getattr(row, name))
+        with self.writing() as connection:
+            journal.insert(connection, "rows", values)
         self.step = int(row.step) + 1
 
     def redone(self, num_tokens: int) -> None:
@@ -216,7 +213,7 @@ class Ledger:
 
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
         with self.writing():
-            write_partials(self.connection, partials)
+            journal.write_partials(self.connection, partials)
 
     def judged(self, key: bytes, score: Score) -> None:
         self._verdicts[key] = score
@@ -260,10 +257,10 @@ class Ledger:
         facts = self.read("SELECT key, value FROM meta")
         return {k.removeprefix("run:"): v for k, v in facts if k.startswith("run:")}
 
-    def restarts(self) -> list[Restart]:
-        names = [field.name for field in fields(Restart)]
+    def restarts(self) -> list[journal.Restart]:
+        names = [field.name for field in fields(journal.Restart)]
         found = self.read(f"SELECT {', '.join(names)} FROM restarts ORDER BY number")
-        return [Restart(**dict(zip(names, values, strict=True))) for values in found]
+        return [journal.Restart(**dict(zip(names, values, strict=True))) for values in found]
 
     def balance(self) -> dict[str, tuple[int, int]]:
         """Tokens and trajectories per account: `generated` is negative, all add up to zero."""
@@ -275,7 +272,7 @@ class Ledger:
 
     def rows(self, *, after_step: int = -1) -> list[Row]:
         found = self.read("SELECT data FROM rows WHERE step > ? ORDER BY step", (after_step,))
-        return [row_from_json(text) for (text,) in found]
+        return [journal.row_from_json(text) for (text,) in found]
 
     # What bookings are made of, here and in recovery.py.
 
@@ -287,9 +284,9 @@ class Ledger:
             return
         with database.transaction(self.connection, self._path):
             query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
-            verdicts = self._verdicts.items()
-            values = [(key, score.reward, json.dumps(dict(score.parts))) for key, score in verdicts]
-            self.connection.executemany(query, values)
+            self.connection.executemany(
+                query, [(key, s.reward, json.dumps(dict(s.parts))) for key, s in self._verdicts.items()]
+            )
             yield self.connection
         self._verdicts.clear()
 
@@ -305,8 +302,8 @@ class Ledger:
         if trajectory is None or of is None or of[1] == 1:
             return False
         query = (
-            "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? AND state = 'dropped' "
-            "AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
+            "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? "
+            "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
         )
         return self.connection.execute(query, (*of, int(trajectory.index))).fetchone() is not None
 
@@ -321,7 +318,8 @@ class Ledger:
 
     def _check_open(self, serial: int, number: int) -> None:
         """Refuse what belongs to an attempt that a restart has replaced."""
-        found = self.connection.execute("SELECT number, state FROM attempts WHERE serial = ?", (serial,)).fetchall()
+        query = "SELECT number, state FROM attempts WHERE serial = ?"
+        found = self.connection.execute(query, (serial,)).fetchall()
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
 

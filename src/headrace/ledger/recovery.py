@@ -31,8 +31,8 @@ class Recovery:
         return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
-        query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered' ORDER BY serial"
-        return [(serial, attempt) for serial, attempt in self._ledger.read(query)]
+        query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered'"
+        return [(serial, n) for serial, n in self._ledger.read(f"{query} ORDER BY serial")]
 
     def trajectories(self, serial: int, attempt: int) -> list[Trajectory]:
         """The trajectories of an attempt that reached the buffer, with their tokens."""
@@ -44,15 +44,17 @@ class Recovery:
 
     def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
         """The steps begun after `step`, each with the serials and attempts of its groups."""
-        found = self._ledger.read("SELECT step, groups FROM steps WHERE step > ? ORDER BY step", (step,))
-        return [(number, [(serial, attempt) for serial, attempt in json.loads(groups)]) for number, groups in found]
+        query = "SELECT step, groups FROM steps WHERE step > ? ORDER BY step"
+        found = self._ledger.read(query, (step,))
+        return [(number, [(serial, n) for serial, n in json.loads(groups)]) for number, groups in found]
 
     def scored_since_row(self) -> list[tuple[float, int, bool]]:
         """Reward, tokens and whether truncated, of what was scored since the last row."""
         found = self._ledger.read(
-            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x ON x.trajectory_id = t.id "
-            "WHERE x.debit = 'in_flight' AND x.step = ? AND t.reward IS NOT NULL AND NOT EXISTS "
-            "(SELECT 1 FROM attempts a WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
+            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x "
+            "ON x.trajectory_id = t.id WHERE x.debit = 'in_flight' AND x.step = ? "
+            "AND t.reward IS NOT NULL AND NOT EXISTS (SELECT 1 FROM attempts a "
+            "WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
             (self._ledger.step,),
         )
         return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
@@ -62,7 +64,8 @@ class Recovery:
     def lose(self, redo: Sequence[Attempt], reason: DropReason) -> Amount:
         """Drop everything in flight, and the attempts `redo` with whatever of them is buffered."""
         ledger, held = self._ledger, self._ledger.totals().in_flight
-        buffered = "SELECT id, num_tokens FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
+        columns, of = "id, num_tokens", "serial = ? AND attempt = ? AND state = 'buffered'"
+        buffered = f"SELECT {columns} FROM trajectories WHERE {of}"
         with ledger.writing() as connection:
             if held != Amount():
                 ledger.transfer("in_flight", f"{DROPPED}{reason}", held.tokens, held.trajectories)

@@ -15,7 +15,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from headrace.ledger.row_json import scalars
+from headrace.ledger.sinks import scalars
 from headrace.row import Row
 
 
@@ -27,7 +27,7 @@ class TensorboardSink:
         self._add(0, [_text("config", json.dumps(config_dict, indent=2, default=str))])
 
     def write(self, row: Row) -> None:
-        self._add(row.step, [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()])
+        self._add(row.step, [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars(row).items()])
 
     def close(self) -> None:
         self._writer.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from headrace.ledger.row_json import scalars
+from headrace.ledger.sinks import scalars
 from headrace.row import Row
 
 

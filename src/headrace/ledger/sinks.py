@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import LedgerSection
-from headrace.ledger.row_json import row_to_json
+from headrace.ledger.journal import row_to_json
 from headrace.roles import Sink
-from headrace.row import Row
+from headrace.row import ROW_METRICS, Row
+from headrace.types import STAGES
 from headrace.user_code import load_optional
 
 
@@ -53,3 +54,13 @@ def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Ma
     if name == "tensorboard":
         return module.TensorboardSink(run_dir, config_dict)  # type: ignore[no-any-return]
     return module.WandbSink(run_dir, config_dict, section.wandb_project)  # type: ignore[no-any-return]
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """Named as `reward/mean`, `stage_s/rollout`, `dropped_tokens/no_signal`; without None."""
+    goodput = row.trained_tokens / row.wall_s if row.wall_s > 0 else 0.0
+    values = {"goodput/trained_tokens_per_s": goodput}
+    values |= {metric.label: getattr(row, name) for name, metric in ROW_METRICS.items()}
+    values |= {f"stage_s/{stage}": getattr(row.stage_s, stage) for stage in STAGES}
+    values |= {f"dropped_tokens/{reason}": tokens for reason, tokens in row.dropped_tokens.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}

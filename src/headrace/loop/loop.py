@@ -23,7 +23,7 @@ from headrace.loop.groups import Again, Groups
 from headrace.loop.rows import RowMaker
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
-from headrace.reward.cache import MAX_VERDICTS
+from headrace.reward.scorer import MAX_VERDICTS
 from headrace.row import Row
 from headrace.types import DropReason, Group, Item, StepStats
 

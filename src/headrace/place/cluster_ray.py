@@ -1,4 +1,4 @@
-"""A Ray cluster as a place for workers: joined where one runs already, else started for the run and stopped with it."""
+"""Workers on a Ray cluster: one that runs already, or one that is started and stopped with the run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from headrace.errors import ConfigError, HeadraceError, WorkerLostError
-from headrace.place.device import DeviceThread
-from headrace.place.memory import STEPS, memory_for
+from headrace.place.device import STEPS, DeviceThread, memory_for
 from headrace.roles import Reply
 
 R = TypeVar("R")
@@ -23,14 +22,14 @@ START_TIMEOUT_S = 300.0  # until a worker's process is up and its model loaded
 
 
 class _Host:
-    """In the worker's process: holds the objects that are served, and their device thread.
+    """The Ray actor of a worker: holds the objects that are served, and their device thread.
 
-    If an object cannot be made, every call is answered with why: of an error in a constructor Ray passes on the text
-    alone.
+    If an object cannot be made, every call raises that error. (Of an error in an actor's
+    constructor, Ray passes on only the text.)
     """
 
     def __init__(self, directory: str, make: Callable[..., Any], *args: Any) -> None:
-        if os.path.isdir(directory):  # what settings name, they name from there
+        if os.path.isdir(directory):  # paths in settings are relative to it
             os.chdir(directory)
         self._device = DeviceThread()
         self._served: list[Any] = []
@@ -73,16 +72,12 @@ class RayReply:
         self.ref, self.worker = ref, worker
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
         try:
-            return await self.ref
+            return (yield from self.ref.__await__())
         except RayError as error:
             raise _in_our_words(error, self.worker) from None
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for it in this thread."""
         try:
             return ray.get(self.ref, timeout=timeout_s)
         except GetTimeoutError:
@@ -99,28 +94,24 @@ class RayWorker:
         self._handle, self._place, self._made = handle, place, made
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
-        """Call the object's method of that name."""
         return RayReply(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
 
     def beside(self, make: Callable[..., Any], *args: Any) -> RayWorker:
-        """Another object in the same process."""
         made = RayReply(self._handle.serve_beside.remote(make, *args), self.name)
         return RayWorker(self.name, self._handle, self._place + 1, made)
 
     async def ready(self) -> None:
-        """Wait until its object is made, and learn where it is."""
+        """Also learns the node and the process id."""
         if self._made is not None:
             await self._made
         self.node, self.pid = await RayReply(self._handle.whereabouts.remote(), self.name)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """The same, in a thread."""
         if self._made is not None:
             self._made.result(timeout_s)
         self.node, self.pid = RayReply(self._handle.whereabouts.remote(), self.name).result(timeout_s)
 
     def kill(self) -> None:
-        """End the process at once."""
         ray.kill(self._handle, no_restart=True)
 
 
@@ -130,26 +121,29 @@ class RayCluster:
     def __init__(self, address: str = "") -> None:
         address = address or os.environ.get("RAY_ADDRESS", "")
         self._own = not ray.is_initialized()
-        self.device = DeviceThread()  # in which the run waits for workers
+        self.device = DeviceThread()  # here the run waits for workers
         self._workers: list[RayWorker] = []
         if self._own:
-            _quiet()
+            # messages that are not for the user of a training run
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            search = os.pathsep.join(path for path in sys.path if path)
             try:
                 ray.init(
                     address=address or "local",
                     include_dashboard=None if address else False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}},
+                    runtime_env={"env_vars": {"PYTHONPATH": search}},
                 )
             except (ConnectionError, RuntimeError, ValueError) as error:
-                where = f"place.address = '{address}' cannot be reached" if address else "Ray cannot be started"
-                raise ConfigError(f"{where}: {error}") from error
+                what = f"place.address = '{address}' cannot be reached"
+                raise ConfigError(f"{what if address else 'Ray cannot be started'}: {error}") from error
         self.num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, gpus: float = 0.0) -> RayWorker:
-        """A process that serves `make(device, *args)`, on the node with the most room."""
         host = ray.remote(_Host).options(
             num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
         )
@@ -158,7 +152,6 @@ class RayCluster:
         return worker
 
     def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
-        """All results; as soon as one fails its error is raised, without waiting for the others."""
         by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayReply)}
         left = list(by_ref)
         while left:
@@ -170,7 +163,6 @@ class RayCluster:
         return [answer.result(0) for answer in answers]
 
     def close(self) -> None:
-        """End all workers, and the cluster if it is this run's own."""
         for worker in self._workers:
             worker.kill()
         if self._own:
@@ -178,20 +170,11 @@ class RayCluster:
 
 
 def _in_our_words(error: RayError, worker: str) -> BaseException:
-    """What the worker raised; where it could raise nothing any more, that it is lost."""
+    """The error that the worker raised, or a WorkerLostError if it died."""
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, HeadraceError):
-            return cause
-        return RuntimeError(f"{worker} failed:\n{error}")
+        known = isinstance(error.cause, HeadraceError)
+        return error.cause if known else RuntimeError(f"{worker} failed:\n{error}")
+    why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if isinstance(error, ActorDiedError):
-        return WorkerLostError(f"{worker} is lost: its process or its node died")
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return WorkerLostError(f"{worker} is lost: {first_line.rstrip('.')}")
-
-
-def _quiet() -> None:
-    """Ray says much that is not for the user of a training run."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)
+        why = "its process or its node died"
+    return WorkerLostError(f"{worker} is lost: {why}")

@@ -1,27 +1,33 @@
 """The device thread: engine steps and learner passes take turns on one accelerator (or one CPU).
 
-They share it anyway. Taking turns keeps two thread pools from fighting over the same cores, makes "between two decode
-steps" a place in a queue, and costs nothing, since neither would finish earlier beside the other.
+Side by side they would share it, and neither would finish earlier. Taking turns keeps two thread
+pools from competing for the same cores, and makes "between two decode steps" a place in a queue.
 
-On a CPU all heavy work belongs here, loading included: each thread that computes gets OpenMP threads of its own, and
-as soon as there are more of them than cores, OpenMP puts them to sleep after every operation.
+On a CPU all heavy work belongs here, loading included: each thread that computes gets OpenMP
+threads of its own, and with more of them than cores, OpenMP lets them sleep after every operation.
+
+Does not import torch: processes that host reward functions do without it, and start in a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from headrace.errors import ConfigError
 
 Result = TypeVar("Result")
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class DeviceThread:
-    """First come, first served. Not an executor of the library's: the interpreter would not end before its threads."""
+    """Runs work in the order it is queued. A daemon thread: Python waits for those of an executor."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
@@ -30,15 +36,13 @@ class DeviceThread:
         self._thread.start()
 
     async def run(self, work: Callable[..., Result], *args: Any) -> Result:
-        """The result of `work(*args)`, run in the device thread."""
         return await asyncio.wrap_future(self.submit(work, *args))
 
     def call(self, work: Callable[..., Result], *args: Any) -> Result:
-        """The same, for a caller that can block."""
         return self.submit(work, *args).result()
 
     def submit(self, work: Callable[..., Result], *args: Any, **named: Any) -> Future[Result]:
-        """Queue work. In the device thread itself it is done at once: it is that thread's turn already."""
+        """Queue work. Called in the device thread itself, it is done at once."""
         future: Future[Result] = Future()
         if threading.current_thread() is self._thread:
             _do(future, work, args, named)
@@ -51,7 +55,6 @@ class DeviceThread:
         self._between = work
 
     def close(self, *, wait: bool = True) -> None:
-        """Wait for the work under way, unless it hangs."""
         self._queue.put(None)
         if wait:
             self._thread.join()
@@ -59,8 +62,17 @@ class DeviceThread:
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             _do(*item)
-            del item  # while waiting for more, hold on to nothing
+            del item  # keep no tensors alive while waiting
             self._between()
+
+
+async def run_beside(work: Callable[..., Result], *args: Any) -> Result:
+    """The result of `work(*args)`, in a thread of its own beside the device thread."""
+    thread = DeviceThread()
+    try:
+        return await thread.run(work, *args)
+    finally:
+        thread.close(wait=False)
 
 
 def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -70,3 +82,38 @@ def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], na
         future.set_result(work(*args, **named))
     except BaseException as error:
         future.set_exception(error)
+
+
+# ---- errors about the device's memory: what needed it, how much is free, which settings need less
+
+GIB = 2**30
+
+MODEL = "Take a smaller model (model.path), or model.dtype=bfloat16"
+CACHE = "Lower rollout.kv_tokens or rollout.max_running, or take a smaller model"
+LEARNER = "Set learner.kl_coef=0 if there is a reference, lower rollout.kv_tokens, or take a smaller model"
+STEPS = "Lower learner.micro_batch_tokens or rollout.kv_tokens, or set learner.checkpoint_activations=true"
+
+
+@contextmanager
+def memory_for(what: str, advice: str, *, wanted_bytes: int = 0) -> Iterator[None]:
+    """Turn an allocation that fails inside into an error with the numbers and the `advice`."""
+    try:
+        yield
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        wanted = f" ({wanted_bytes / GIB:.1f} GiB in all)" if wanted_bytes else ""
+        # what torch says that it tried, without its advice on fragmentation
+        said = str(error).removeprefix("CUDA out of memory. ").strip().split(". ")[0].rstrip(".")
+        tried = said or type(error).__name__
+        raise ConfigError(f"out of memory for {what}{wanted}: {room()}{tried}. {advice}") from error
+
+
+def room() -> str:
+    """How much of the GPU's memory is free; empty without a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free. "

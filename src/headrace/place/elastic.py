@@ -1,7 +1,7 @@
-"""Rollout workers that come and go while a run goes on: as many as the run's directory asks for.
+"""The number of rollout workers changes while a run goes on, to what the run's directory asks for.
 
-A new worker takes part once it holds the published version; one that is not wanted any more finishes its answers first.
-Both happen between two publications.
+A new worker joins once it holds the published version. A worker that is not wanted any more
+finishes its answers first. Both happen between two publications.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headrace.loop.publishing import WeightPublisher
 from headrace.roles import Sampler, Worker
 from headrace.rollout.pool import RolloutPool
 
-LOOK_S = 1.0  # between two looks at how many workers are wanted
-MOST_FAILURES = 3  # of new workers in a row: another would fail as well
+LOOK_S = 1.0  # between two reads of the wanted number
+MOST_FAILURES = 3  # of new workers in a row
 
 
 class Elastic:
-    """Keeps `pool` at the wanted number of workers, which begins with `num_workers`."""
+    """Keeps `pool` at the wanted number of workers, which is `num_workers` until another is asked for."""
 
     def __init__(
         self,
@@ -44,29 +44,24 @@ class Elastic:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, *, watch: bool) -> None:
-        """Begin, on the event loop of the run; to `watch` is for workers that can come and go."""
+        """Call it on the run's event loop. With `watch`, follow the wanted number."""
         self._events = asyncio.get_running_loop()
         if watch:
             self._fit()
             self._in_background(self._watch())
 
     def close(self) -> None:
-        """Stop watching."""
         for task in self._tasks:
             task.cancel()
 
     def lost_one(self) -> None:
-        """A worker is gone: replace it."""
+        """Replace a worker that the pool has lost."""
         self._failures = 0
         self._fit()
 
     def give_up(self, worker: Worker[Sampler], why: str) -> None:
-        """From the device thread: a worker did not take part in a publication."""
-
-        async def lose(worker: Worker[Sampler]) -> None:
-            self._pool.lose(worker, why)
-
-        self._in_loop(lose, worker)
+        """A worker failed to take a version. Called in the device thread."""
+        self._in_loop(lambda worker: self._pool.lose(worker, why), worker)
 
     async def _watch(self) -> None:
         while True:
@@ -78,7 +73,7 @@ class Elastic:
             await asyncio.sleep(LOOK_S)
 
     def _fit(self) -> None:
-        """Start or dismiss workers until there are as many as wanted."""
+        """Start or dismiss workers until the wanted number is reached."""
         staying = self._pool.staying
         for _ in range(self.wanted - len(staying) - len(self._joining)):
             task = self._in_background(self._add())
@@ -88,30 +83,32 @@ class Elastic:
             self._in_background(self._dismiss(worker, self._pool.retire(worker)))
 
     async def _dismiss(self, worker: Worker[Sampler], done: asyncio.Event) -> None:
-        """Let a worker finish what it owes, then end it."""
+        """End a worker when its answers are finished (`done`)."""
         await done.wait()
-        await asyncio.to_thread(self._publisher().remove_receiver, worker, partial(self._in_loop, self._leave))
+        leave = partial(self._in_loop, self._leave)
+        await asyncio.to_thread(self._publisher().remove_receiver, worker, leave)
 
-    async def _leave(self, worker: Worker[Sampler]) -> None:
+    def _leave(self, worker: Worker[Sampler]) -> None:
         if worker in self._pool.workers:
             self._pool.dismiss(worker)
             self._on_note(f"{worker.name} has finished its answers and is gone")
             self._fit()
 
     async def _add(self) -> None:
-        """A new worker: it takes part once it holds the published version."""
+        """Start a new worker. It joins the pool once it holds the published version."""
         task = asyncio.current_task()
         assert task is not None
+        join = partial(self._in_loop, self._pool.join)
         while self._failures < MOST_FAILURES:
             worker = self._spawn()
             try:
                 await worker.ready()
-                await asyncio.to_thread(self._publisher().add_receiver, worker, partial(self._in_loop, self._join))
-            except LearnerLostError as error:  # nobody else may ask it for long: without answers, no step begins
+                await asyncio.to_thread(self._publisher().add_receiver, worker, join)
+            except LearnerLostError as error:  # the loop may not notice: without answers, no step begins
                 worker.kill()
                 self._pool.fail(error)
                 return
-            except Exception as error:  # whatever it is, the others go on
+            except Exception as error:  # of any kind: the other workers go on
                 self._failures += 1
                 self._on_note(f"{worker.name} could not join: {error}")
                 worker.kill()
@@ -122,10 +119,8 @@ class Elastic:
             self._fit()  # fewer may be wanted by now
             return
         if not self._pool.staying:
-            self._pool.fail(WorkerLostError(f"no rollout worker is left, and {MOST_FAILURES} new ones could not join"))
-
-    async def _join(self, worker: Worker[Sampler]) -> None:
-        self._pool.join(worker)
+            told = f"no rollout worker is left, and {MOST_FAILURES} new ones could not join"
+            self._pool.fail(WorkerLostError(told))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -133,7 +128,11 @@ class Elastic:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _in_loop(self, act: Callable[[Worker[Sampler]], Coroutine[Any, Any, None]], worker: Worker[Sampler]) -> None:
-        """From a thread: act on the event loop and wait."""
+    def _in_loop(self, act: Callable[[Worker[Sampler]], object], worker: Worker[Sampler]) -> None:
+        """Call `act(worker)` on the event loop and wait for it. Called in a thread."""
+
+        async def call() -> None:
+            act(worker)
+
         assert self._events is not None
-        asyncio.run_coroutine_threadsafe(act(worker), self._events).result()
+        asyncio.run_coroutine_threadsafe(call(), self._events).result()

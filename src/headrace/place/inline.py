@@ -1,7 +1,7 @@
-"""A cluster whose workers are objects of this process. They share one device thread with whoever asks them.
+"""A cluster whose workers are objects of this process. They share its device thread with the loop.
 
-A call from the device thread is a plain function call, so the loop's update (optimizer step, new version, check) runs
-between two decode steps without a queue in between.
+A call from the device thread is a plain function call, so the loop's update (optimizer step, new
+version, check) runs between two decode steps without a queue in between.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class InlineReply(Generic[R]):
         return (asyncio.wrap_future(future) if isinstance(future, Future) else future).__await__()
 
     def result(self, timeout_s: float | None = None) -> R:
-        """Wait for it in this thread."""
         if not isinstance(self._future, Future):
             return self._future.result()
         try:
             return self._future.result(timeout_s)
         except TimeoutError:
-            if self._future.done():  # its own
+            if self._future.done():  # the call itself raised it
                 raise
             raise WorkerLostError(f"{self._worker} did not answer within {timeout_s:g} s") from None
 
@@ -56,51 +55,47 @@ class InlineWorker(Generic[Served]):
         self._cluster = cluster
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> InlineReply[Any]:
-        """Call the object's method of that name where its kind runs."""
         bound = getattr(self.served, method.__name__)
         if inspect.iscoroutinefunction(bound):
             return InlineReply(self._cluster.schedule(bound(*args, **named)), self.name)
         return InlineReply(self._cluster.device.submit(bound, *args, **named), self.name)
 
     def beside(self, make: Callable[..., Port], *args: Any) -> Worker[Port]:
-        """A worker that shares what this one holds."""
         return self._cluster.serve(self.name, make(self._cluster.device, *args, self.served))
 
     async def ready(self) -> None:
-        """It is."""
+        """A worker is ready when it is made."""
 
     def wait_ready(self) -> None:
-        """It is."""
+        """A worker is ready when it is made."""
 
     def kill(self) -> None:
-        """Nothing of its own to end: its work ends with the cluster's."""
+        """Nothing to do: it ends with the cluster."""
 
 
 class InlineCluster:
     """All workers of one run, in this process."""
 
     num_nodes = 1
-    num_gpus = 0  # workers take the device that the settings name
+    num_gpus = 0  # none to share out: workers use `model.device`
 
     def __init__(self) -> None:
         self.device = DeviceThread()
         self._events: asyncio.AbstractEventLoop | None = None
-        with suppress(RuntimeError):  # there may be none yet
+        with suppress(RuntimeError):  # no event loop runs yet
             self._events = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._served: list[Any] = []
 
     def spawn(self, name: str, make: Callable[..., Port], *args: Any, gpus: float = 0.0) -> InlineWorker[Port]:
-        """A worker that serves `make(device, *args)`."""
         return self.serve(name, make(self.device, *args))
 
     def serve(self, name: str, served: Port) -> InlineWorker[Port]:
-        """A worker around an object that is there already."""
         self._served.append(served)
         return InlineWorker(name, self, served)
 
     def schedule(self, work: Coroutine[Any, Any, R]) -> Future[R] | asyncio.Task[R]:
-        """Start a coroutine on the event loop of the run, from there or from another thread."""
+        """Start a coroutine on the run's event loop; called there or in another thread."""
         try:
             self._events = asyncio.get_running_loop()
         except RuntimeError:
@@ -112,11 +107,10 @@ class InlineCluster:
         return task
 
     def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
-        """All results."""
         return [answer.result(timeout_s) for answer in answers]
 
     def close(self) -> None:
-        """Stop what the workers do on the event loop; the device thread is closed by whoever waits in it."""
+        """Stop the workers' coroutines. `Place` closes the device thread."""
         for task in self._tasks:
             task.cancel()
         for served in self._served:

@@ -1,8 +1,9 @@
-"""Where the stages of a run are: workers of a cluster behind their ports, the loop and the books in this process.
+"""Where the stages of a run are: samplers and trainers in workers, the loop and the books here.
 
-In one process (`place.cluster = 'local'`) there is one worker, with engine and learner on one copy of the weights. On
-Ray this process holds no weights. A rollout worker that is lost is replaced (`elastic.py`); if a rank of the learner is
-lost, the run continues from its last checkpoint with new ones.
+With `place.cluster = 'local'` there is one worker, in this process, with engine and learner on one
+copy of the weights. On Ray this process holds no weights. A rollout worker that is lost is replaced
+(`elastic.py`). If a rank of the learner is lost, the run continues from its last checkpoint with
+new ones.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.buffer.buffer import Buffer
-from headrace.buffer.filters import Sieve
-from headrace.buffer.lag import LagPolicy
-from headrace.config import Config
+from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
+from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
-from headrace.ledger.files import REFERENCE
+from headrace.ledger.files import REFERENCE, START
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
 from headrace.loop.canary import Canary
@@ -30,11 +29,11 @@ from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
 from headrace.loop.publishing import WeightPublisher
 from headrace.loop.stages import Stages
-from headrace.place.build import model_of, room_for_prompts
 from headrace.place.elastic import Elastic
 from headrace.place.learner_rank import LearnerRank, RankSpec
 from headrace.place.reward_hosts import RewardHost, RewardHosts
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
+from headrace.policy.demo import build_demo
 from headrace.policy.policy import load_tokenizer
 from headrace.prompts.stream import PromptStream
 from headrace.reward.scorer import Scorer
@@ -50,10 +49,10 @@ Ends = tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]
 
 
 class Place:
-    """Builds the stages from settings and puts them where the cluster has room.
+    """Builds the stages from settings and puts them into workers of `cluster`.
 
-    `ends` are the two ends of the transport for weights; None where one worker has engine and learner on one copy.
-    `make_sampler(device, spec, rank)` and `judges(setup)` make what samples and what judges.
+    `ends` make the two ends of the transport for weights; None if engine and learner share one
+    copy. `make_sampler(device, spec, rank)` and `judges(setup)` make the `Sampler` and the `Judge`.
     """
 
     def __init__(
@@ -69,18 +68,17 @@ class Place:
         judges: Callable[[Setup], Judge] | None = None,
     ) -> None:
         self.config, self.run_dir = config, run_dir
-        self._make_sampler = make_sampler
         self.cluster, self.device = cluster, cluster.device
-        self._on_note = on_note
+        self._make_sampler, self._on_note = make_sampler, on_note
         self._colocated = ends is None or config.place.layout == "colocated"
         self._gpus = _gpus_of_a_worker(config, cluster)
         self._sending = ends[0] if ends else None
         self._receiving = ends[1] if ends else None
-        model = model_of(config, run_dir)
-        self._model = model.model_copy(update={"path": str(Path(model.path).absolute())})
-        self.ranks = Ranks(cluster, self._spawn_ranks(), config.learner)
+        self._model = _model_of(config, run_dir)
+        ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
+        self.ranks = Ranks(cluster, ranks, config.learner)
         self.facts = self.device.call(self.ranks.facts)
-        room_tokens = room_for_prompts(config, self.facts.max_context)
+        room_tokens = _room_for_prompts(config, self.facts.max_context)
         tokenizer = load_tokenizer(self._model)
         self.prompts = PromptStream(config.prompts, tokenizer, config.run.seed, room_tokens=room_tokens)
         self._sieve = Sieve(config.buffer)
@@ -93,39 +91,32 @@ class Place:
         )
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
-        self.buffer: Buffer | None = None
+        self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
         self.pool = RolloutPool(
             exact=config.model.exact,
             now=self.clock.now,
             on_span=self.clock.add,
-            on_sampled=self._on_sampled,
-            on_begun=self._on_begun,
-            on_redone=self._on_redone,
+            on_sampled=lambda num_tokens: self._books.sampled(num_tokens),
+            on_begun=lambda serial, version: self._buffer.begin(serial, version),
+            on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
         )
-        self.elastic = Elastic(
-            run_dir,
-            config.rollout.workers,
-            self.pool,
-            on_note,
-            spawn=self._spawn_rollout,
-            publisher=lambda: self.publisher,
-        )
-        give_up, workers = self.elastic.give_up, lambda: self.pool.workers
-        self.publisher = WeightPublisher(self.ranks, config.publish, self.clock, workers=workers, give_up=give_up)
+        num_workers, spawn = config.rollout.workers, self._spawn_rollout
+        self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
+        give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
+        self.publisher = WeightPublisher(self.ranks, config.publish, clock, workers=workers, give_up=give_up)
         self._names = itertools.count()
-        # where nothing has to be loaded, before anything takes long: what does not fit is said at once
+        # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
 
     async def start_engines(self) -> None:
-        """Every rollout worker is up and takes part."""
+        """Let every rollout worker join the pool, once they are ready."""
         if not self.pool.workers:
-            engines = self._engines or await self.device.run(self._rollout_workers)
-            for worker in engines:
+            for worker in self._engines or await self.device.run(self._rollout_workers):
                 self.pool.join(worker)
 
     async def loop(self, on_row: Callable[[Row], None] = lambda row: None) -> Loop:
-        """The loop of the run: the ranks have met, every rollout worker has the first weights."""
+        """The loop, once the ranks have met and every rollout worker has the first weights."""
         config = self.config
         await self.device.run(self.ranks.meet)
         checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
@@ -139,31 +130,28 @@ class Place:
         if begins:  # a restart publishes the version that it continues from
             await self.device.run(self.publisher.commit, 0)
         books = Bookkeeper(self.ledger)
-        self.buffer = Buffer(
+        self._buffer = Buffer(
             LagPolicy(
                 max_lag=config.loop.max_lag,
                 groups_per_step=config.loop.groups_per_step,
                 min_share=config.buffer.min_share,
-                eager=config.rollout.on_update == "drain",  # what starts during a step would hold up its update
+                # with "drain", what starts during a step would delay its update
+                eager=config.rollout.on_update == "drain",
             ),
             self._sieve,
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,
             on_drop=books.drop_group,
         )
+        asked = self.prompts.held_out[0].token_ids
         stages = Stages(
             prompts=self.prompts,
             pool=self.pool,
             scorer=self.scorer,
-            buffer=self.buffer,
+            buffer=self._buffer,
             ranks=self.ranks,
             publisher=self.publisher,
-            canary=Canary(
-                self.pool.greedy,
-                self.ranks.next_logprob,
-                self.prompts.held_out[0].token_ids,
-                dtype=self.facts.dtype,
-            ),
+            canary=Canary(self.pool.greedy, self.ranks.next_logprob, asked, dtype=self.facts.dtype),
             books=books,
             ledger=self.ledger,
             clock=self.clock,
@@ -174,9 +162,9 @@ class Place:
         return Loop(config, stages, on_row=on_row, on_note=self._on_note)
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
-        """Supervised steps on worked examples; `on_step(steps done, loss)` hears of progress."""
+        """Supervised steps on worked examples. Calls `on_step(steps done, loss)`."""
         section, rng = self.config.warmstart, np.random.default_rng([self.config.run.seed, 1])
-        at_once = 1 if self._sending is None else WARM_STEPS_AT_ONCE  # a call to another process takes a while
+        at_once = 1 if self._sending is None else WARM_STEPS_AT_ONCE  # calls to a process are slow
         for done in range(0, section.steps, at_once):
             batches = min(at_once, section.steps - done)
             examples = [self.prompts.worked(section.examples, rng) for _ in range(batches)]
@@ -184,15 +172,16 @@ class Place:
             on_step(done + batches, losses[-1])
 
     def progress(self) -> object:
-        """What the stages have done so far; equal answers mean that nothing was done in between.
+        """What the stages have done so far: equal results mean that nothing happened in between.
 
-        Of the engines their tokens count, not their steps: one could step for ever without coming further.
+        Of engines the tokens count, not the steps: an engine could step for ever without progress.
         """
-        moves = {stage: n for stage, n in self.clock.moves().items() if stage not in ("rollout", "evaluate")}
-        return self.pool.counts.computed_tokens, self.scorer.moves, moves, len(self.pool.workers)
+        moves, stepping = self.clock.moves(), ("rollout", "evaluate")
+        others = {stage: n for stage, n in moves.items() if stage not in stepping}
+        return self.pool.counts.computed_tokens, self.scorer.moves, others, len(self.pool.workers)
 
     async def close(self, *, hung: bool = False) -> None:
-        """End the workers, close the books. What hangs is not waited for."""
+        """End the workers and close the ledger. With `hung`, do not wait for the device thread."""
         self.elastic.close()
         self.pool.close()
         await self.scorer.close()
@@ -210,19 +199,10 @@ class Place:
 
     # ---- workers
 
-    def _spawn_ranks(self) -> list[Worker[LearnerRank]]:
-        name = "worker" if self._colocated else "learner"
-        if self._sending is None:
-            name = "local"
-        return [
-            self.cluster.spawn(
-                name if name == "local" else f"{name}-{rank}",
-                LearnerRank,
-                RankSpec(config=self.config, model=self._model, rank=rank, sending=self._sending),
-                gpus=self._gpus,
-            )
-            for rank in range(self.config.learner.ranks)
-        ]
+    def _spawn_rank(self, rank: int) -> Worker[LearnerRank]:
+        name = f"{'worker' if self._colocated else 'learner'}-{rank}"
+        spec = RankSpec(config=self.config, model=self._model, rank=rank, sending=self._sending)
+        return self.cluster.spawn(name if self._sending else "local", LearnerRank, spec, gpus=self._gpus)
 
     def _reward_hosts(self, setup: Setup) -> Judge:
         section, numbers = self.config.reward, itertools.count()
@@ -238,13 +218,13 @@ class Place:
         )
 
     def _rollout_workers(self) -> list[Worker[Sampler]]:
-        """The first ones, made and ready. Called in a thread."""
+        """The first rollout workers, made and ready. Called in a thread."""
         workers: list[Worker[Sampler]]
         if self._colocated:
             ranks = self.ranks.ranks
             workers = [rank.beside(self._make_sampler, self._rollout_spec(rank.name)) for rank in ranks]
         else:
-            # more than the settings say may have to wait for a node: they join when they can
+            # more than `rollout.workers` may have to wait for a node: those join later
             first = min(self.elastic.wanted, self.config.rollout.workers)
             workers = [self._spawn_rollout() for _ in range(first)]
         for worker in workers:
@@ -266,39 +246,51 @@ class Place:
             clock=self.clock if self._receiving is None else None,
         )
 
-    # ---- who hears what
+    # ---- what pool and scorer report
 
-    def _on_sampled(self, num_tokens: int) -> None:
+    @property
+    def _books(self) -> Ledger:
         assert self.ledger is not None
-        self.ledger.sampled(num_tokens)
-
-    def _on_begun(self, serial: int, version: int) -> None:
-        assert self.buffer is not None
-        self.buffer.begin(serial, version)
-
-    def _on_redone(self, num_tokens: int) -> None:
-        assert self.ledger is not None
-        self.ledger.redone(num_tokens)
+        return self.ledger
 
     def _on_verdict(self, key: bytes, score: Score) -> None:
-        if self.ledger is not None:  # an evaluation of a finished run has none
+        if self.ledger is not None:  # the evaluation of a finished run has no ledger
             self.ledger.judged(key, score)
 
     def _on_lost(self, worker: Worker[Sampler], why: str) -> None:
-        if self._colocated:  # a rank went with it
+        if self._colocated:  # a rank was in the same process
             self.pool.fail(self.ranks.gone(why))
             return
         self._on_note(f"{why}. What it was at goes to others")
         self.elastic.lost_one()
 
 
+def _model_of(config: Config, run_dir: Path) -> ModelSection:
+    """The model to load, by its absolute path; the demo's is made first."""
+    path = Path(config.model.path)
+    if config.model.path == "demo":
+        path = run_dir / START
+        if not (path / "config.json").exists():
+            build_demo(path, config.run.seed)
+    return config.model.model_copy(update={"path": str(path.absolute())})
+
+
+def _room_for_prompts(config: Config, max_context: int) -> int:
+    """Tokens of the model's context that are not kept for the answer."""
+    answer = config.rollout.max_new_tokens
+    if answer >= max_context:
+        told = f"rollout.max_new_tokens = {answer} leaves no room for a prompt"
+        raise ConfigError(f"{told}: the model's context is {max_context}")
+    return max_context - answer
+
+
 def uses_gpus(config: Config, cluster: Cluster) -> bool:
-    """Whether the model is to run on GPUs of the cluster."""
-    return config.model.device.startswith("cuda") or (config.model.device == "auto" and cluster.num_gpus > 0)
+    device = config.model.device
+    return device.startswith("cuda") or (device == "auto" and cluster.num_gpus > 0)
 
 
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
-    """One each, where the model is to run on GPUs; refused where there are too few."""
+    """1 if the model runs on GPUs, else 0. Raises if the cluster has too few."""
     if config.place.cluster == "local" or not uses_gpus(config, cluster):
         return 0.0
     workers, ranks = config.rollout.workers, config.learner.ranks
@@ -307,7 +299,7 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     if needed > cluster.num_gpus:
         advice = "lower both" if colocated else "lower one of them, or set place.layout = 'colocated'"
         raise ConfigError(
-            f"rollout.workers = {workers} and learner.ranks = {ranks} need {needed} GPUs, and the cluster has "
-            f"{cluster.num_gpus}: {advice}"
+            f"rollout.workers = {workers} and learner.ranks = {ranks} need {needed} GPUs, and the "
+            f"cluster has {cluster.num_gpus}: {advice}"
         )
     return 1.0

@@ -1,4 +1,4 @@
-"""The place that the settings name."""
+"""The place that the settings name: this process, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def open_place(
     resumed: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> Place:
-    """Build the stages where they belong."""
     cluster: Cluster
     if config.place.cluster == "local":
         cluster, ends = InlineCluster(), None
     else:
-        cluster = load_optional("headrace.place.cluster_ray", "ray", "ray").RayCluster(config.place.address)
+        ray = load_optional("headrace.place.cluster_ray", "ray", "ray")
+        cluster = ray.RayCluster(config.place.address)
         ends = _ends(config, run_dir, "cuda" if uses_gpus(config, cluster) else "cpu")
     try:
         return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note)
@@ -40,14 +40,14 @@ def open_place(
 
 
 def _ends(config: Config, run_dir: Path, device: str) -> Ends:
-    """Both ends of the transport, each to be made where it belongs."""
+    """Constructors of the transport's two ends."""
     match config.publish.transport:
         case "disk":
             path = run_dir / START if config.model.path == "demo" else Path(config.model.path)
             model_dir = None if path.suffix == ".gguf" else path.absolute()
             return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
         case "collective":
-            if config.place.layout == "colocated":  # a GPU takes one part in a chain, and here it has both ends
+            if config.place.layout == "colocated":  # a GPU cannot be two members of one NCCL group
                 device = "cpu"
             return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
         case "object_store":

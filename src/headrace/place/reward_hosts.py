@@ -1,6 +1,6 @@
-"""Reward functions on a cluster: on each of several nodes a host, and in it the pool of processes that one machine has.
+"""Reward functions on a cluster: hosts on several nodes, each with a pool of processes.
 
-A host that is lost is replaced, and what it was judging is judged again by another.
+A host that is lost is replaced. What it was judging is judged again by another.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from headrace.reward.worker import Setup
 from headrace.roles import Worker
 from headrace.types import Completion, Score
 
-MOST_REPLACED = 3  # in a row, without a verdict in between
+MOST_REPLACED = 3  # hosts in a row, without a verdict in between
 
 
 class RewardHost:
-    """In a process of the cluster: `num_workers` processes that judge. They need no device."""
+    """A pool of `num_workers` judging processes, in a worker of the cluster."""
 
     def __init__(self, device: DeviceThread, setup: Setup, num_workers: int, retries: int) -> None:
         self._pool = JudgePool(setup, num_workers=num_workers, retries=retries)
 
     async def begin(self) -> None:
-        """Start the processes."""
         await self._pool.start()
 
     async def judge(self, completion: Completion) -> tuple[Score, int, int]:
-        """The verdict; and how many further tries and new processes there were so far."""
+        """The score, and the pool's `num_retried` and `num_workers_replaced`."""
         score = await self._pool.run(completion)
         return score, self._pool.num_retried, self._pool.num_workers_replaced
 
 
 class RewardHosts:
-    """What the scorer takes for its pool. `spawn(num_workers)` gives a host with so many processes.
+    """A `Judge` that shares out completions among hosts.
 
-    `on_lost(why)` hears of every host that is lost.
+    `spawn(num_workers)` makes a host with that many processes. `on_lost(why)` is called for every
+    host that is lost.
     """
 
     def __init__(
@@ -61,24 +61,22 @@ class RewardHosts:
 
     @property
     def num_retried(self) -> int:
-        """Further tries after a crash or a timeout."""
         return sum(retried for retried, _ in self._counts.values())
 
     @property
     def num_workers_replaced(self) -> int:
-        """Processes and hosts that ended or had to be ended."""
+        """Counts hosts too."""
         return self._replaced + sum(replaced for _, replaced in self._counts.values())
 
     async def start(self) -> None:
-        """Start all hosts; a function that cannot be imported is an error here."""
         self._hosts = [self._spawn(share) for share in self._shares]
         await asyncio.gather(*(host.ask(RewardHost.begin) for host in self._hosts))
 
     async def run(self, completion: Completion) -> Score:
-        """The verdict on one completion, or why there is none."""
-        plain = replace(completion, fields=dict(completion.fields))  # a read-only view does not travel
+        plain = replace(completion, fields=dict(completion.fields))  # a read-only view does not pickle
+        places = range(len(self._hosts))
         while True:
-            place = min(range(len(self._hosts)), key=lambda i: (i in self._replacing, self._load[i] / self._shares[i]))
+            place = min(places, key=lambda i: (i in self._replacing, self._load[i] / self._shares[i]))
             host = self._hosts[place]
             self._load[place] += 1
             try:
@@ -93,14 +91,13 @@ class RewardHosts:
             return score
 
     async def close(self) -> None:
-        """End the hosts; their processes end with them."""
         for task in self._replacing.values():
             task.cancel()
         for host in self._hosts:
             host.kill()
 
     async def _replace(self, place: int, host: Worker[RewardHost], lost: WorkerLostError) -> None:
-        """Put another host in the place of a lost one; whoever comes second waits for the first."""
+        """Start another host in the place of a lost one, or wait until that has been done."""
         if self._hosts[place] is not host:
             return
         if place not in self._replacing:

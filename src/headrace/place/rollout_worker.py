@@ -1,7 +1,7 @@
 """The embedded engine behind the sampler port: one engine, driven by an actor, in a worker.
 
-It samples on while nobody asks. New weights are fetched and verified meanwhile, and taken between two decode steps. In
-one worker with a whole learner (`shared_policy`), both compute with one copy of the weights: a commit moves no bytes.
+It samples between calls too. New weights are fetched and verified while it samples, and applied
+between two decode steps. If it shares the learner's policy, a commit moves no bytes.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from headrace.config import Config, ModelSection
+from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
-from headrace.place.build import load, make_engine
-from headrace.place.device import DeviceThread
-from headrace.place.learner_rank import LearnerRank
-from headrace.place.memory import MODEL, memory_for
+from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
+from headrace.place.learner_rank import LearnerRank, policy_of
+from headrace.policy.policy import Policy
 from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
 from headrace.rollout.actor import RolloutActor
+from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
 from headrace.types import IntArray, News, Order, PublishTimes, Ticket, Trajectory
 
 HEARTBEAT_S = 1.0  # a worker without news says so this often
@@ -30,27 +32,21 @@ HEARTBEAT_S = 1.0  # a worker without news says so this often
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """What a rollout worker is made from. Without a `clock`, it keeps its own, from `epoch_s` on.
-
-    Example:
-        RolloutSpec(config=Config(...), model=ModelSection(path="models/mine"), name="rollout-0", epoch_s=1.8e9,
-            longest_prompt=212, receiving=ObjectStoreReceiver)
-    """
+    """What a rollout worker is made from."""
 
     config: Config
     model: ModelSection
     name: str
-    epoch_s: float  # the time of day at which the run's clock stood at zero
+    epoch_s: float  # `time.time()` at which the run's clock stood at zero
     longest_prompt: int
-    receiving: Callable[[], ReceivingEnd] | None  # None: the engine computes with the learner's own weights
-    clock: StageClock | None = None  # of the run, where worker and run are one process
+    receiving: Callable[[], ReceivingEnd] | None  # None: the engine has the learner's own policy
+    clock: StageClock | None = None  # the run's, in one process with it; None: one of its own
 
 
 class RolloutWorker:
-    """A `Sampler`."""
+    """A `Sampler`. `rank` is the learner's rank in the same process, if there is one."""
 
     def __init__(self, device: DeviceThread, spec: RolloutSpec, rank: LearnerRank | None = None) -> None:
-        config = spec.config
         self._name, self._device = spec.name, device
         self._clock = spec.clock or StageClock(start_s=time.time() - spec.epoch_s)
         self._keeps_spans = spec.clock is None
@@ -59,17 +55,11 @@ class RolloutWorker:
             assert rank is not None
             self.policy = rank.policy
         else:
-            with memory_for("the model", MODEL):
-                self.policy = load(device, config, spec.model)
+            self.policy = policy_of(device, spec.config, spec.model)
             weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
-        self.engine = make_engine(
-            config,
-            self.policy,
-            longest_prompt=spec.longest_prompt,
-            reserved_bytes=rank.still_wanted_bytes if rank else 0,
-            clock=self._clock.now,
-        )
+        reserved_bytes = rank.still_wanted_bytes if rank else 0
+        self.engine = _engine(spec, self.policy, reserved_bytes, self._clock.now)
         self._sampled_tokens = 0
         self._begun: list[tuple[int, int]] = []
         self._finished: list[Trajectory] = []
@@ -79,19 +69,18 @@ class RolloutWorker:
         self.actor = RolloutActor(
             self.engine,
             device,
-            seed=config.run.seed,
+            seed=spec.config.run.seed,
             clock=self._clock.now,
             span=lambda stage: self._clock.span(stage, version=self.engine.version, worker=self._name),
             on_sampled=self._on_sampled,
             on_begun=self._on_begun,
         )
-        self._fetching: DeviceThread | None = None  # one version at a time
+        self._fetching: DeviceThread | None = None  # a thread for weights: one version at a time
         self._running: asyncio.Task[None] | None = None
 
     # ---- generation
 
     async def take(self, orders: Sequence[Order]) -> None:
-        """Sample these, too."""
         if self._running is None:
             self._running = asyncio.create_task(self.actor.run())
         try:
@@ -103,12 +92,9 @@ class RolloutWorker:
             self._news.set()
 
     async def news(self) -> News:
-        """What happened, as soon as something has."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(HEARTBEAT_S):
                 await self._news.wait()
-        except TimeoutError:
-            pass
         if self._failure is not None:
             raise self._failure
         if self._running is not None and self._running.done():
@@ -127,11 +113,9 @@ class RolloutWorker:
         )
 
     async def abort(self, serials: Sequence[int]) -> None:
-        """End what is left of these groups."""
         self.actor.abort(serials)
 
     async def tell_under_way(self) -> None:
-        """The next `news` tells what unfinished answers have sampled, too."""
         self._asked_under_way = True
         self._news.set()
 
@@ -142,15 +126,13 @@ class RolloutWorker:
         return found
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """The most likely next token and its log-prob."""
         return self.engine.greedy(prompt)
 
     def release_cache(self) -> None:
-        """Free the KV cache for whoever shares the device."""
         self.engine.release_cache()
 
     def close(self) -> None:
-        """Sample no more. Called on the event loop."""
+        """Stop sampling. Called on the event loop."""
         if self._running is not None:
             self._running.cancel()
         if self._fetching is not None:
@@ -172,7 +154,6 @@ class RolloutWorker:
     # ---- weights
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        """Fetch a version and verify it; sampling goes on with the old one."""
         assert self._subscriber is not None
         if self._fetching is None:
             self._fetching = DeviceThread()
@@ -180,7 +161,6 @@ class RolloutWorker:
 
     @torch.no_grad()
     def commit(self, version: int) -> PublishTimes:
-        """From the next decode step on, tokens are sampled by `version`."""
         if self._subscriber is None:
             self.engine.weights_changed(version)
             return PublishTimes()
@@ -190,6 +170,35 @@ class RolloutWorker:
         return self._subscriber.times
 
     async def abandon(self, version: int) -> None:
-        """Stay with the old version."""
         assert self._subscriber is not None
         self._subscriber.abandon(version)
+
+
+def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> Engine:
+    """An engine with a KV cache in all free memory but `reserved_bytes`, or as much as it can use."""
+    r = spec.config.rollout
+    kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
+    if not r.kv_tokens:
+        most_tokens = spec.config.prompts.max_tokens + r.max_new_tokens + 64  # of one sequence
+        kv_tokens = min(kv_tokens, r.max_running * most_tokens)
+    needed = spec.longest_prompt + r.max_new_tokens
+    if kv_tokens < needed:
+        free = room() if policy.device.type == "cuda" else ""
+        raise ConfigError(
+            f"{free}With {reserved_bytes / GIB:.1f} GiB kept for training, memory holds a key/value "
+            f"cache of {kv_tokens} tokens, and one sequence may need {needed}: lower "
+            "rollout.max_new_tokens, take a smaller model, or free memory (rollout.kv_tokens sets the size)"
+        )
+    wanted_bytes = kv_tokens * kv_bytes_per_token(policy)
+    with memory_for("the key/value cache", CACHE, wanted_bytes=wanted_bytes):
+        return Engine(
+            policy,
+            max_running=r.max_running,
+            prefill_tokens=r.prefill_tokens,
+            kv_tokens=kv_tokens,
+            on_update=r.on_update,
+            max_wall_s=r.max_wall_s,
+            on_wall=r.on_wall,
+            speculate=r.speculate,
+            clock=clock,
+        )

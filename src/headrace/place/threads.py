@@ -1,8 +1,8 @@
-"""How many CPU threads torch computes with: as many as are measured to be fastest, now.
+"""The number of CPU threads that torch computes with: the one that a short measurement finds fastest.
 
-The threads of one operation wait for each other. Alone on its cores a model is faster with all of them. When another
-process takes a core, every operation waits for the thread that has to share it, and fewer threads are faster. Load
-averages do not tell which case it is; a short measurement does.
+The threads of one operation wait for each other. Alone on its cores a model is faster with all of
+them. When another process takes a core, every operation waits for the thread that has to share it,
+and fewer threads are faster. Load averages do not tell the two cases apart; a measurement does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ThreadChoice:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         most = torch.get_num_threads()
-        self.candidates = sorted({most, *(2**i for i in range(most.bit_length()))} & set(range(1, most + 1)))
+        self.candidates = sorted({most, *(2**i for i in range(most.bit_length()))})
         self._measure, self._now = measure or _seconds_per_call, now
         self._x, self._up = torch.zeros(ROWS, width), torch.zeros(width, 3 * width)
         self._next_s = 0.0

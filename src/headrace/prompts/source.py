@@ -1,18 +1,30 @@
-"""Opens a prompt source: the built-in task, a file, a data set or a reasoning-gym task."""
+"""Prompt sources: the built-in task, a JSON-lines file, a data set or a reasoning-gym task.
+
+A JSON-lines file is checked when it is opened, then read by an index of offsets.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
 import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from array import array
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import cast
+from typing import IO, Any, cast
 
 from headrace.errors import DataError
 from headrace.prompts import arithmetic
-from headrace.prompts.source_jsonl import JsonlSource
 from headrace.roles import PromptSource
 from headrace.user_code import load_optional
 
 REASONING_GYM = "reasoning-gym:"
+MAX_DEPTH = 100  # of lists and objects within each other: what handles a record later is recursive
 
 
 def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt") -> PromptSource:
@@ -20,8 +32,9 @@ def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt
     if spec == "arithmetic":
         return arithmetic.ArithmeticSource(count=count, seed=seed)
     if spec.startswith(REASONING_GYM):
-        room = load_optional("headrace.prompts.source_reasoning_gym", "reasoning_gym", "tasks")
-        return cast(PromptSource, room.ReasoningGymSource(spec.removeprefix(REASONING_GYM), count=count, seed=seed))
+        task, module = spec.removeprefix(REASONING_GYM), "headrace.prompts.source_reasoning_gym"
+        room = load_optional(module, "reasoning_gym", "tasks")
+        return cast(PromptSource, room.ReasoningGymSource(task, count=count, seed=seed))
     path = Path(spec).expanduser()
     if path.name.endswith((".jsonl", ".jsonl.gz")) and os.path.isfile(path):
         source: PromptSource = JsonlSource(path, prompt_field=prompt_field)
@@ -47,3 +60,81 @@ def default_reward(spec: str) -> str:
     if spec == "arithmetic":
         return arithmetic.REWARD
     return "reasoning-gym" if spec.startswith(REASONING_GYM) else "exact"
+
+
+def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
+    """The field with the prompt: `prompt_field`, or `messages` if that is left at its default."""
+    if prompt_field in names:
+        return prompt_field
+    if prompt_field == "prompt" and "messages" in names:
+        return "messages"
+    has = ", ".join(sorted(map(str, names))) or "none"
+    raise DataError(f"{where}: no field '{prompt_field}' (prompts.prompt_field); the record has: {has}")
+
+
+class JsonlSource:
+    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}; blank lines are skipped."""
+
+    def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
+        self._path, self._prompt_field = path, prompt_field
+        # Three integers per record, so that memory stays small however long the prompts are.
+        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
+        with _open(path) as file:
+            start = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._parse(line, number)
+                    self._starts.append(start)
+                    self._sizes.append(len(line))
+                    self._lines.append(number)
+                start += len(line)
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        line = os.pread(self._descriptor, self._sizes[i], self._starts[i])
+        return self._parse(line, self._lines[i])
+
+    def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
+        where = f"{self._path}, line {number}"
+        try:
+            record = json.loads(line)
+            is_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error})") from error
+        except RecursionError:
+            is_deep = True
+        if is_deep:
+            raise DataError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep")
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a JSON object is needed, not {type(record).__name__}")
+        prompt_key(record, self._prompt_field, where)
+        return record
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        level = [x for values in inner for x in values]
+    return bool(level)
+
+
+def _open(path: Path) -> IO[bytes]:
+    """The file; a compressed one as a temporary file, for cheap random access."""
+    try:
+        if path.suffix != ".gz":
+            return path.open("rb")
+        with contextlib.ExitStack() as undo, gzip.open(path, "rb") as packed:
+            plain = undo.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(packed, plain)
+            plain.seek(0)
+            undo.pop_all()
+            return plain
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

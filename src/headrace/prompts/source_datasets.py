@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from headrace.errors import DataError
-from headrace.prompts.render import prompt_key
+from headrace.prompts.source import prompt_key
 
 
 class DatasetsSource:

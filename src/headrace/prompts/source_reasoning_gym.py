@@ -22,12 +22,14 @@ class ReasoningGymSource:
     def __init__(self, task: str, *, count: int, seed: int) -> None:
         if task not in DATASETS:
             near = difflib.get_close_matches(task, DATASETS, n=4, cutoff=0.4) or sorted(DATASETS)[:4]
-            raise DataError(f"reasoning-gym has no task '{task}' (prompts.source); nearest: {', '.join(near)}")
+            told = f"reasoning-gym has no task '{task}' (prompts.source)"
+            raise DataError(f"{told}; nearest: {', '.join(near)}")
         self._task = task
         try:
             self._entries = reasoning_gym.create_dataset(task, size=count, seed=seed)
         except (AssertionError, ValueError) as error:
-            raise DataError(f"reasoning-gym task '{task}' cannot be made with its default settings: {error}") from error
+            told = f"reasoning-gym task '{task}' cannot be made with its default settings"
+            raise DataError(f"{told}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -36,9 +38,5 @@ class ReasoningGymSource:
         if not 0 <= i < len(self):
             raise IndexError(i)
         entry = self._entries[i]
-        return {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "reasoning_gym_task": self._task,
-            "entry": entry,
-        }
+        problem = {"prompt": entry["question"], "answer": entry["answer"]}
+        return {**problem, "reasoning_gym_task": self._task, "entry": entry}

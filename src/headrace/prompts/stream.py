@@ -1,9 +1,12 @@
-"""Prompts to train on in a resumable order, and held-out prompts that are never among them."""
+"""Prompts to train on in a resumable order, and held-out prompts that are never among them.
+
+`Cursor` draws a record, `Renderer` makes it a Prompt: its text or chat becomes token ids, once.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,12 +15,15 @@ import numpy.typing as npt
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.render import Renderer, prompt_key
-from headrace.prompts.source import default_reward, is_generated, open_source
+from headrace.prompts.source import default_reward, is_generated, open_source, prompt_key
 from headrace.types import Prompt
+from headrace.user_code import time_limit
+
+Message = Mapping[str, Any]
 
 EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
 NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
+TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
 
 
@@ -56,7 +62,8 @@ class Cursor:
         """What the draw with this serial is or will be; the cursor stays where it is."""
         epoch, position = divmod(serial, self.num_prompts)
         if self.shuffle and self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
+            rng = np.random.default_rng([self.seed, epoch])
+            self._order = epoch, rng.permutation(self.num_prompts)
         return Drawn(serial, epoch, int(self._order[1][position]) if self.shuffle else position)
 
     def state(self) -> dict[str, Any]:
@@ -67,15 +74,95 @@ class Cursor:
         return cls(**{name: state[name] for name in CURSOR_STATE})
 
 
+class Renderer:
+    """Renders records. `room_tokens` is what the model's context leaves for a prompt."""
+
+    def __init__(self, tokenizer: Any, section: PromptsSection, room_tokens: int = 2**31) -> None:
+        self._tokenizer, self._section, self._room_tokens = tokenizer, section, room_tokens
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._overhead_tokens: int | None = None
+        if section.chat == "always" and not self._has_template:
+            raise DataError("prompts.chat = 'always', but the tokenizer has no chat template; use 'auto' or 'never'")
+
+    def render(self, record: Mapping[str, Any], id: str) -> Prompt:
+        where, most, room = f"prompt '{id}'", self._section.max_tokens, self._room_tokens
+        key = prompt_key(record, self._section.prompt_field, where)
+        content = record[key]
+        if isinstance(content, str):
+            text, token_ids = content, self._text_ids(content, where)
+        else:
+            messages = _checked_messages(content, key, where)
+            text = next(str(m["content"]) for m in reversed(messages) if m["role"] == "user")
+            token_ids = self._chat_ids(messages, where)
+        if not text.strip() or not token_ids:
+            raise DataError(f"{where} is empty (field '{key}')")
+        has = f"{where} has {len(token_ids)} tokens"
+        if len(token_ids) > most:
+            raise DataError(f"{has}, more than prompts.max_tokens = {most}")
+        if len(token_ids) > room:
+            raise DataError(
+                f"{has}, but the model's context has room for {room} beside the answer; "
+                "lower rollout.max_new_tokens, or leave the prompt out"
+            )
+        fields = {name: value for name, value in record.items() if name != key}
+        return Prompt(id=id, text=text, token_ids=np.asarray(token_ids, np.int32), fields=fields)
+
+    def surely_fits(self, record: Mapping[str, Any]) -> bool:
+        """Whether a text is so short that `render` would accept it: known without tokenising it."""
+        content = record.get(self._section.prompt_field)
+        if not isinstance(content, str) or not content.strip():
+            return False
+        if self._overhead_tokens is None:
+            self._overhead_tokens = len(self._text_ids("x", "prompt 'x'"))
+        try:
+            num_bytes = len(content.encode())
+        except UnicodeEncodeError:
+            return False
+        # A token is at least one byte of text; what the template adds is the same for every text.
+        return num_bytes + self._overhead_tokens <= min(self._section.max_tokens, self._room_tokens)
+
+    def _text_ids(self, text: str, where: str) -> list[int]:
+        if self._section.chat == "always" or (self._section.chat == "auto" and self._has_template):
+            return self._chat_ids([{"role": "user", "content": text}], where)
+        if self._section.system:
+            raise DataError("prompts.system is set, but prompts are plain text here: no chat template is applied")
+        try:
+            token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        except (TypeError, UnicodeError) as error:
+            raise DataError(f"{where} is not valid Unicode text: {error}") from error
+        return [int(token) for token in token_ids]
+
+    def _chat_ids(self, messages: Sequence[Message], where: str) -> list[int]:
+        if self._section.chat == "never":
+            raise DataError(f"{where} is a chat, which needs a chat template, but prompts.chat = 'never'")
+        if not self._has_template:
+            raise DataError(f"{where} is a chat, but the tokenizer has no chat template (prompts.chat)")
+        if self._section.system:
+            if messages[0]["role"] == "system":
+                raise DataError(f"{where} begins with a system message of its own, and prompts.system is set")
+            messages = [{"role": "system", "content": self._section.system}, *messages]
+        try:
+            with time_limit(TEMPLATE_S):
+                # return_dict=False: the template's own token ids, with every special token
+                token_ids = self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+                )
+        except Exception as error:  # a template is a program, and fails in its own ways
+            reason = str(error) or type(error).__name__
+            raise DataError(f"{where}: the tokenizer's chat template refuses it: {reason}") from error
+        return [int(token) for token in token_ids]
+
+
 class PromptStream:
     """All prompts of a run. Every record is checked before the first is drawn."""
 
     def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
         self._section = section
         self._renderer = Renderer(tokenizer, section, room_tokens)
-        self._source = open_source(section.source, count=section.count, seed=seed, prompt_field=section.prompt_field)
+        name, field = section.source, section.prompt_field
+        self._source = open_source(name, count=section.count, seed=seed, prompt_field=field)
+        self.default_reward = default_reward(name)
         num_train = self._num_train()
-        self.default_reward = default_reward(section.source)
         self.held_out = self._hold_out(num_train, seed)
         self._train, self._fingerprint = self._check(num_train)
         self._cursor = Cursor(len(self._train), seed, section.shuffle)
@@ -100,9 +187,10 @@ class PromptStream:
             prompt = self._prompt(int(self._train[i]))
             solution = prompt.fields.get("worked")
             if not isinstance(solution, str) or not solution:
+                has = ", ".join(sorted(prompt.fields)) or "nothing but its prompt"
                 raise DataError(
-                    f"warmstart.steps needs records with a text field 'worked'; prompt '{prompt.id}' of "
-                    f"{self._section.source} has: {', '.join(sorted(prompt.fields)) or 'nothing but its prompt'}"
+                    "warmstart.steps needs records with a text field 'worked'; prompt "
+                    f"'{prompt.id}' of {self._section.source} has: {has}"
                 )
             examples.append((prompt, solution))
         return examples
@@ -113,20 +201,20 @@ class PromptStream:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was taken; other prompts or another order are refused."""
-        now = self.state()
-        changed = [name for name in ("num_prompts", "fingerprint", "seed", "shuffle") if state[name] != now[name]]
-        if changed:
+        now, fixed = self.state(), ("num_prompts", "fingerprint", "seed", "shuffle")
+        if changed := [name for name in fixed if state[name] != now[name]]:
             was = ", ".join(f"{name} was {state[name]}, is {now[name]}" for name in changed)
             raise DataError(f"the prompts of {self._section.source} are not those of the checkpoint: {was}")
         self._cursor = Cursor.restore(state)
 
     def _num_train(self) -> int:
         """Records before the held-out ones at the end of the source."""
-        total, held = len(self._source), 0 if self._section.eval_source else self._section.eval_count
+        section, total = self._section, len(self._source)
+        held = 0 if section.eval_source else section.eval_count
         if total <= held:
             raise DataError(
-                f"{self._section.source} has {total} records and prompts.eval_count = {held} of them are held "
-                "out, which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
+                f"{section.source} has {total} records and prompts.eval_count = {held} of them are held out, "
+                "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
             )
         return total - held
 
@@ -143,9 +231,9 @@ class PromptStream:
                 f"prompts.eval_source = '{name}' has {len(source)} records, fewer than prompts.eval_count = {held}"
             )
         # never the id of a training prompt, though both files may number their records alike
-        own = [source[i].get("id") for i in range(held)]
-        ids = [f"eval-{i if id is None else id}" for i, id in enumerate(own)]
-        return [self._renderer.render(source[i], id) for i, id in enumerate(ids)]
+        records = ((i, source[i]) for i in range(held))
+        ids = ((i if record.get("id") is None else record["id"], record) for i, record in records)
+        return [self._renderer.render(record, f"eval-{id}") for id, record in ids]
 
     def _prompt(self, i: int) -> Prompt:
         record = self._source[i]
@@ -165,8 +253,9 @@ class PromptStream:
             id = _id(record, "train", i)
             if not self._renderer.surely_fits(record):
                 self._renderer.render(record, id)
-            if record.get("id") is not None and owner.setdefault(id, f"record {i + 1}") != f"record {i + 1}":
-                raise DataError(f"{section.source}: record {i + 1} has the id '{id}', and so has {owner[id]}")
+            this = f"record {i + 1}"
+            if record.get("id") is not None and owner.setdefault(id, this) != this:
+                raise DataError(f"{section.source}: {this} has the id '{id}', and so has {owner[id]}")
             content = str(record[prompt_key(record, section.prompt_field, f"prompt '{id}'")])
             if content not in held_texts:
                 keep.append(i)
@@ -182,3 +271,18 @@ def _id(record: Mapping[str, Any], split: str, i: int) -> str:
     if not id.isascii() and id != id.encode(errors="replace").decode():
         raise DataError(f"record {i + 1} has the id {id!r}, which is not valid Unicode text")
     return id
+
+
+def _checked_messages(content: Any, key: str, where: str) -> list[Message]:
+    if not isinstance(content, list | tuple):
+        kind = type(content).__name__
+        raise DataError(f"{where}: field '{key}' must be text or a list of messages, not {kind}")
+    for number, message in enumerate(content, 1):
+        known = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(known.get(part), str) for part in ("role", "content")):
+            raise DataError(f"{where}, message {number} of '{key}': needs 'role' and 'content', both text")
+    if content and content[-1]["role"] == "assistant":
+        raise DataError(f"{where} ends with an assistant message: there is nothing to answer")
+    if not any(message["role"] == "user" for message in content):
+        raise DataError(f"{where} has no user message")
+    return list(content)

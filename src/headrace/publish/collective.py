@@ -2,8 +2,8 @@
 
 Sender and receivers form a chain (a pipelined broadcast). Each passes a chunk on while the next one
 arrives, so the sender sends every byte once, however many receivers there are, and the last has it
-only a few chunks later than the first. (In gloo's own broadcast, a tree, the sender sends a copy for
-every doubling of the receivers.)
+only a few chunks later than the first. (In gloo's own broadcast, a tree, the sender sends a copy
+for every doubling of the receivers.)
 
 The members of a chain meet at a rendezvous, which every ticket names. A broken chain is not
 repaired: the sender opens another rendezvous (`expect`) for whoever is still there.
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from headrace.errors import PublishError
 from headrace.network import own_address
-from headrace.publish.payload import Payload, new_bucket, verify
+from headrace.publish.encoding import Payload, new_bucket, verify
 from headrace.types import Ticket
 
 CHUNK_BYTES = 4 << 20
@@ -74,7 +74,8 @@ class _Chain:
         else:
             options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own_address(meeting.host))]
+            here = own_address(meeting.host)
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=here)]
             self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, options)
         self.is_last = self.index == meeting.num_receivers
 
@@ -111,7 +112,7 @@ class CollectiveSender:
         return Ticket(self._staged[version].manifest, self._meeting)
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """Pass every chunk to the first receiver. After a failure the next ticket is for a new chain."""
+        """Pass every chunk to the first receiver. After a failure, the next ticket has a new chain."""
         if ticket.where != self._meeting:
             raise PublishError(f"version {ticket.version}: the ticket is void, since other receivers are expected now")
         if not self._meeting.num_receivers:
@@ -158,7 +159,7 @@ class CollectiveReceiver:
         try:
             chain = self._join(ticket.where, timeout_s)
             chunks = list(_chunks(buckets))
-            coming = deque(chain.receive(chunk, number) for number, chunk in enumerate(chunks[:_WINDOW]))
+            coming = deque(chain.receive(chunk, n) for n, chunk in enumerate(chunks[:_WINDOW]))
             going: deque[Any] = deque()
             for number, chunk in enumerate(chunks):
                 if (ahead := number + _WINDOW) < len(chunks):
@@ -186,7 +187,8 @@ class CollectiveReceiver:
     def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
         if self._chain is None or self._chain.meeting != meeting:
             self._chain = None
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=timeout_s)
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
             self._chain = _Chain(meeting, store, None, self._device, timeout_s)
         return self._chain
 

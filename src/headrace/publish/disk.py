@@ -1,7 +1,8 @@
 """Transport through a shared directory. A full version is a loadable safetensors file.
 
     version-00000008/
-      model.safetensors    full: its tensors' bytes are the buckets', end to end (or adapter.safetensors, changes.bin)
+      model.safetensors    of a full version: the buckets' bytes end to end
+                           (adapter.safetensors of an adapter, changes.bin of a delta)
       config.json ...      the model's other files, if the sender was given their directory
       manifest.json
       complete             written last: without it there is no version
@@ -22,8 +23,7 @@ from pathlib import Path
 import torch
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import EncodingKind
-from headrace.publish.payload import Manifest, Payload, new_bucket, verify
+from headrace.publish.encoding import EncodingKind, Manifest, Payload, new_bucket, verify
 from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
@@ -32,8 +32,9 @@ CONTENT = {
     EncodingKind.ADAPTER: "adapter.safetensors",
     EncodingKind.DELTA: "changes.bin",
 }
-_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-_DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
+_DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
+_DTYPES |= {"float8_e4m3fn": "F8_E4M3"}
 _BESIDE = {".json", ".txt", ".model", ".jinja"}  # configuration and tokenizer
 _POLL_S = 0.02
 
@@ -91,19 +92,20 @@ class DiskReceiver:
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         """Waits up to `timeout_s` for the files: a network file system may show them late."""
+        manifest, version = ticket.manifest, f"version {ticket.version}"
         path, deadline = Path(ticket.where), time.monotonic() + timeout_s
         while not (path / COMPLETE).exists():
             if time.monotonic() > deadline:
-                raise PublishError(f"version {ticket.version} is not complete after {timeout_s:g} s: {path}")
+                raise PublishError(f"{version} is not complete after {timeout_s:g} s: {path}")
             time.sleep(_POLL_S)
         try:
-            if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != ticket.manifest:
+            if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != manifest:
                 raise PublishError(f"{path} contains another version than the ticket says")
-            with (path / CONTENT[EncodingKind(ticket.manifest.encoding)]).open("rb", buffering=0) as file:
-                file.seek(len(_header(ticket.manifest)))
-                payload = Payload(ticket.manifest, tuple(_read(file, size) for size in ticket.manifest.sizes))
+            with (path / CONTENT[EncodingKind(manifest.encoding)]).open("rb", buffering=0) as file:
+                file.seek(len(_header(manifest)))
+                payload = Payload(manifest, tuple(_read(file, size) for size in manifest.sizes))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise PublishError(f"version {ticket.version} cannot be read from {path}: {error}") from error
+            raise PublishError(f"{version} cannot be read from {path}: {error}") from error
         verify(payload)
         return payload
 
@@ -117,9 +119,9 @@ def _header(manifest: Manifest) -> bytes:
         return b""
     entries, start = {}, 0
     for spec in manifest.tensors:
-        offsets = [start, start + spec.num_bytes]
-        entries[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        start += spec.num_bytes
+        dtype, shape, end = _DTYPES[spec.dtype], list(spec.shape), start + spec.num_bytes
+        entries[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

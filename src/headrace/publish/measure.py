@@ -45,9 +45,9 @@ def publish_once(
     return with_receivers(publisher.times, (subscriber.times for subscriber in subscribers))
 
 
-def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def two_versions(num_params: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Float32 weights before and after one step of AdamW, with a LoRA adapter."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     width = 256 if num_params < 5e6 else 1024 if num_params < 2e8 else 2048
     tensors: dict[str, Tensor] = {}
     for layer in range(max(1, num_params // width**2)):
@@ -67,11 +67,8 @@ def two_versions(num_params: int, seed: int = 0) -> tuple[dict[str, Tensor], dic
 
 def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int) -> PublishTimes:
     """Publish `versions` in bfloat16; the times of the last. The first connects the receivers."""
-    dtype = torch.bfloat16
-    chosen = [
-        {name: tensor for name, tensor in version.items() if encoding == EncodingKind.ADAPTER or "lora_" not in name}
-        for version in versions
-    ]
+    dtype, everything = torch.bfloat16, encoding == EncodingKind.ADAPTER
+    chosen = [{name: v[name] for name in v if everything or "lora_" not in name} for v in versions]
     with closing(ends[0]()) as end:
         subscribers = [Subscriber(ends[1](), dict(cast(chosen[0].items(), dtype))) for _ in range(receivers)]
         end.expect([""] * receivers)
@@ -84,13 +81,11 @@ def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends],
 
 
 @contextmanager
-def local_transports(directory: Path | None = None) -> Iterator[dict[str, tuple[Ends, Ends]]]:
+def local_transports() -> Iterator[dict[str, tuple[Ends, Ends]]]:
     """By name, the constructors of both ends of the transports that need no extra library."""
-    with tempfile.TemporaryDirectory(dir=directory) as room:
-        yield {
-            "disk": (lambda: DiskSender(Path(room)), DiskReceiver),
-            "collective": (CollectiveSender, CollectiveReceiver),
-        }
+    with tempfile.TemporaryDirectory() as room:
+        disk = (lambda: DiskSender(Path(room)), DiskReceiver)
+        yield {"disk": disk, "collective": (CollectiveSender, CollectiveReceiver)}
 
 
 def copy_s(num_bytes: int) -> float:
@@ -99,11 +94,10 @@ def copy_s(num_bytes: int) -> float:
     return min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=3))
 
 
-def save_and_load_s(weights: Weights, directory: Path | None = None) -> float:
+def save_and_load_s(weights: Weights) -> float:
     """Seconds for `torch.save` of all weights, `torch.load`, and a copy into place."""
     live = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-
-    with tempfile.TemporaryFile(dir=directory) as file:
+    with tempfile.TemporaryFile() as file:
         started = time.perf_counter()
         torch.save(dict(weights), file)
         file.seek(0)

@@ -19,7 +19,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.errors import PublishError
-from headrace.publish.payload import Manifest, Payload, verify
+from headrace.publish.encoding import Manifest, Payload, verify
 from headrace.types import Ticket
 
 _SOURCE = ""  # key of the copies on the sender's own node

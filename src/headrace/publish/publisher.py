@@ -100,7 +100,6 @@ class Publisher:
             self._end.forget(version)
 
     def abandon(self, version: int) -> None:
-        """Withdraw a staged version; receivers keep the old one."""
         if self._staged is not None and self._staged.version == version:
             self._staged = self._nodes = None  # connect anew: one of the receivers failed
             self._end.forget(version)

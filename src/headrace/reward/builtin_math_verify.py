@@ -14,19 +14,16 @@ def math_equal(text: str, expected: str) -> float:
     """1 if the last expression in `text` equals `expected`, which must be a single expression."""
     if text.strip() == expected.strip():
         return 1.0
-    # math_verify's own time limits turn a timeout into "not equal", which would be a reward of zero, and need signals.
-    # They are off, and its warning about that too: the pool ends a worker that takes too long.
+    # math_verify's own time limits need signals, and turn a timeout into "not equal", a reward of
+    # zero. They are off, and its warning too: the pool ends a worker that takes too long.
     with quiet("math_verify"):
-        gold = _parse_expected(expected)
+        gold: list[object] = []
+        if not any(delimiter in expected for delimiter in DELIMITERS):
+            # without delimiters the parser looks for plain numbers only: '2\sqrt{3}' becomes 2
+            gold = math_verify.parse(f"${expected}$", parsing_timeout=None)
+        gold = gold or math_verify.parse(expected, parsing_timeout=None)
         if not gold:
-            raise RewardError(f"math-verify finds no expression in the expected answer {expected!r}")
+            told = "math-verify finds no expression in the expected answer"
+            raise RewardError(f"{told} {expected!r}")
         found = math_verify.parse(text, parsing_timeout=None)
         return float(math_verify.verify(gold, found, timeout_seconds=None))
-
-
-def _parse_expected(expected: str) -> list[object]:
-    parsed: list[object] = []
-    if not any(delimiter in expected for delimiter in DELIMITERS):
-        # Without delimiters the parser looks for plain numbers only: '2\sqrt{3}' would become 2.
-        parsed = math_verify.parse(f"${expected}$", parsing_timeout=None)
-    return parsed or math_verify.parse(expected, parsing_timeout=None)

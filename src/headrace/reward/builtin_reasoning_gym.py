@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,13 +11,9 @@ import reasoning_gym
 from headrace.errors import RewardError
 
 
-def task_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """What `task` gives for `answer` to its data set entry."""
-    return float(_scoring(task)(answer, dict(entry)))
-
-
 @cache  # each call of get_score_answer_fn builds a whole data set
-def _scoring(task: str) -> Callable[[str, dict[str, Any]], float]:
+def scoring(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """The function that gives the score of an answer to a data set entry of `task`."""
     try:
         scoring: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
     except ValueError as error:

@@ -1,4 +1,7 @@
-"""The setting `reward.function` as a RewardFunction, and what it returns as a Score."""
+"""The setting `reward.function` as a RewardFunction, and what it returns as a Score.
+
+Optional libraries of built-in functions are loaded by the files of their names (`builtin_*.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import difflib
 import hashlib
 import inspect
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import RewardError, UnavailableError
-from headrace.reward.builtin import BUILTIN_NAMES, builtin_function
 from headrace.types import Completion, DropReason, Score
-from headrace.user_code import MAX_DETAIL_CHARS, load_function, names_file, short_traceback
+from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, names_file, short_traceback
 
+Reward = Callable[[Completion], float]
+
+BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
 BATCH_PARAMETER = "completions"
 # Temporary errors of Python, requests, httpx and openai, by name: a function may use any or none.
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
@@ -36,11 +42,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A reward function, ready to be called.
-
-    Example:
-        RewardFunction(name="score", call=<function score>, mode=Mode.SINGLE)
-    """
+    """A reward function, ready to be called."""
 
     name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
@@ -76,7 +78,8 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
         call = load_function(spec, "reward.function", RewardError)
         return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
     if spec in BUILTIN_NAMES:
-        return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern), mode=Mode.SINGLE)
+        call = builtin_function(spec, answer_field, pattern)
+        return RewardFunction(name=spec, call=call, mode=Mode.SINGLE)
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise RewardError(
@@ -102,7 +105,8 @@ def read_verdict(verdict: Any, name: str) -> Score:
         number = _number(value)
         if number is None or not isinstance(key, str):
             inside = f" (part {reprlib.repr(key)})" if isinstance(verdict, Mapping) else ""
-            return failure(f"the reward function returned {_describe(verdict)}{inside}, not a finite number")
+            found = f"{_describe(verdict)}{inside}, not a finite number"
+            return failure(f"the reward function returned {found}")
         parts[key] = number
     reward = sum(parts.values())
     if not parts or not math.isfinite(reward):
@@ -115,12 +119,12 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
     if getattr(verdicts, "ndim", None) == 1 and hasattr(verdicts, "tolist"):
         verdicts = verdicts.tolist()
     if not isinstance(verdicts, list | tuple):
-        problem = f"the batch reward function returned {_describe(verdicts)}, not a list of {num_items} verdicts"
+        found = f"{_describe(verdicts)}, not a list of {num_items} verdicts"
     elif len(verdicts) != num_items:
-        problem = f"the batch reward function returned {len(verdicts)} verdicts for {num_items} completions"
+        found = f"{len(verdicts)} verdicts for {num_items} completions"
     else:
         return [read_verdict(verdict, name) for verdict in verdicts]
-    return [failure(problem)] * num_items
+    return [failure(f"the batch reward function returned {found}")] * num_items
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
@@ -129,7 +133,8 @@ def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
 
 def failure_of(error: BaseException) -> Score:
     """An exception of the function as a failure: unavailable (retried) or error (not retried)."""
-    unavailable = isinstance(error, UnavailableError) or any(c.__name__ in _PASSING for c in type(error).__mro__)
+    names = {c.__name__ for c in type(error).__mro__}
+    unavailable = isinstance(error, UnavailableError) or bool(names & _PASSING)
     reason = DropReason.REWARD_UNAVAILABLE if unavailable else DropReason.REWARD_ERROR
     return failure(short_traceback(error), reason)
 
@@ -166,3 +171,64 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
         return Mode.BATCH
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
     return Mode.ASYNC if is_async else Mode.SINGLE
+
+
+# ---- built-in functions
+
+
+def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
+    match name:
+        case "exact":  # 1 if the text is the expected answer, ignoring white space around it
+            return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
+        case "regex":
+            return regex(answer_field, pattern)
+        case "reasoning-gym":
+            return reasoning_gym_task()
+        case _:  # "math": 1 if the answer is mathematically equal to the expected one
+            equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
+            return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
+
+
+def regex(answer_field: str, pattern: str) -> Reward:
+    """1 if the last match of `pattern` (its first group, if it has one) is the expected answer."""
+    if not pattern:
+        raise RewardError("reward.function = 'regex' needs reward.pattern")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise RewardError(f"reward.pattern = '{pattern}' is not a regular expression: {error}") from error
+
+    def score(completion: Completion) -> float:
+        matches = list(compiled.finditer(completion.text))
+        found = matches[-1].group(1 if compiled.groups else 0) if matches else None
+        return float(found is not None and found.strip() == expected_answer(completion, answer_field))
+
+    return score
+
+
+def reasoning_gym_task() -> Reward:
+    """The score that the prompt's reasoning-gym task gives."""
+    room = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks")
+
+    def score(completion: Completion) -> float:
+        try:
+            task, entry = completion.fields["reasoning_gym_task"], completion.fields["entry"]
+        except KeyError as error:
+            raise RewardError(f"the prompt has no field {error}; is prompts.source 'reasoning-gym:TASK'?") from error
+        return float(room.scoring(str(task))(tagged_answer(completion.text), dict(entry)))
+
+    return score
+
+
+def expected_answer(completion: Completion, answer_field: str) -> str:
+    if answer_field not in completion.fields:
+        there = ", ".join(map(str, completion.fields)) or "none"
+        raise RewardError(f"reward.answer_field = '{answer_field}' is not a field of the prompt; there are: {there}")
+    return str(completion.fields[answer_field]).strip()
+
+
+def tagged_answer(text: str) -> str:
+    """The content of the last <answer>...</answer>, or the whole text if there is none."""
+    before, end_tag, _ = text.rpartition("</answer>")
+    _, start_tag, answer = before.rpartition("<answer>")
+    return (answer if end_tag and start_tag else text).strip()

@@ -19,12 +19,12 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import RewardError
 from headrace.reward.function import Mode, failure
-from headrace.reward.worker import HEADER, Setup, frame, pack_completion, score_from_json
+from headrace.reward.worker import HEADER, Setup, frame, score_from_json
 from headrace.types import Completion, DropReason, Score
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
@@ -236,8 +236,8 @@ class JudgePool:
     async def run(self, completion: Completion) -> Score:
         if self._broken is not None:
             raise self._broken
-        try:
-            blob = pack_completion(completion)
+        try:  # each by itself: a field that cannot be pickled fails only this one
+            blob = pickle.dumps(replace(completion, fields=dict(completion.fields)))
         except Exception as error:  # pickling runs the fields' own code
             return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
         job = Job(blob, asyncio.get_running_loop().create_future())

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError
 from headrace.reward.function import Mode, RewardFunction, failure_of, resolve
-from headrace.types import Completion, DropReason, Score
+from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!I")
 LAST_WORDS_S = 5.0
@@ -34,13 +34,9 @@ _IN_REPLY = ("reward", "parts", "failure", "detail")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The first message to a worker: the function's name, and the settings of built-in functions.
+    """The first message to a worker: the function's name, and the settings of built-in functions."""
 
-    Example:
-        Setup(function="rewards.py:score", answer_field="answer", pattern="", timeout_s=10.0)
-    """
-
-    function: str
+    function: str  # 'exact', or 'rewards.py:score'
     answer_field: str
     pattern: str
     timeout_s: float
@@ -58,18 +54,6 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     (num_bytes,) = HEADER.unpack(header)
     payload = stream.read(num_bytes)
     return payload if len(payload) == num_bytes else None
-
-
-def pack_completion(completion: Completion) -> bytes:
-    """Pickle one completion by itself: a field that cannot be pickled fails only this one."""
-    fields = dict(completion.fields)  # a read-only view does not pickle
-    parts = (completion.prompt, completion.text, fields, completion.num_tokens, str(completion.finish))
-    return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def unpack_completion(blob: bytes) -> Completion:
-    prompt, text, fields, num_tokens, finish = pickle.loads(blob)
-    return Completion(prompt=prompt, text=text, fields=fields, num_tokens=num_tokens, finish=finish)
 
 
 def score_from_json(reply: dict[str, Any]) -> tuple[int, Score]:
@@ -92,16 +76,12 @@ def main(fd: int) -> None:
             sock.sendall(frame(json.dumps({"error": str(error)}).encode()))
             return
         sock.sendall(frame(json.dumps({"mode": function.mode}).encode()))
-        _serve(function, setup, requests, sock)
-
-
-def _serve(function: RewardFunction, setup: Setup, requests: BinaryIO, sock: socket.socket) -> None:
-    with asyncio.Runner() as runner:
-        if function.mode is Mode.ASYNC:
-            runner.run(_judge_concurrently(function, setup.timeout_s, sock))
-            return
-        while (request := read_frame(requests)) is not None:
-            _judge_in_turn(function, pickle.loads(request), runner, sock)
+        with asyncio.Runner() as runner:
+            if function.mode is Mode.ASYNC:
+                runner.run(_judge_concurrently(function, setup.timeout_s, sock))
+                return
+            while (request := read_frame(requests)) is not None:
+                _judge_in_turn(function, pickle.loads(request), runner, sock)
 
 
 def _reply(item: int, score: Score) -> bytes:
@@ -119,7 +99,7 @@ def _judge_in_turn(
     """One call per item, or per batch. No event loop is running, so user code may start one."""
     for items in [list(blobs)] if function.mode is Mode.BATCH else [[item] for item in blobs]:
         try:
-            verdict = function.invoke([unpack_completion(blobs[item]) for item in items])
+            verdict = function.invoke([pickle.loads(blobs[item]) for item in items])
             if inspect.isawaitable(verdict):
                 verdict = runner.run(_wait_for(verdict))
             scores = function.scores(verdict, len(items))
@@ -134,7 +114,7 @@ async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: 
 
     async def judge(item: int, blob: bytes) -> None:
         try:
-            score = await function.judge(unpack_completion(blob), timeout_s)
+            score = await function.judge(pickle.loads(blob), timeout_s)
         except BaseException as error:
             score = failure_of(error)
         replies.write(_reply(item, score))

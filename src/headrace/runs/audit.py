@@ -19,8 +19,8 @@ from typing import Any
 
 from headrace.ledger.database import FILE_NAME, explain
 from headrace.ledger.files import SUMMARY
+from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Books, Ledger
-from headrace.ledger.row_json import row_from_json
 from headrace.ledger.schema import DROPPED, SCHEMA
 from headrace.row import Row
 from headrace.runs.columns import reading
