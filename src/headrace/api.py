@@ -40,8 +40,7 @@ from headrace.ledger.files import (
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.sinks import open_sinks
-from headrace.loop.evaluate import evaluate
-from headrace.loop.groups import sampling_of
+from headrace.loop.groups import evaluate, sampling_of
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning

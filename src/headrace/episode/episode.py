@@ -1,8 +1,8 @@
-"""One episode: a prompt, a sampler and a judge in, a finished trajectory out.
+"""One episode: from a prompt to a finished trajectory with its reward.
 
-The loop, evaluation and the self-check know nothing else of how an answer comes about. Here it is a single turn: the
-policy answers the prompt once, and the answer is scored. Sampled tokens may lie anywhere in the trajectory, in several
-pieces; nothing outside of this room relies on where.
+The loop and evaluation know nothing else of how an answer comes about. Here it is a single turn:
+the policy answers once, and the answer is scored. In a trajectory, sampled tokens may lie anywhere
+and in several pieces; nothing outside this room relies on where.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ async def episode(
     score: Callable[[Completion], Awaitable[Score]],
     now: Callable[[], float],
 ) -> Outcome:
-    """The outcome of one answer to `prompt`.
+    """The outcome of one answer to `prompt`; `sampled` is its generation, queued by the caller.
 
-    `sampled` is a generation that is queued already: all answers of a group are, together, before the engine's next
-    step. What was aborted is not scored; a reward that could not be had is a failure, never a zero.
+    An aborted answer is not scored. A reward that cannot be computed is a failure, never a zero.
     """
     trajectory = await sampled
     if trajectory.finish is FinishReason.ABORT:
@@ -31,4 +30,5 @@ async def episode(
     if found.failure is not None:
         return Outcome(trajectory=trajectory, failure=found.failure, detail=found.detail)
     timing = replace(trajectory.timing, scored_s=now())
-    return Outcome(trajectory=replace(trajectory, reward=found.reward, reward_parts=found.parts, timing=timing))
+    scored = replace(trajectory, reward=found.reward, reward_parts=found.parts, timing=timing)
+    return Outcome(trajectory=scored)

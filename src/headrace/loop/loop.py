@@ -17,10 +17,9 @@ from typing import TypeVar
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
 from headrace.ledger.clock import STALL
+from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
-from headrace.loop.evaluate import evaluate
-from headrace.loop.groups import Again, Groups
-from headrace.loop.rows import RowMaker
+from headrace.loop.groups import Again, Groups, evaluate
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.reward.cache import MAX_VERDICTS
