@@ -1,4 +1,4 @@
-"""How answers come about: groups on their way to the buffer, and held-out answers for evaluation."""
+"""How answers come about: groups on their way to the buffer, and held-out answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Again:
 
 
 class Groups:
-    """The groups in flight: each answer is generated and scored, then the group goes to the buffer."""
+    """The groups in flight: generated, scored, and then put into the buffer."""
 
     def __init__(self, config: Config, stages: Stages, rows: RowMaker, ending: Ending) -> None:
         self._stages, self._rows, self._ending = stages, rows, ending
@@ -66,7 +66,7 @@ class Groups:
         del self._running[serial]
         failed = [(o.trajectory, str(o.failure)) for o in outcomes if o.failure is not None]
         scored = tuple(o.trajectory for o in outcomes if o.failure is None)
-        # when the run ends, a group is dropped as a whole: a resumed run generates it again as a whole
+        # a group that the end of the run cut short is dropped whole: a resumed run repeats it
         cut_short = any(o.failure is DropReason.RUN_ENDED for o in outcomes)
         if cut_short or len(scored) < min(2, len(answers)):
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
@@ -111,10 +111,10 @@ class Groups:
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have sampled so far."""
         found = await self._stages.pool.under_way()
-        return {
-            serial: found.get(serial, {}) | {i: a.result() for i, a in enumerate(answers) if _is_complete(a)}
-            for serial, answers in self._running.items()
-        }
+        for serial, answers in self._running.items():
+            complete = {i: a.result() for i, a in enumerate(answers) if _is_complete(a)}
+            found[serial] = found.get(serial, {}) | complete
+        return {serial: found[serial] for serial in self._running}
 
     async def abort(self, *tasks: asyncio.Task[None]) -> None:
         """End what is in flight. Returns once all of it is booked, or one of `tasks` is done."""

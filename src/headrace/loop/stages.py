@@ -9,9 +9,9 @@ from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
-from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.publishing import WeightPublisher
+from headrace.loop.self_check import Canary
 from headrace.prompts.stream import PromptStream
 from headrace.reward.scorer import Scorer
 from headrace.roles import Device

@@ -25,10 +25,10 @@ from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
-from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
 from headrace.loop.publishing import WeightPublisher
+from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.place.build import model_of, room_for_prompts
 from headrace.place.elastic import Elastic
