@@ -50,7 +50,7 @@ async def self_check(
 def _distance(mismatch: Mismatch) -> str:
     return (
         f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
-        f"{mismatch.mean_abs:.2g} away from the engine's on average"
+        f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
     )
 
 
