@@ -1,12 +1,12 @@
-"""Every socket of the system: what one part asks of another that can be done in several ways or elsewhere.
+"""Every socket (interface) of the system: what can be done in several ways, or elsewhere.
 
-Rollout and learner are asked through *ports*, `Sampler` and `Trainer`. An object behind a port lives in a worker: in
-this process or in another one. One rule says where its methods run:
+Rollout and learner are asked through *ports*, the sockets `Sampler` and `Trainer`. An object behind a
+port lives in a worker, in this process or in another one. One rule says where its methods run:
 
-    def         in the worker's device thread, one after the other, so also between two decode steps
+    def         in the worker's device thread, one at a time, so between two decode steps
     async def   on the worker's event loop, at once, while the device computes
 
-A worker is asked by the port's own function, so that the call is checked and can be followed:
+A worker is asked by the port's own function, so that types are checked and the call can be followed:
 
     worker.ask(Sampler.commit, version)     # await it, or `.result(timeout_s)` in a thread
 """
@@ -57,10 +57,10 @@ class Sampler(Protocol):
     """Samples answers: the embedded engine, another engine, or a script."""
 
     async def take(self, orders: Sequence[Order]) -> None:
-        """Sample these, too. An order that cannot be taken is raised by the next `news`."""
+        """Sample these, too. If an order cannot be taken, the next `news` raises."""
 
     async def news(self) -> News:
-        """What happened since the last call: as soon as something has, or after a second without."""
+        """What happened since the last call; returns when there is something, or after a second."""
 
     async def abort(self, serials: Sequence[int]) -> None:
         """End what is left of these groups; what they have sampled comes as `news`."""
@@ -69,10 +69,10 @@ class Sampler(Protocol):
         """The next `news` tells what unfinished answers have sampled, too."""
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """The most likely next token and its log-prob, through the path of a request; None if the cache is full."""
+        """The likeliest next token and its log-prob, computed as for a request; None if no room."""
 
     def release_cache(self) -> None:
-        """Free the KV cache for whoever shares the device; it is made again for the next decode step."""
+        """Free the KV cache until the next decode step, for a learner on the same device."""
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         """Fetch the weights of a version and verify them; sampling goes on with the old ones."""
@@ -85,7 +85,7 @@ class Sampler(Protocol):
 
 
 class Trainer(Protocol):
-    """One rank of the learner. All ranks are asked the same things in the same order: they compute together."""
+    """One rank of the learner. All ranks compute together: they get the same calls in one order."""
 
     async def alive(self) -> bool:
         """Answers even while the device waits for other ranks."""
@@ -109,10 +109,10 @@ class Trainer(Protocol):
         """The optimizer step."""
 
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
-        """Log-probs of the sampled tokens of this rank's part of a group under the start weights."""
+        """Log-probs of the sampled tokens under the reference, of this rank's part of a group."""
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
-        """How far the learner's log-probs are from the behaviour's, over the parts of all ranks. Trains nothing."""
+        """How far the learner's log-probs are from the behaviour's. Trains nothing."""
 
     def next_logprob(self, prompt: IntArray, token: int) -> float:
         """Log-prob of `token` after `prompt`, as training computes it."""
@@ -130,7 +130,7 @@ class Trainer(Protocol):
         """Write the whole policy; the first rank does, with the parts of all."""
 
     def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
-        """Make a version ready for receivers on these nodes. The first rank has the ticket; None if none is needed."""
+        """Make a version ready for receivers on `nodes`. The first rank returns the ticket, if any."""
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part of a transfer, while receivers fetch."""
@@ -146,7 +146,7 @@ class Trainer(Protocol):
 
 
 class Judge(Protocol):
-    """Scores answers: processes of this machine, hosts on a cluster, or a function in this process."""
+    """Scores answers: in processes of this machine, on hosts of a cluster, or in this process."""
 
     @property
     def num_retried(self) -> int:
@@ -178,7 +178,7 @@ class AttentionPlan(Protocol):
 
 @runtime_checkable
 class ExactPlan(Protocol):
-    """A plan whose attention is batch-invariant: a token's result does not depend on the rest of the batch."""
+    """A plan with batch-invariant attention: a token's result is independent of its batch."""
 
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
@@ -222,7 +222,7 @@ class Reply(Protocol[R_co]):
 
 
 class Worker(Protocol[Port_co]):
-    """An object behind a port. If its process died or does not answer in time, calls raise `WorkerLostError`."""
+    """An object behind a port. If its process is dead or too slow, calls raise `WorkerLostError`."""
 
     name: str
     node: str
@@ -266,7 +266,7 @@ class Cluster(Protocol):
         """The thread in which this process waits for workers; in-process workers compute in it."""
 
     def spawn(self, name: str, make: Callable[..., Port], *args: Any, gpus: float = 0.0) -> Worker[Port]:
-        """A worker that serves `make(device, *args)`. May return early: the first call raises a start-up error."""
+        """A worker that serves `make(device, *args)`. Its first call raises start-up errors."""
 
     def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
         """All results, in a thread; the first failure is raised without waiting for the others."""
@@ -311,9 +311,9 @@ class ReceivingEnd(Protocol):
 
 
 class PromptSource(Protocol):
-    """Raw prompt records: a file, a data set or a generator. Position `i` always gives the same record.
+    """Raw prompt records: a file, a data set or a generator. Index `i` always gives the same record.
 
-    A record has `prompt` (text) or `messages` (a chat), whatever else the reward needs, and may have an `id`.
+    A record has `prompt` (text) or `messages` (a chat), other fields for the reward, perhaps an `id`.
     """
 
     def __len__(self) -> int: ...
