@@ -1,11 +1,4 @@
-"""Headrace from Python: what the commands do, as functions.
-
-Example:
-    import headrace
-    config = headrace.load_config("my.toml", ["loop.steps=20"])
-    summary = headrace.train(config)
-    print(summary["score_before"], "->", summary["score_after"])
-"""
+"""Headrace from Python: what the commands do, as functions (see the example in `__init__.py`)."""
 
 from __future__ import annotations
 
@@ -389,10 +382,9 @@ async def _evaluate(config: Config, run_dir: Path) -> float | None:
 
 
 def _facts(place: Place) -> dict[str, str]:
-    facts = place.facts
-    where = f"{facts.device}, {facts.dtype}"
+    f = place.facts
     return {
-        "policy": f"{facts.name}, {facts.num_weights / 1e6:.1f}M weights, {where}",
+        "policy": f"{f.name}, {f.num_weights / 1e6:.1f}M weights, {f.device}, {f.dtype}",
         "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",
         "reward": place.scorer.function,
     }

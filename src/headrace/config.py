@@ -178,10 +178,7 @@ class LearnerSection(SettingsSection):
     )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting(
-        "grpo",
-        "how rewards become advantages",
-    )
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
     loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting(
         "ppo",
         "policy-gradient objective",

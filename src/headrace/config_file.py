@@ -177,10 +177,7 @@ def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config |
     return config, problems
 
 
-def _build(
-    given: Mapping[str, Given],
-    without: Mapping[str, str],
-) -> tuple[Config | None, list[tuple[Any, str]]]:
+def _build(given: Mapping[str, Given], without: Mapping[str, str]) -> tuple[Config | None, list[tuple[Any, str]]]:
     tree: dict[str, dict[str, Any]] = {}
     for dotted, (value, _) in given.items():
         if dotted not in without:

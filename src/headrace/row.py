@@ -54,11 +54,7 @@ class Row:
     )
     wall_s: float = _total("step/wall_s", "wall_seconds_total", "seconds since the last row", "s")
     num_groups: int = _total("step/num_groups", "trained_groups_total", "groups trained on")
-    num_trajectories: int = _total(
-        "step/num_trajectories",
-        "trained_trajectories_total",
-        "trajectories trained on",
-    )
+    num_trajectories: int = _total("step/num_trajectories", "trained_trajectories_total", "trajectories trained on")
     generated_tokens: int = _total(
         "tokens/generated",
         "generated_tokens_total",

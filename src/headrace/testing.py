@@ -21,7 +21,6 @@ from headrace.place.inline import InlineCluster
 from headrace.place.place import Place
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
-from headrace.roles import Judge, Sampler
 from headrace.types import (
     Completion,
     EngineCounts,
@@ -33,6 +32,7 @@ from headrace.types import (
     PublishTimes,
     Score,
     Span,
+    Ticket,
     Timing,
     Trajectory,
 )
@@ -68,7 +68,7 @@ def tiny_model(directory: Path, seed: int = 0, **shape: int) -> None:
     Policy(model, tokenizer).save(directory)
 
 
-class ScriptedSampler(Sampler):
+class ScriptedSampler:
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
     Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete at
@@ -120,6 +120,9 @@ class ScriptedSampler(Sampler):
             under_way=under_way,
         )
 
+    async def abort(self, serials: Sequence[int]) -> None:
+        """Nothing is ever under way."""
+
     async def tell_under_way(self) -> None:
         self._asked_under_way = True
         self._news.set()
@@ -128,10 +131,19 @@ class ScriptedSampler(Sampler):
         """None: there is no model to ask."""
         return None
 
+    def release_cache(self) -> None:
+        """There is none."""
+
+    async def stage(self, ticket: Ticket, timeout_s: float) -> None:
+        """There are no weights to fetch."""
+
     def commit(self, version: int) -> PublishTimes:
         """Stamp later answers with `version`."""
         self.version = version
         return PublishTimes()
+
+    async def abandon(self, version: int) -> None:
+        """There is nothing staged."""
 
     def _trajectory(self, order: Order, i: int, pieces: Sequence[Piece]) -> Trajectory:
         token_ids, spans = [*order.prompt.token_ids], []
@@ -156,7 +168,7 @@ class ScriptedSampler(Sampler):
         )
 
 
-class ScriptedJudge(Judge):
+class ScriptedJudge:
     """A `Judge` in this process: `script(completion)` gives a reward, or a `Score`."""
 
     num_retried = 0
@@ -166,11 +178,17 @@ class ScriptedJudge(Judge):
         self.judged: list[Completion] = []
         self._script = script
 
+    async def start(self) -> None:
+        """Nothing has to be loaded."""
+
     async def run(self, completion: Completion) -> Score:
         """The script's verdict."""
         self.judged.append(completion)
         found = self._script(completion)
         return found if isinstance(found, Score) else Score(reward=float(found))
+
+    async def close(self) -> None:
+        """Nothing has to be ended."""
 
 
 def scripted_place(

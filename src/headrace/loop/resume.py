@@ -21,8 +21,7 @@ from headrace.ledger.recovery import Recovery
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import Again
 from headrace.loop.loop import Loop
-from headrace.row import Row
-from headrace.types import DropReason, Group, StepStats
+from headrace.types import DropReason, Group
 
 
 async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
@@ -74,18 +73,19 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     ledger, recovery = loop.stages.ledger, Recovery(loop.stages.ledger)
     rows = {row.step: row for row in ledger.rows()}
     loop.rows.restore(recovery.scored_since_row())
-    for row in rows.values():
-        loop.ending.rewarded(row.reward_mean)
+    for known in rows.values():
+        loop.ending.rewarded(known.reward_mean)
     redone = []
     for step, named in recovery.steps_after(loop.version):
         groups = [_group(loop, serial, attempt) for serial, attempt in named]
         stats = await loop.redo(groups)
-        if step not in rows:  # the process died between the update and its booking
+        row = rows.get(step)
+        if row is None:  # the process died between the update and its booking
             loop.on_row(await loop.conclude(step, groups, stats, may_evaluate=False))
-        elif _differ(stats, rows[step]):
+        elif not stats.skipped and (stats.loss, stats.grad_norm) != (row.loss, row.grad_norm):
             on_note(
                 f"step {step} came out differently the second time (gradient norm "
-                f"{stats.grad_norm:.6g}, before {rows[step].grad_norm:.6g}): it was first taken on another "
+                f"{stats.grad_norm:.6g}, before {row.grad_norm:.6g}): it was first taken on another "
                 "machine, or this one does not compute the same twice"
             )
         redone.append(groups)
@@ -127,10 +127,6 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     num_again = len(again)
     loop.stages.buffer.restore(version=loop.version, wave=wave, buffered=buffered, num_again=num_again)
     return again, lost
-
-
-def _differ(stats: StepStats, row: Row) -> bool:
-    return not stats.skipped and (stats.loss, stats.grad_norm) != (row.loss, row.grad_norm)
 
 
 def _group(loop: Loop, serial: int, attempt: int) -> Group:
