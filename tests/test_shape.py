@@ -24,7 +24,6 @@ MAX_LONG_LINES = 0.065
 ROOMS = {
     "(files)": 2_620,
     "buffer": 360,
-    "episode": 40,
     "kernels": 1_165,
     "learner": 1_295,
     "ledger": 1_350,
@@ -173,7 +172,7 @@ def test_workers_are_asked_by_the_functions_of_a_port():
 
 def test_stages_are_not_assigned_into():
     """Who hears what is given at construction; from there on an object changes itself."""
-    wired = [path for path in FILES if path.parent.name in ("loop", "place", "episode") or path.name == "api.py"]
+    wired = [path for path in FILES if path.parent.name in ("loop", "place") or path.name == "api.py"]
     assert len(wired) > 15
     found = []
     for path in wired:

@@ -69,10 +69,7 @@ class Row:
     )
     dropped_tokens: Mapping[str, int]  # by reason
     backlog_tokens: int = _metric(
-        "tokens/backlog",
-        "tokens buffered and in flight, at the end of the step",
-        unit="tokens",
-        over="last",
+        "tokens/backlog", "tokens buffered and in flight after the step", unit="tokens", over="last"
     )
     preemptions: int = _total(
         "engine/preemptions",
@@ -89,10 +86,7 @@ class Row:
     reward_mean: float = _metric("reward/mean", "mean reward of all scored trajectories")
     reward_std: float = _metric("reward/std", "standard deviation of these rewards")
     length_mean: float = _metric(
-        "length/mean",
-        "sampled tokens per scored trajectory",
-        unit="tokens",
-        exported="answer_tokens_mean",
+        "length/mean", "sampled tokens per scored answer", unit="tokens", exported="answer_tokens_mean"
     )
     length_max: int = _metric(
         "length/max",

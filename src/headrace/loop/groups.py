@@ -1,20 +1,56 @@
-"""How answers come about: groups on their way to the buffer, and held-out answers."""
+"""How answers come about: one episode per answer, all answers to a prompt as one group.
+
+An episode leads from a prompt to a finished trajectory with its reward. Here it is a single turn: the
+policy answers once, and the answer is scored. In a trajectory, sampled tokens may lie anywhere and
+in several pieces; nothing after this file relies on where.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.config import Config
-from headrace.episode.episode import episode
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
 from headrace.reward.scorer import Scorer
 from headrace.rollout.pool import RolloutPool
-from headrace.types import Attempt, Completion, DropReason, Group, Outcome, Prompt, Sampling, Score, Trajectory
+from headrace.types import (
+    Attempt,
+    Completion,
+    DropReason,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Sampling,
+    Score,
+    Trajectory,
+)
+
+
+async def episode(
+    prompt: Prompt,
+    sampled: Awaitable[Trajectory],
+    score: Callable[[Completion], Awaitable[Score]],
+    now: Callable[[], float],
+) -> Outcome:
+    """The outcome of one answer to `prompt`; `sampled` is its generation, queued by the caller.
+
+    An aborted answer is not scored. A reward that cannot be computed is a failure, never a zero.
+    """
+    trajectory = await sampled
+    if trajectory.finish is FinishReason.ABORT:
+        return Outcome(trajectory=trajectory, failure=DropReason.STALE)
+    found = await score(Completion.of(prompt, trajectory))
+    if found.failure is not None:
+        return Outcome(trajectory=trajectory, failure=found.failure, detail=found.detail)
+    timing = replace(trajectory.timing, scored_s=now())
+    scored = replace(trajectory, reward=found.reward, reward_parts=found.parts, timing=timing)
+    return Outcome(trajectory=scored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ class WeightPublisher:
     ) -> None:
         self.moved_bytes = 0
         self.version: int | None = None
-        self._ranks, self._section, self._clock = ranks, section, clock
+        self._ranks, self._clock = ranks, clock
+        self._timeout_s, self._limit_s = section.timeout_s, section.timeout_s + GRACE_S
         self._workers, self._give_up = workers, give_up
         self._lock = threading.Lock()
 
@@ -97,10 +98,9 @@ class WeightPublisher:
 
     def _deliver(self, ticket: Ticket, workers: Sequence[Worker[Sampler]]) -> Failed:
         """Send the ticket's version to `workers`; returns those that did not get it, and why."""
-        limit_s = self._section.timeout_s
-        sending = self._ranks.first.ask(Trainer.send, ticket, limit_s)
+        sending = self._ranks.first.ask(Trainer.send, ticket, self._timeout_s)
         failed: Failed = {}
-        self._heard({w: w.ask(Sampler.stage, ticket, limit_s) for w in workers}, failed)
+        self._heard({w: w.ask(Sampler.stage, ticket, self._timeout_s) for w in workers}, failed)
         try:
             sending.result(self._limit_s)
         except PublishError as error:
@@ -119,10 +119,6 @@ class WeightPublisher:
             except (WorkerLostError, PublishError) as error:
                 failed[worker] = error
         return found
-
-    @property
-    def _limit_s(self) -> float:
-        return self._section.timeout_s + GRACE_S
 
     def _book(self, version: int, times: PublishTimes, num_workers: int) -> None:
         self.moved_bytes = times.transfer_bytes * num_workers
