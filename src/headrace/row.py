@@ -109,8 +109,8 @@ class Row:
         "the gradient was not finite, the weights stayed as they were",
     )
     entropy: float = _metric("learner/entropy", "mean of -log p over sampled tokens", unit="nats")
-    kl_reference: float = _metric("learner/kl_reference", "KL from the reference policy", unit="nats")
-    mismatch_mean: float = _metric("mismatch/mean", "mean |log-prob learner - behaviour|", unit="nats")
+    kl_reference: float = _metric("learner/kl_reference", "KL from the reference", unit="nats")
+    mismatch_mean: float = _metric("mismatch/mean", "mean |learner - behaviour| log-prob", unit="nats")
     mismatch_k3: float = _metric("mismatch/k3", "KL(behaviour || learner) per token", unit="nats")
     ratio_mean: float = _metric("mismatch/ratio_mean", "mean importance ratio")
     ratio_p01: float = _metric("mismatch/ratio_p01", "1st percentile of the ratio", over="min")
