@@ -118,10 +118,7 @@ class RowMaker:
         moved_bytes: int,
         score: float | None,
     ) -> Row:
-        """Book the row of a step that ended at `end_s`, and begin the next one now.
-
-        What happened in between (an evaluation) is in neither row.
-        """
+        """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before, counts = self._ledger.totals(), self._books, self._pool.counts
         trajectories = [t for group in taken for t in group.trajectories]
@@ -137,11 +134,7 @@ class RowMaker:
             num_trajectories=len(trajectories),
             generated_tokens=books.generated.tokens - before.generated.tokens,
             trained_tokens=books.trained.tokens - before.trained.tokens,
-            dropped_tokens={
-                reason: more
-                for reason, amount in books.dropped.items()
-                if (more := amount.tokens - before.dropped.get(reason, Amount()).tokens)
-            },
+            dropped_tokens=_dropped_tokens(before, books),
             backlog_tokens=books.backlog_tokens,
             preemptions=counts.preemptions - self._counts.preemptions,
             parks=counts.parks - self._counts.parks,
@@ -172,10 +165,15 @@ class RowMaker:
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._books, self._counts, self._scored = books, counts, []
-        self._start_s = self._clock.now()
+        self._books, self._counts, self._scored, self._start_s = books, counts, [], self._clock.now()
         return row
 
     def flush(self) -> None:
         """Book the spans measured after the last row."""
         self._ledger.spans(self._clock.drain())
+
+
+def _dropped_tokens(before: Books, books: Books) -> dict[str, int]:
+    known = {reason: amount.tokens for reason, amount in before.dropped.items()}
+    more = {reason: a.tokens - known.get(reason, 0) for reason, a in books.dropped.items()}
+    return {reason: tokens for reason, tokens in more.items() if tokens}
