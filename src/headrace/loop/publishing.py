@@ -50,7 +50,7 @@ class WeightPublisher:
         """Publish the learner's weights as `version`; returns once all workers sample with it."""
         with self._lock:
             workers, failed = self._staged_by_all(version), Failed()
-            received = self._heard({w: w.ask(Sampler.commit, version) for w in workers}, failed)
+            received = self._results({w: w.ask(Sampler.commit, version) for w in workers}, failed)
             for worker, why in failed.items():
                 self._give_up(worker, str(why))
             (times,) = self._ranks.gather([self._ranks.first.ask(Trainer.offered, version)])
@@ -100,7 +100,7 @@ class WeightPublisher:
         """Send the ticket's version to `workers`; returns those that did not get it, and why."""
         sending = self._ranks.first.ask(Trainer.send, ticket, self._timeout_s)
         failed: Failed = {}
-        self._heard({w: w.ask(Sampler.stage, ticket, self._timeout_s) for w in workers}, failed)
+        self._results({w: w.ask(Sampler.stage, ticket, self._timeout_s) for w in workers}, failed)
         try:
             sending.result(self._limit_s)
         except PublishError as error:
@@ -110,7 +110,7 @@ class WeightPublisher:
             raise self._ranks.gone(str(lost)) from lost
         return failed
 
-    def _heard(self, replies: dict[Worker[Sampler], Reply[R]], failed: Failed) -> list[R]:
+    def _results(self, replies: dict[Worker[Sampler], Reply[R]], failed: Failed) -> list[R]:
         """The results of `replies`; workers that raise instead go into `failed`."""
         found = []
         for worker, reply in replies.items():

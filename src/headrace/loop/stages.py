@@ -1,4 +1,4 @@
-"""What the loop wires together."""
+"""The objects that the loop calls: one class per stage, and what serves them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.rollout.pool import RolloutPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """In the order a trajectory meets them."""
+    """The stages, in the order in which a trajectory meets them, and what they share."""
 
     prompts: PromptStream
     pool: RolloutPool
