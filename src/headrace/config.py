@@ -142,9 +142,9 @@ class RewardSection(SettingsSection):
         "seconds for one verdict; a slower one is a drop, not a zero",
         most=MOST_S,
     )
-    retries: NonNegativeInt = setting(1, "tries after crash, timeout, lost connection", most=1000)
+    retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
     cache: bool = setting(True, "score the same answer to the same prompt once")
-    overlong_tokens: NonNegativeInt = setting(0, "soft penalty over this many last tokens; 0 is off")
+    overlong_tokens: NonNegativeInt = setting(0, "soft penalty this close to max_new_tokens; 0 is off")
     overlong_penalty: NonNegativeFloat = setting(1.0, "penalty at max_new_tokens", most=MOST)
 
 
@@ -156,7 +156,7 @@ class BufferSection(SettingsSection):
     filters: tuple[str, ...] = setting((), "module:function or file.py:function; group -> keep it?")
     min_share: Annotated[float, Field(gt=0, le=1)] = setting(
         1.0,
-        "train on a step when this share of its groups is left; below, new groups replace dropped ones",
+        "when no group runs, train on at least this share; below, new groups replace dropped ones",
     )
     patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
@@ -200,8 +200,8 @@ class LearnerSection(SettingsSection):
         "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off",
         most=MOST,
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of that divergence")
-    kl_in: Literal["loss", "reward"] = setting("loss", "add it to the loss, or take it from the reward")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL")
+    kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
         0,
         "train adapters (LoRA) of this rank beside every linear layer instead of the weights; 0 is off",
@@ -258,7 +258,7 @@ class RecoverySection(SettingsSection):
 class LedgerSection(SettingsSection):
     """Export of the run's rows."""
 
-    sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows")
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
 
 
@@ -371,9 +371,9 @@ def _of_generation(config: Config) -> Iterator[str]:
     num_trajectories = rollout.samples * loop.groups_per_step * (loop.max_lag + 1)
     if num_trajectories > MOST_TRAJECTORIES:
         yield (
-            f"rollout.samples = {rollout.samples}, loop.groups_per_step = {loop.groups_per_step} and "
-            f"loop.max_lag = {loop.max_lag}: {num_trajectories:,} trajectories would be under way at "
-            f"a time, more than {MOST_TRAJECTORIES:,}; lower one of them"
+            f"rollout.samples = {rollout.samples}, loop.groups_per_step = {loop.groups_per_step} "
+            f"and loop.max_lag = {loop.max_lag}: {num_trajectories:,} trajectories would be under "
+            f"way at a time, more than {MOST_TRAJECTORIES:,}; lower one of them"
         )
     kv_needed = config.prompts.max_tokens + rollout.max_new_tokens
     if 0 < rollout.kv_tokens < kv_needed:
