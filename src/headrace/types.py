@@ -377,7 +377,7 @@ class News:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try at generating a group. A restart makes another try; only the newest counts.
+    """One try at generating a group. A restart (resumed run) makes another; only the newest counts.
 
     Example:
         Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)

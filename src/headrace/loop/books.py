@@ -1,4 +1,7 @@
-"""What the loop writes into the ledger: the fate of each trajectory, and one row per step."""
+"""What the loop writes into the ledger (the run's database).
+
+Of each trajectory whether it was trained on or dropped, and of each step one row of metrics.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 
 
 class Bookkeeper:
-    """Books trajectories as trained on or dropped, with their lag behind the policy's `version`."""
+    """Books trajectories as trained on or dropped, with their lag (staleness) behind `version`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.version = 0

@@ -1,8 +1,8 @@
 """How answers come about: one episode per answer, all answers to a prompt as one group.
 
-An episode leads from a prompt to a finished trajectory with its reward. Here it is a single turn: the
-policy answers once, and the answer is scored. In a trajectory, sampled tokens may lie anywhere and
-in several pieces; nothing after this file relies on where.
+An episode (rollout and reward) leads from a prompt to a finished trajectory. Here it is a single
+turn: the policy answers once, and the answer is scored. In a trajectory, sampled tokens may lie
+anywhere and in several pieces; nothing after this file relies on where.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     produce   draws prompts, generates, scores      waits for: room in the buffer
     learn     trains, publishes, books a row        waits for: groups in the buffer
 
-The buffer decides how far `produce` may run ahead of `learn` (`max_lag`). So synchronous, overlapped
-and fully asynchronous training are this one loop with another `max_lag`. How answers come about is
-in groups.py, how a run ends in ending.py.
+The buffer decides how far `produce` may run ahead of `learn`: at most `max_lag` versions (staleness).
+So synchronous, overlapped and fully asynchronous training are this one loop with another `max_lag`.
+How answers come about is in groups.py, how a run ends in ending.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Loop:
         producing = asyncio.create_task(self.produce())
         self._learning = asyncio.create_task(self.learn())
         sampling = asyncio.create_task(self.stages.pool.run())
-        tasks = (sampling, self._learning, producing)  # in this order: `sampling` fails the others
+        tasks = (sampling, self._learning, producing)  # a failure of `sampling` makes the others fail
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await self._end(sampling, producing)

@@ -92,7 +92,7 @@ def warning(mismatch: Mismatch, dtype: str) -> str:
 
 
 class Canary:
-    """Compares engines and learner on one fixed prompt, after every update.
+    """Compares engines and learner on one fixed prompt, after every update (a health check).
 
     `greedy(prompt)` gives each engine's likeliest next token and its log-prob, except of engines
     whose cache is full. `logprob(prompt, token)` is the learner's. The first comparison sets how
