@@ -29,7 +29,7 @@ ROOMS = {
     "kernels": 1_165,
     "learner": 1_295,
     "ledger": 1_350,
-    "loop": 1_455,
+    "loop": 1_460,
     "place": 1_590,
     "policy": 2_025,
     "prompts": 610,
