@@ -19,17 +19,18 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
 MAX_SETTINGS = 94
 MAX_README_LINES = 150
+MAX_FRONT_DOORS = 9
+MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.065
 # Lines of each room. Core trains; lens (the last four) looks at what core wrote.
 ROOMS = {
-    "(files)": 2_620,
-    "buffer": 345,
-    "episode": 40,
+    "(files)": 2_560,
+    "buffer": 360,
     "kernels": 1_165,
-    "learner": 1_195,
-    "ledger": 1_340,
-    "loop": 1_480,
-    "place": 1_540,
+    "learner": 1_295,
+    "ledger": 1_350,
+    "loop": 1_460,
+    "place": 1_590,
     "policy": 2_025,
     "prompts": 590,
     "publish": 1_185,
@@ -149,6 +150,36 @@ def test_readme_is_short():
     assert lines <= MAX_README_LINES, f"README.md has {lines} lines, over {MAX_README_LINES}"
 
 
+def walked_files(title: str) -> list[str]:
+    """The files in the list under `title` of docs/walk.md."""
+    walk = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+    listed = walk.split(f"**{title}**\n\n")[1].split("\n\n")[0]
+    return re.findall(r"`([a-z_/]+\.py)`", listed)
+
+
+def test_a_trajectory_passes_few_files():
+    doors, files = walked_files("Front doors"), walked_files("All files")
+    missing = [name for name in files if not (SRC / name).is_file()]
+    assert not missing, f"docs/walk.md lists files that do not exist: {missing}"
+    assert len(files) == len(set(files))
+    assert len(doors) == len(set(doors))
+    assert 0 < len(doors) <= MAX_FRONT_DOORS
+    assert set(doors) < set(files)
+    assert len(files) <= MAX_WALKED_FILES
+
+
+def test_front_doors_are_where_the_loop_enters_a_stage():
+    """The doors of docs/walk.md are the loop's own, and one of each room that `Stages` names."""
+    stages = ast.parse((SRC / "loop" / "stages.py").read_text(encoding="utf-8"))
+    imported = [node.module or "" for node in ast.walk(stages) if isinstance(node, ast.ImportFrom)]
+    entered = [module.split(".")[1:] for module in imported if module.count(".") == 2]
+    doors = [door.removesuffix(".py").split("/") for door in walked_files("Front doors")]
+    strange = [door for door in doors if door[0] != "loop" and door not in entered]
+    assert not strange, f"the loop does not enter a stage there: {strange}"
+    rooms = {room for room, _ in entered} - {"loop"}
+    assert sorted(room for room, _ in doors if room != "loop") == sorted(rooms), "one door for each room"
+
+
 def test_every_socket_is_in_one_file():
     others = [
         f"{path}:{node.lineno} {node.name}"
@@ -173,7 +204,7 @@ def test_workers_are_asked_by_the_functions_of_a_port():
 
 def test_stages_are_not_assigned_into():
     """Who hears what is given at construction; from there on an object changes itself."""
-    wired = [path for path in FILES if path.parent.name in ("loop", "place", "episode") or path.name == "api.py"]
+    wired = [path for path in FILES if path.parent.name in ("loop", "place") or path.name == "api.py"]
     assert len(wired) > 15
     found = []
     for path in wired:

@@ -1,11 +1,4 @@
-"""Headrace from Python: what the commands do, as functions.
-
-Example:
-    import headrace
-    config = headrace.load_config("my.toml", ["loop.steps=20"])
-    summary = headrace.train(config)
-    print(summary["score_before"], "->", summary["score_after"])
-"""
+"""Headrace from Python: what the commands do, as functions (see the example in `__init__.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +7,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -40,73 +33,55 @@ from headrace.ledger.files import (
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.sinks import open_sinks
-from headrace.loop.evaluate import evaluate
-from headrace.loop.groups import sampling_of
+from headrace.loop.groups import evaluate, sampling_of
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
-from headrace.loop.summary import summarise
 from headrace.loop.watchdog import STACKS, Watchdog
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.roles import Sink, Watcher
 from headrace.row import Row
+from headrace.types import STAGES, StageTimes
 
 WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
 
 
-class Nobody:
+class Nobody(Watcher):
     """Watches nothing."""
-
-    def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
-        """Ignore."""
-
-    def phase(self, text: str) -> None:
-        """Ignore."""
-
-    def progress(self, done: int, total: int, text: str) -> None:
-        """Ignore."""
-
-    def row(self, row: Row) -> None:
-        """Ignore."""
-
-    def note(self, text: str) -> None:
-        """Ignore."""
 
 
 def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Train as the settings say; returns what `summary.json` in the run directory holds."""
+    """Train by `config`; returns the content of the run directory's `summary.json`."""
     run_dir = prepare_run_dir(config)
     with claimed(run_dir), memory_for("training", STEPS):
         return _to_the_end(config, run_dir, watcher or Nobody(), resumed=False)
 
 
 def resume(run_dir: Path | str, watcher: Watcher | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Go on with a run that was interrupted or died; returns what `summary.json` holds then.
+    """Go on with a run that was interrupted or died; returns the content of its `summary.json`.
 
-    `overrides` may change where it runs and on how many workers, from here on. What it computes stays.
+    `overrides` may change where it runs and on how many workers, not what it computes.
     """
     run_dir = Path(run_dir)
     config = run_config(run_dir, overrides)
     if fixed := [word for word in overrides if not word.startswith(WHERE)]:
-        raise RunError(
-            f"{', '.join(fixed)}: a run that goes on keeps its settings, but for where it runs ({', '.join(WHERE)})"
-        )
+        where = ", ".join(WHERE)
+        raise RunError(f"{', '.join(fixed)}: a run that goes on keeps its settings, except for {where}")
     if says_finished(run_dir):
         raise RunError(f"{run_dir} has finished: there is nothing to resume")
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
-        # what died before its first checkpoint has nothing to go on from
         begun = is_complete(run_dir)
-        if not begun:
+        if not begun:  # it died before its first checkpoint, and starts anew
             remove_database(run_dir)
         return _to_the_end(config, run_dir, watcher or Nobody(), resumed=begun)
 
 
 def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool) -> dict[str, Any]:
-    """Train; as often as the learner is lost, go on from the last checkpoint, unless it comes no further."""
+    """Train. When the learner is lost, resume, unless no step was done since it was lost before."""
     reached = -1
     while True:
         try:
@@ -116,33 +91,30 @@ def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: boo
             with Ledger.open(run_dir) if resumed else nullcontext() as ledger:
                 version = len(ledger.rows()) if ledger else 0
             if version <= reached:
-                raise RunError(
-                    f"{lost}. It was lost at step {version + 1} before: `headrace resume {run_dir}`"
-                ) from lost
+                again = f"It was lost at step {version + 1} before: `headrace resume {run_dir}`"
+                raise RunError(f"{lost}. {again}") from lost
             reached = version
             watcher.note(f"{lost}. The run goes on from its last checkpoint")
 
 
 def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:
-    """The held-out score of a finished run's weights."""
+    """The held-out score of a run's weights, with `samples` answers per prompt."""
     run_dir = Path(run_dir)
     config = run_config(run_dir)
-    loop = config.loop if samples is None else config.loop.model_copy(update={"eval_samples": samples})
-    model = config.model.model_copy(update={"path": str(weights_dir(run_dir)), "tokenizer": ""})
-    buffer = config.buffer.model_copy(update={"filters": ()})  # their files may be gone, and nothing is trained on
-    changed = {
-        "model": model,
-        "loop": loop,
-        "buffer": buffer,
-        "place": config.place.model_copy(update={"cluster": "local"}),
-        "rollout": config.rollout.model_copy(update={"workers": 1}),
-        "learner": config.learner.model_copy(update={"ranks": 1}),
+    changed: dict[str, dict[str, Any]] = {
+        "model": {"path": str(weights_dir(run_dir)), "tokenizer": ""},
+        "loop": {} if samples is None else {"eval_samples": samples},
+        "buffer": {"filters": ()},  # their files may be gone, and nothing is trained on
+        "place": {"cluster": "local"},
+        "rollout": {"workers": 1},
+        "learner": {"ranks": 1},
     }
-    return asyncio.run(_evaluate(config.model_copy(update=changed), run_dir))
+    sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
+    return asyncio.run(_evaluate(config.model_copy(update=sections), run_dir))
 
 
 def export(run_dir: Path | str, out: Path | str) -> Path:
-    """Copy a run's weights and tokenizer to `out`, as a directory that `transformers` and engines load."""
+    """Copy a run's weights and tokenizer to the directory `out`, in the format of `transformers`."""
     source, out = weights_dir(Path(run_dir)), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is not an empty directory")
@@ -151,7 +123,7 @@ def export(run_dir: Path | str, out: Path | str) -> Path:
 
 
 def prepare_run_dir(config: Config) -> Path:
-    """An empty directory for a new run; an earlier run is only replaced when told to."""
+    """The directory of a new run. An earlier run in it is replaced only with `run.overwrite`."""
     run_dir = Path(config.run.dir or "runs")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -161,8 +133,8 @@ def prepare_run_dir(config: Config) -> Path:
             if (run_dir / FILE_NAME).exists():
                 if not config.run.overwrite:
                     raise RunError(
-                        f"{run_dir} holds an earlier run. Go on with it by `headrace resume {run_dir}`, choose another "
-                        "run.dir, or replace it with run.overwrite=true"
+                        f"{run_dir} holds an earlier run. Go on with it by `headrace resume {run_dir}`, "
+                        "choose another run.dir, or replace it with run.overwrite=true"
                     )
                 _remove_run(run_dir)
             (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
@@ -185,7 +157,7 @@ def _new_run_dir(runs: Path) -> Path:
 
 
 def _remove_run(run_dir: Path) -> None:
-    """Delete what an earlier run left, and nothing else: a new run that fails must not pass off old weights."""
+    """Delete what an earlier run left, and nothing else; no old weights may stay if the new run fails."""
     remove_database(run_dir)
     for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
         (run_dir / name).unlink(missing_ok=True)
@@ -197,13 +169,13 @@ def weights_dir(run_dir: Path) -> Path:
     """Where a run left its weights."""
     path = run_dir / WEIGHTS
     if not path.exists():
-        raise RunError(f"{run_dir} has no weights: there is no {WEIGHTS} directory in it; did the run finish?")
+        raise RunError(f"{run_dir} has no weights (no {WEIGHTS} directory); did the run finish?")
     return path
 
 
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
     place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note)
-    dump(config, run_dir / SETTINGS)  # a run that is resumed may go on elsewhere, now that this is known to work
+    dump(config, run_dir / SETTINGS)  # with the overrides of `resume`, now that they are known to work
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
     watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
@@ -237,13 +209,13 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
 
 
 async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
-    """The steps between two evaluations; what `summary.json` holds at their end."""
+    """Evaluate, train, evaluate; returns the content of `summary.json`."""
     run_dir = place.run_dir
-    summary = _Summary(place, loop, run_dir, await _before(place, loop, watcher))
+    summary = _Summary(loop, await _before(place, loop, watcher))
     watcher.phase("training")
     try:
         await _interruptible(loop)
-    finally:  # whatever ended the steps, what they led to is kept; where they hang, it may be half changed
+    finally:  # however training ended, its weights are kept; of a hung run they may be half updated
         if not watchdog.hung and not place.ranks.lost:
             with _writing(run_dir / WEIGHTS):
                 await place.device.run(place.ranks.save, run_dir / WEIGHTS)
@@ -258,7 +230,7 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
-    """How the policy does before the first step, and how far engine and learner are apart; measured once in a run."""
+    """The held-out score and the mismatch before the first step; measured once in a run."""
     assert place.ledger is not None
     known = place.ledger.remembered()
     if "before" in known:
@@ -266,7 +238,8 @@ async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float
     found: dict[str, float | None] = {"score_before": None, "mismatch_before": None}
     if loop.version == 0:
         watcher.phase("evaluation before")
-        found = {"score_before": await _score(place), "mismatch_before": await _self_check(place, loop, watcher)}
+        score = await _score(place)
+        found = {"score_before": score, "mismatch_before": await _self_check(place, watcher)}
         place.ledger.remember("before", json.dumps(found))
     return found
 
@@ -279,44 +252,72 @@ def _told(restart: Restart, over: bool) -> str:
     fate = {"requeue": "their prompts start again", "drop": "their prompts are left out"}.get(restart.rule, "")
     fate = "and all steps are done without them" if over else fate
     if restart.lost_trajectories:
-        done += f"; {restart.lost_trajectories} answers under way are lost with {restart.lost_tokens} tokens, {fate}"
+        lost = f"{restart.lost_trajectories} answers under way are lost with {restart.lost_tokens} tokens"
+        done += f"; {lost}, {fate}"
     elif restart.rule == "resume":
-        done += f"; answers under way go on, without {restart.lost_tokens} tokens sampled since the checkpoint"
+        lost = f"without {restart.lost_tokens} tokens sampled since the checkpoint"
+        done += f"; answers under way go on, {lost}"
     return f"{done} (recovery.in_flight = {restart.rule})"
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """A full disk becomes a message."""
+    """Turn a failed write (a full disk, say) into a message for the user."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"{path} could not be written: {error}. Once there is room, `headrace resume {path.parent}` goes on from "
-            "the last checkpoint"
+            f"{path} could not be written: {error}. Once there is room, `headrace resume {path.parent}` "
+            "goes on from the last checkpoint"
         ) from error
 
 
 class _Summary:
     """`summary.json`, written when the steps end and again with the last evaluation."""
 
-    def __init__(self, place: Place, loop: Loop, run_dir: Path, before: dict[str, float | None]) -> None:
+    def __init__(self, loop: Loop, before: dict[str, float | None]) -> None:
         self.content: dict[str, Any] = {}
-        self._place, self._loop, self._run_dir, self._before = place, loop, run_dir, before
+        self._loop, self._before, self._run_dir = loop, before, loop.stages.ledger.run_dir
 
     def write(self, *, finished: bool, after: float | None) -> dict[str, Any]:
-        """Bring the file up to date; returns its content."""
-        assert self._place.ledger is not None
-        totals = summarise(self._place.ledger, self._loop, wall_s=self._place.clock.now())
+        """Write the file; returns its content."""
         known = {"run_dir": str(self._run_dir), "finished": finished, **self._before, "score_after": after}
-        self.content = known | totals
+        self.content = known | self._totals()
         with _writing(self._run_dir / SUMMARY):
             (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
         return self.content
 
+    def _totals(self) -> dict[str, Any]:
+        """`wall_s` is the seconds of the whole command, `loop_s` of the steps alone.
+
+        `wall` is the bottleneck: the stage that was busy longest.
+        """
+        stages = self._loop.stages
+        rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
+        loop_s = sum(row.wall_s for row in rows)
+        stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
+        lags = sum(row.lag_mean * row.trained_tokens for row in rows)
+        return {
+            "wall_s": stages.clock.now(),
+            "loop_s": loop_s,
+            "steps": len(rows),
+            "version": self._loop.version,
+            "generated_tokens": books.generated.tokens,
+            "trained_tokens": books.trained.tokens,
+            "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
+            "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
+            "mean_lag_seen": lags / max(1, books.trained.tokens),
+            "max_lag_seen": max((row.lag_max for row in rows), default=0),
+            "stage_s": stage_s,
+            "wall": StageTimes(**stage_s).wall,
+            "drafted_tokens": counts.drafted_tokens,
+            "accepted_tokens": counts.accepted_tokens,
+            "reward_failure": self._loop.rows.first_reward_failure,
+        }
+
 
 async def _interruptible(loop: Loop) -> None:
-    """Run the loop so that Ctrl-C, or the SIGTERM of a cluster, ends it with everything accounted for."""
+    """Run the loop so that Ctrl-C, or a cluster's SIGTERM, interrupts it in an orderly way."""
     events = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
@@ -357,11 +358,8 @@ async def _score(place: Place) -> float | None:
     return await evaluate(place.pool, place.scorer, place.prompts.held_out, place.config)
 
 
-async def _self_check(place: Place, loop: Loop, watcher: Watcher) -> float | None:
-    """How far engine and learner are apart before the first step; the user hears of it when that is far.
-
-    In exact mode, any distance ends the run.
-    """
+async def _self_check(place: Place, watcher: Watcher) -> float | None:
+    """The mismatch of engine and learner before the first step; the user is told if it is large."""
     if not place.config.loop.steps:
         return None
     mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
@@ -384,10 +382,9 @@ async def _evaluate(config: Config, run_dir: Path) -> float | None:
 
 
 def _facts(place: Place) -> dict[str, str]:
-    facts = place.facts
-    where = f"{facts.device}, {facts.dtype}"
+    f = place.facts
     return {
-        "policy": f"{facts.name}, {facts.num_weights / 1e6:.1f}M weights, {where}",
+        "policy": f"{f.name}, {f.num_weights / 1e6:.1f}M weights, {f.device}, {f.dtype}",
         "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",
         "reward": place.scorer.function,
     }

@@ -1,24 +1,19 @@
 """Every setting of the system, on one page. `headrace config --explain` prints it.
 
-A setting is a field with its default and one line that says what it does. A stage's constructor takes its own section,
-never the tree, and nothing is rewritten after loading (`config_file.py` reads TOML and `section.key=value` overrides).
+A setting is a field with its default and one line that says what it does. The constructor of a
+stage takes its own section, never the whole tree, and nothing changes after loading.
+`config_file.py` reads TOML files and `section.key=value` overrides.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: operating systems know no zero byte
-Decay = Annotated[float, Field(ge=0, lt=1)]  # AdamW divides by 1 - decay
-
-# Whole numbers, rates and seconds have an upper bound, far above what is of use: a slip of the finger is refused before
+# Most numbers have an upper bound, far above what is useful: a slip of the finger is refused before
 # it fills the memory, starts a million processes or overflows a column of the ledger.
 MOST = 10**9
 MOST_PROCESSES = 1024
@@ -26,10 +21,20 @@ LEAST = 1e-6  # what single precision still divides by
 MOST_S = 10**8  # three years; timers of operating systems overflow later
 MOST_TRAJECTORIES = 10**6  # under way at a time: each is an object in memory
 
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
+Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: no zero bytes
+Decay = Annotated[float, Field(ge=0, lt=1)]  # AdamW divides by 1 - decay
+
 
 def setting(default: Any, doc: str, *, most: float | None = None) -> Any:
-    """A field with its one line of documentation, and the largest value that is allowed."""
-    return Field(default=default, description=doc, le=MOST if most is None and type(default) is int else most)
+    """A field with its `default`, its `doc`, and `most`, the largest value that is allowed."""
+    if most is None and type(default) is int:
+        most = MOST
+    return Field(default=default, description=doc, le=most)
 
 
 class SettingsSection(BaseModel):
@@ -41,15 +46,15 @@ class SettingsSection(BaseModel):
 class RunSection(SettingsSection):
     """Where the run lives and what makes it repeatable."""
 
-    dir: Name = setting("", "directory for ledger, settings, weights and summary.json; empty makes runs/<date-time>")
-    seed: NonNegativeInt = setting(0, "every random choice of the run follows from it", most=2**63 - 1)
+    dir: Name = setting("", "directory for the files of the run; empty makes runs/<date-time>")
+    seed: NonNegativeInt = setting(0, "all random choices follow from it", most=2**63 - 1)
     overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
 
 
 class ModelSection(SettingsSection):
     """The policy."""
 
-    path: Name = setting("demo", "model directory, .gguf file, or 'demo' for a small model made on the spot")
+    path: Name = setting("demo", "directory, .gguf file, or 'demo' (a small model made on the spot)")
     tokenizer: Name = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -66,11 +71,9 @@ class PromptsSection(SettingsSection):
 
     source: Name = setting(
         "arithmetic",
-        "'arithmetic' (built in), a .jsonl or .parquet file, a datasets directory, or 'reasoning-gym:TASK'",
+        "'arithmetic', 'reasoning-gym:TASK', a .jsonl or .parquet file, or a datasets directory",
     )
-    count: PositiveInt = setting(
-        20_000, "how many prompts a generating source makes (built-in and reasoning-gym)", most=10**7
-    )
+    count: PositiveInt = setting(20_000, "prompts made by arithmetic or reasoning-gym", most=10**7)
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
     system: str = setting("", "system message put before every chat")
     chat: Literal["auto", "always", "never"] = setting(
@@ -78,7 +81,7 @@ class PromptsSection(SettingsSection):
     )
     max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
     shuffle: bool = setting(True, "a new order each epoch, from run.seed")
-    eval_source: Name = setting("", "held-out prompts; empty takes them from the end of prompts.source")
+    eval_source: Name = setting("", "held-out prompts; empty: the end of prompts.source")
     eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
 
 
@@ -87,7 +90,7 @@ class RolloutSection(SettingsSection):
 
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
-    temperature: Annotated[float, Field(ge=LEAST)] = setting(1.0, "divides the logits before sampling", most=MOST)
+    temperature: Annotated[float, Field(ge=LEAST, le=MOST)] = setting(1.0, "divides the logits")
     top_k: NonNegativeInt = setting(0, "keep the k likeliest tokens; 0 keeps all")
     top_p: Annotated[float, Field(ge=LEAST, le=1)] = setting(
         1.0, "keep the likeliest tokens that hold this much probability"
@@ -97,22 +100,26 @@ class RolloutSection(SettingsSection):
     )
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
     workers: PositiveInt = setting(
-        1, "engines, each with a copy of the weights; several need place.cluster=ray", most=MOST_PROCESSES
+        1,
+        "engines, each with a copy of the weights; several need place.cluster=ray",
+        most=MOST_PROCESSES,
     )
-    max_running: PositiveInt = setting(256, "sequences decoded at the same time, by each engine", most=2**16)
-    prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, so that decoding goes on")
-    kv_tokens: NonNegativeInt = setting(0, "size of the key/value cache in tokens; 0 sizes it from memory")
+    max_running: PositiveInt = setting(256, "sequences decoded at a time, per engine", most=2**16)
+    prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, at most")
+    kv_tokens: NonNegativeInt = setting(0, "tokens in the key/value cache; 0 sizes it from memory")
     speculate: NonNegativeInt = setting(
-        0, "draft up to so many tokens ahead from the prompt, its siblings and earlier epochs; 0 is off", most=16
+        0,
+        "speculative decoding: n-gram drafts of this many tokens from earlier answers; 0 is off",
+        most=16,
     )
     on_update: Literal["keep", "recompute", "drain"] = setting(
-        "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
+        "keep",
+        "running requests when weights change: keep their cache, recompute it, or finish first",
     )
-    max_wall_s: NonNegativeFloat = setting(
-        0.0, "seconds that an answer may be decoded at a stretch; 0 is off", most=MOST_S
-    )
+    max_wall_s: Seconds = setting(0.0, "seconds an answer may be decoded at a stretch; 0 is off")
     on_wall: Literal["cut", "park"] = setting(
-        "cut", "at max_wall_s: end the answer there, or lay it aside while others wait and go on later"
+        "cut",
+        "at max_wall_s: end the answer, or lay it aside while others wait and go on later",
     )
 
 
@@ -121,75 +128,86 @@ class RewardSection(SettingsSection):
 
     function: Name = setting(
         "",
-        "'module:function', 'file.py:function', or exact, regex, reasoning-gym, math; empty: the prompt source's own",
+        "module:function, file.py:function, or exact, regex, reasoning-gym, math; empty: the source's own",
     )
-    answer_field: str = setting("answer", "field of the prompt with the expected answer (exact, regex, math)")
-    pattern: str = setting("", "regular expression; its last match (or first group of it) is the answer to compare")
+    answer_field: str = setting("answer", "field with the expected answer (exact, regex, math)")
+    pattern: str = setting("", "regular expression; its last match, or that one's group, is the answer")
     workers: NonNegativeInt = setting(
         1,
-        "processes that score; 0 scores in this process, for functions that are quick and trusted",
+        "processes that score; 0 scores in this process, for functions that are fast and trusted",
         most=MOST_PROCESSES,
     )
-    timeout_s: Annotated[float, Field(ge=0.01)] = setting(10.0, "a slower verdict is a drop, not a zero", most=MOST_S)
-    retries: NonNegativeInt = setting(1, "further tries after a crash, a timeout or a lost connection", most=1000)
-    cache: bool = setting(True, "score the same answer to the same prompt once")
-    overlong_tokens: NonNegativeInt = setting(
-        0, "soft penalty for the last so many tokens before max_new_tokens; 0 is off"
+    timeout_s: Annotated[float, Field(ge=0.01)] = setting(
+        10.0,
+        "seconds for one verdict; a slower one is a drop, not a zero",
+        most=MOST_S,
     )
-    overlong_penalty: NonNegativeFloat = setting(1.0, "what is taken off the reward at max_new_tokens", most=MOST)
+    retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
+    cache: bool = setting(True, "score the same answer to the same prompt once")
+    overlong_tokens: NonNegativeInt = setting(0, "soft penalty this close to max_new_tokens; 0 is off")
+    overlong_penalty: NonNegativeFloat = setting(1.0, "penalty at max_new_tokens", most=MOST)
 
 
 class BufferSection(SettingsSection):
     """Which groups are trained on."""
 
-    drop_no_signal: bool = setting(True, "drop groups whose rewards are all equal: they have no gradient")
-    drop_overlong: bool = setting(False, "drop answers that were cut at max_new_tokens or max_wall_s")
-    filters: tuple[str, ...] = setting((), "own filters, 'module:function' or 'file.py:function': group -> keep it?")
+    drop_no_signal: bool = setting(True, "drop groups with equal rewards: their gradient is zero")
+    drop_overlong: bool = setting(False, "drop answers cut at max_new_tokens or max_wall_s")
+    filters: tuple[str, ...] = setting((), "module:function or file.py:function; group -> keep it?")
     min_share: Annotated[float, Field(gt=0, le=1)] = setting(
-        1.0, "a step trains when so much of its groups is left and none runs; below, new ones replace the dropped"
+        1.0,
+        "when no group runs, train on at least this share; below, new groups replace dropped ones",
     )
-    patience: PositiveInt = setting(16, "stop when this many steps' worth of groups in a row are all dropped")
+    patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
 
 class LearnerSection(SettingsSection):
     """Advantages, loss, optimizer."""
 
     lr: NonNegativeFloat = setting(1e-6, "learning rate", most=MOST)
-    warmup_steps: NonNegativeInt = setting(0, "steps over which the learning rate rises to learner.lr")
-    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after warm-up")
+    warmup_steps: NonNegativeInt = setting(0, "steps in which the learning rate rises to lr")
+    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "lr after warm-up")
     beta1: Decay = setting(0.9, "AdamW")
     beta2: Decay = setting(0.99, "AdamW")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
     ranks: PositiveInt = setting(
-        1, "processes that train together, each with a part of the weights; several need Ray", most=MOST_PROCESSES
+        1,
+        "processes that train together, each with a part of the weights; several need Ray",
+        most=MOST_PROCESSES,
     )
-    micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per forward and backward pass, of each rank")
-    checkpoint_activations: bool = setting(False, "recompute activations in the backward pass to save memory")
+    micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
+    checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
-    loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting("ppo", "policy-gradient objective")
+    loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting(
+        "ppo",
+        "policy-gradient objective",
+    )
     aggregation: Literal["token", "sequence", "constant"] = setting(
-        "token", "mean over the step's tokens, over its sequences' means, or a sum over a constant length"
+        "token",
+        "mean over the step's tokens, over its sequences' means, or sum over a constant length",
     )
     clip_low: NonNegativeFloat = setting(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: NonNegativeFloat = setting(0.28, "the ratio is clipped above 1 + clip_high")
     correction: Literal["none", "truncated", "masked"] = setting(
         "none",
-        "weight proximal/behaviour against engine mismatch and lag: cut at the limit, or mask outside both limits",
+        "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits",
     )
     correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
-    correction_high: PositiveFloat = setting(2.0, "truncated: largest weight; masked: a larger weight drops the token")
+    correction_high: PositiveFloat = setting(2.0, "largest weight; masked: a larger one drops the token")
     kl_coef: NonNegativeFloat = setting(
-        0.0, "pull towards the reference, the weights before the first RL step; 0 is off", most=MOST
+        0.0,
+        "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off",
+        most=MOST,
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the divergence from the reference")
-    kl_in: Literal["loss", "reward"] = setting("loss", "add the divergence to the loss, or subtract it from the reward")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL")
+    kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
         0,
-        "train adapters of this rank beside every linear layer, and leave the model's own weights; 0 is off",
+        "train adapters (LoRA) of this rank beside every linear layer instead of the weights; 0 is off",
         most=2**14,
     )
-    lora_alpha: PositiveFloat = setting(32.0, "what adapters add is multiplied by lora_alpha / lora_rank", most=MOST)
+    lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
 
 
 class LoopSection(SettingsSection):
@@ -203,7 +221,7 @@ class LoopSection(SettingsSection):
     max_lag: NonNegativeInt = setting(
         0, "how many versions old a trained token may be; 0 is strictly on-policy", most=10_000
     )
-    eval_every: NonNegativeInt = setting(0, "evaluate every so many steps; 0 only before and after")
+    eval_every: NonNegativeInt = setting(0, "steps between evaluations; 0: only before and after")
     eval_samples: PositiveInt = setting(1, "answers per held-out prompt", most=10_000)
     eval_temperature: NonNegativeFloat = setting(
         1.0, "for evaluation, over the whole vocabulary; 0 is greedy", most=MOST
@@ -221,25 +239,26 @@ class WarmstartSection(SettingsSection):
 class RecoverySection(SettingsSection):
     """What a restart finds, and what it does."""
 
-    every_steps: PositiveInt = setting(10, "write a checkpoint after every so many steps")
+    every_steps: PositiveInt = setting(10, "write a checkpoint every this many steps")
     keep: PositiveInt = setting(2, "checkpoints that stay on disk")
     journal_steps: NonNegativeInt = setting(
-        1000, "steps whose answers stay in the ledger token by token, besides those a restart needs; 0 keeps all"
+        1000,
+        "steps whose tokens stay in the ledger, besides those that a restart needs; 0 keeps all",
     )
     in_flight: Literal["requeue", "resume", "drop"] = setting(
         "requeue",
-        "answers under way when the run died: start their prompts again, go on from the last checkpoint's tokens, or "
-        "leave them out",
+        "answers under way when the run died: start again, go on from the checkpoint, or leave out",
     )
-    hang_s: NonNegativeFloat = setting(
-        600.0, "stop the run when nothing has moved for so long (and reward.timeout_s besides); 0 is off", most=MOST_S
+    hang_s: Seconds = setting(
+        600.0,
+        "stop the run when nothing has moved for this long, plus reward.timeout_s; 0 is off",
     )
 
 
 class LedgerSection(SettingsSection):
     """Export of the run's rows."""
 
-    sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "also write rows there")
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
 
 
@@ -250,11 +269,12 @@ class PublishSection(SettingsSection):
         "full", "all weights, those whose bits changed, or a LoRA adapter alone"
     )
     transport: Literal["object_store", "collective", "disk"] = setting(
-        "object_store", "Ray's shared memory, a broadcast between processes, or files in the run directory"
+        "object_store",
+        "Ray's shared memory, a broadcast between processes, or files in the run directory",
     )
-    bucket_mb: PositiveInt = setting(64, "weights travel in pieces of so many MB", most=2**16)
+    bucket_mb: PositiveInt = setting(64, "weights travel in pieces of this many MB", most=2**16)
     timeout_s: PositiveFloat = setting(
-        120.0, "an engine that does not have new weights by then is given up", most=MOST_S
+        120.0, "an engine that does not have new weights by then is replaced", most=MOST_S
     )
 
 
@@ -262,16 +282,18 @@ class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
-        "local", "local: every stage in this process, reward functions beside it; ray: workers on a Ray cluster"
+        "local",
+        "every stage in this process (reward functions beside it), or workers of a Ray cluster",
     )
-    address: Name = setting("", "a running Ray cluster; empty takes RAY_ADDRESS, or starts a local one for the run")
+    address: Name = setting("", "Ray cluster; empty: RAY_ADDRESS, or a local one for this run")
     layout: Literal["disaggregated", "colocated"] = setting(
-        "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same ones"
+        "disaggregated",
+        "on Ray: rollout and learner on their own devices, or in turns on the same ones",
     )
 
 
 class Config(SettingsSection):
-    """The whole tree; section by section it is what `headrace train my.toml section.key=value` may set."""
+    """The whole tree, one field per section."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -289,97 +311,88 @@ class Config(SettingsSection):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        problems = list(contradictions(self))
-        if problems:
+        if problems := [*_of_learning(self), *_of_generation(self), *_of_places(self)]:
             raise ValueError("\n".join(problems))
         return self
 
 
-def contradictions(config: Config) -> list[str]:
-    """Settings that cannot hold together, each naming both keys."""
-    found = []
-    if config.rollout.samples < 2 and config.learner.advantage != "reinforce++":
-        found.append(
-            f"rollout.samples = 1 and learner.advantage = '{config.learner.advantage}': "
+# ---- settings that contradict each other
+
+
+def _of_learning(config: Config) -> Iterator[str]:
+    learner, samples, max_lag = config.learner, config.rollout.samples, config.loop.max_lag
+    if samples < 2 and learner.advantage != "reinforce++":
+        yield (
+            f"rollout.samples = 1 and learner.advantage = '{learner.advantage}': "
             "a group of one has no baseline; use at least 2 samples, or 'reinforce++'"
         )
-    if config.rollout.samples < 2 and config.buffer.drop_no_signal:
-        found.append("rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped")
-    if config.learner.correction == "masked" and config.learner.correction_low >= config.learner.correction_high:
-        found.append("learner.correction_low must be smaller than learner.correction_high")
+    if samples < 2 and config.buffer.drop_no_signal:
+        yield "rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped"
+    if learner.correction == "masked" and learner.correction_low >= learner.correction_high:
+        yield "learner.correction_low must be smaller than learner.correction_high"
     if config.reward.function == "regex" and not config.reward.pattern:
-        found.append("reward.function = 'regex' needs reward.pattern")
-    if config.learner.kl_coef and config.learner.kl_in == "loss" and config.learner.kl_estimator == "k1":
-        found.append(
-            "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
+        yield "reward.function = 'regex' needs reward.pattern"
+    if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
+        yield ("learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3")
+    if learner.lora_rank and config.model.exact:
+        yield (
+            f"learner.lora_rank = {learner.lora_rank} and model.exact = true: "
+            "adapters have no exact form; set one of them off"
         )
-    if config.learner.lora_rank and config.model.exact:
-        found.append(
-            f"learner.lora_rank = {config.learner.lora_rank} and model.exact = true: adapters have no exact form; "
-            "set one of them off"
+    if config.publish.encoding == "adapter" and not learner.lora_rank:
+        yield ("publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta")
+    if learner.loss == "reinforce" and max_lag and learner.correction == "none":
+        yield (
+            f"learner.loss = 'reinforce' and loop.max_lag = {max_lag}: nothing corrects for old "
+            "samples; set learner.correction = 'truncated', or take another loss"
         )
-    if config.publish.encoding == "adapter" and not config.learner.lora_rank:
-        found.append("publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta")
-    if config.learner.loss == "reinforce" and config.loop.max_lag and config.learner.correction == "none":
-        found.append(
-            f"learner.loss = 'reinforce' and loop.max_lag = {config.loop.max_lag}: nothing corrects for old samples; "
-            "set learner.correction = 'truncated', or take another loss"
+    if learner.correction == "truncated" and learner.loss in ("cispo", "gspo"):
+        yield (
+            f"learner.correction = 'truncated' and learner.loss = '{learner.loss}': that loss bounds "
+            "its weight itself; use learner.correction = 'masked' or 'none'"
         )
-    if config.learner.correction == "truncated" and config.learner.loss in ("cispo", "gspo"):
-        found.append(
-            f"learner.correction = 'truncated' and learner.loss = '{config.learner.loss}': that loss bounds its weight "
-            "itself; use learner.correction = 'masked' or 'none'"
-        )
-    return found + _of_generation(config) + _of_places(config)
 
 
-def _of_generation(config: Config) -> list[str]:
-    found = []
-    if config.model.path == "demo" and config.prompts.source != "arithmetic" and not config.warmstart.steps:
-        found.append(
-            f"prompts.source = '{config.prompts.source}' and model.path = 'demo': that model is random and cannot "
+def _of_generation(config: Config) -> Iterator[str]:
+    source, rollout, loop = config.prompts.source, config.rollout, config.loop
+    if config.model.path == "demo" and source != "arithmetic" and not config.warmstart.steps:
+        yield (
+            f"prompts.source = '{source}' and model.path = 'demo': that model is random and cannot "
             "answer your prompts; name a model of your own, model.path=DIRECTORY"
         )
-    if config.reward.overlong_tokens > config.rollout.max_new_tokens:
-        found.append("reward.overlong_tokens is larger than rollout.max_new_tokens")
-    if "" in config.rollout.stop:
-        found.append('rollout.stop has an empty text "", which would end every answer at its first token')
-    if 0 < config.loop.eval_temperature < LEAST:
-        found.append(
-            f"loop.eval_temperature = {config.loop.eval_temperature}: use 0, which is greedy, or at least {LEAST}"
-        )
-    if config.rollout.on_wall == "park" and not config.rollout.max_wall_s:
-        found.append(
-            "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"
-        )
-    num_trajectories = config.rollout.samples * config.loop.groups_per_step * (config.loop.max_lag + 1)
+    if config.reward.overlong_tokens > rollout.max_new_tokens:
+        yield "reward.overlong_tokens is larger than rollout.max_new_tokens"
+    if "" in rollout.stop:
+        yield 'rollout.stop has an empty text "", which would end every answer at its first token'
+    if 0 < loop.eval_temperature < LEAST:
+        yield f"loop.eval_temperature = {loop.eval_temperature}: use 0, which is greedy, or at least {LEAST}"
+    if rollout.on_wall == "park" and not rollout.max_wall_s:
+        yield ("rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside")
+    num_trajectories = rollout.samples * loop.groups_per_step * (loop.max_lag + 1)
     if num_trajectories > MOST_TRAJECTORIES:
-        found.append(
-            f"rollout.samples = {config.rollout.samples}, loop.groups_per_step = {config.loop.groups_per_step} and "
-            f"loop.max_lag = {config.loop.max_lag}: {num_trajectories:,} trajectories would be under way at a time, "
-            f"more than {MOST_TRAJECTORIES:,}; lower one of them"
+        yield (
+            f"rollout.samples = {rollout.samples}, loop.groups_per_step = {loop.groups_per_step} "
+            f"and loop.max_lag = {loop.max_lag}: {num_trajectories:,} trajectories would be under "
+            f"way at a time, more than {MOST_TRAJECTORIES:,}; lower one of them"
         )
-    kv_needed = config.prompts.max_tokens + config.rollout.max_new_tokens
-    if 0 < config.rollout.kv_tokens < kv_needed:
-        found.append(
-            f"rollout.kv_tokens = {config.rollout.kv_tokens} does not hold one sequence: "
+    kv_needed = config.prompts.max_tokens + rollout.max_new_tokens
+    if 0 < rollout.kv_tokens < kv_needed:
+        yield (
+            f"rollout.kv_tokens = {rollout.kv_tokens} does not hold one sequence: "
             f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"
         )
-    return found
 
 
-def _of_places(config: Config) -> list[str]:
-    found = []
-    workers, ranks = config.rollout.workers, config.learner.ranks
-    if config.place.cluster == "local" and (workers > 1 or ranks > 1):
+def _of_places(config: Config) -> Iterator[str]:
+    place, workers, ranks = config.place, config.rollout.workers, config.learner.ranks
+    if place.cluster == "local" and (workers > 1 or ranks > 1):
         which = f"rollout.workers = {workers}" if workers > 1 else f"learner.ranks = {ranks}"
-        found.append(
-            f"{which} and place.cluster = 'local': one process holds one engine and one learner; set "
-            "place.cluster = 'ray'"
+        yield (
+            f"{which} and place.cluster = 'local': one process holds one engine and one learner; "
+            "set place.cluster = 'ray'"
         )
-    if config.place.cluster == "ray" and config.place.layout == "colocated" and workers != ranks:
-        found.append(
-            f"place.layout = 'colocated' with rollout.workers = {workers} and learner.ranks = {ranks}: each process is "
-            "both in turns, so there must be as many of one as of the other"
+    if place.cluster == "ray" and place.layout == "colocated" and workers != ranks:
+        yield (
+            f"place.layout = 'colocated' with rollout.workers = {workers} and learner.ranks = {ranks}: "
+            "each process is both in turns, so there must be as many of one as of the other"
         )
-    return found

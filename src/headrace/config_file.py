@@ -1,4 +1,4 @@
-"""Settings from a TOML file and `section.key=value` overrides, with every mistake reported at once."""
+"""Settings from a TOML file and `section.key=value` overrides; all mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -61,14 +61,14 @@ def to_toml(config: Config) -> str:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the settings to `path` as TOML; whoever reads it finds what was there, or all of this."""
+    """Write the settings to `path` as TOML, atomically: a reader finds the old file or the new one."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(to_toml(config), encoding="utf-8")
     new.replace(path)
 
 
 def explain(section_filter: str | None = None) -> list[Explained]:
-    """Every setting with its type, default and meaning; only those of one section, or only one, if so asked."""
+    """Every setting with its type, default and meaning, or those of one section, or one setting."""
     rows = [
         Explained(key, _type_text(field), _toml_value(field.default), field.description or "")
         for key, field in settings().items()
@@ -98,12 +98,7 @@ def settings() -> dict[str, FieldInfo]:
 
 
 def _sections() -> dict[str, type[BaseModel]]:
-    annotations = {name: field.annotation for name, field in Config.model_fields.items()}
-    return {name: annotation for name, annotation in annotations.items() if _is_model(annotation)}
-
-
-def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return {name: type(field.default) for name, field in Config.model_fields.items()}
 
 
 # Reading
@@ -147,13 +142,12 @@ def _read_overrides(overrides: Sequence[str], given: dict[str, Given]) -> list[s
         elif not equals or not key:
             problems.append(f"{override!r} is not of the form section.key=value ({COMMAND_LINE})")
         else:
-            field = known.get(key)
-            given[key] = Given(_parse(text, field is not None and _is_text(field.annotation)), COMMAND_LINE)
+            given[key] = Given(_parse(text, key in known and _is_text(known[key])), COMMAND_LINE)
     return problems
 
 
 def _parse(text: str, wants_text: bool) -> Any:
-    """A TOML value, or the text itself: nobody wants to quote `model.path=my/dir` twice in a shell."""
+    """A TOML value, or the text itself, so that `model.path=my/dir` needs no quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -167,14 +161,14 @@ def _parse(text: str, wants_text: bool) -> Any:
 
 
 def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config | None, list[str]]:
-    """The config, or what is wrong with the values: first each by itself, then those that do not go together."""
-    known = settings()
+    """The config, or what is wrong: first with each value alone, then with their combination."""
+    bools = [key for key, field in settings().items() if field.annotation is bool]
     # Pydantic would take true for 1.
-    wrong = {key: "" for key, (value, _) in given.items() if isinstance(value, bool) and not _is_bool(known[key])}
+    wrong = {key: "" for key, (value, _) in given.items() if isinstance(value, bool) and key not in bools}
     config, errors = _build(given, wrong)
     wrong |= {".".join(map(str, loc[:2])): message for loc, message in errors if loc}
     if wrong and not any(not loc for loc, _ in errors):
-        # Contradictions are looked for only once every value is good by itself, so leave the others at their defaults.
+        # Contradictions are found only if each value is valid: leave the others at their defaults.
         config, errors = _build(given, wrong)
     problems = [_wrong(key, message, given) for key, message in wrong.items()]
     if file_is_whole:
@@ -192,9 +186,9 @@ def _build(given: Mapping[str, Given], without: Mapping[str, str]) -> tuple[Conf
     try:
         return Config.model_validate(tree), []
     except ValidationError as error:
-        # An error raised by a validator of ours is worth quoting as it stands, without pydantic's "Value error, ".
-        details = [(e["loc"], str(e.get("ctx", {}).get("error", e["msg"]))) for e in error.errors(include_url=False)]
-        return None, details
+        # Of our own validators the message as it stands, without pydantic's "Value error, ".
+        errors = error.errors(include_url=False)
+        return None, [(e["loc"], str(e.get("ctx", {}).get("error", e["msg"]))) for e in errors]
 
 
 def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
@@ -208,7 +202,8 @@ def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
 def _listing(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
-    return "\n".join([f"{len(problems)} problems with the settings:", *(f"  - {problem}" for problem in problems)])
+    lines = [f"  - {problem}" for problem in problems]
+    return "\n".join([f"{len(problems)} problems with the settings:", *lines])
 
 
 # Suggesting
@@ -227,7 +222,7 @@ def _unknown(key: str, place: str = "") -> str:
 
 
 def _nearest(key: str) -> str:
-    """The most similar dotted keys of all sections, by their name or by what their documentation calls them."""
+    """The most similar dotted keys of all sections, by their names or their documentation."""
     section, _, name = key.rpartition(".")
     scores = {}
     for known, field in settings().items():
@@ -238,7 +233,8 @@ def _nearest(key: str) -> str:
         scores[known] = 0.75 * score + 0.25 * same_section if section else score
     scores |= {known: _similarity(key, known) for known in _sections() if not section}
     best = max(scores.values())
-    return " or ".join([known for known, score in scores.items() if score > best - 0.01][:3]) if best >= 0.6 else ""
+    nearest = [known for known, score in scores.items() if score > best - 0.01][:3]
+    return " or ".join(nearest) if best >= 0.6 else ""
 
 
 def _similarity(one: str, other: str) -> float:
@@ -248,16 +244,12 @@ def _similarity(one: str, other: str) -> float:
 # Words for types and values
 
 
-def _is_text(annotation: Any) -> bool:
-    return annotation is str or get_origin(annotation) is Literal
-
-
-def _is_bool(field: FieldInfo) -> bool:
-    return field.annotation is bool
+def _is_text(field: FieldInfo) -> bool:
+    return field.annotation is str or get_origin(field.annotation) is Literal
 
 
 def _type_text(field: FieldInfo, value: Any = None) -> str:
-    """What a setting may be. The bound that all numbers have is named only where `value` is beyond it."""
+    """What a setting may be. The bound `MOST` is named only if `value` is beyond it."""
     bounds = {
         name: getattr(limit, name)
         for limit in field.metadata

@@ -1,4 +1,4 @@
-"""What a user can get wrong, in words that say how to put it right. The commands print these without a traceback."""
+"""Errors whose messages tell the user what to do. The commands print them without a traceback."""
 
 
 class HeadraceError(Exception):
@@ -38,11 +38,11 @@ class StalledError(HeadraceError):
 
 
 class HungError(HeadraceError):
-    """Nothing moves any more. What hangs may hang for ever, in a thread that cannot be ended."""
+    """The run makes no progress. What hangs may hang for ever, in a thread that cannot be ended."""
 
 
 class PublishError(HeadraceError):
-    """A version of the weights did not arrive, or is not what was sent. The receiver keeps the one it has."""
+    """A version of the weights did not arrive intact. The receiver keeps the version it has."""
 
 
 class WorkerLostError(HeadraceError):
@@ -50,7 +50,7 @@ class WorkerLostError(HeadraceError):
 
 
 class LearnerLostError(HeadraceError):
-    """A rank of the learner is lost, and with it a part of the weights: the run continues from its last checkpoint."""
+    """A rank of the learner is lost, with its part of the weights: the run resumes from a checkpoint."""
 
 
 class MissingExtraError(HeadraceError):

@@ -10,7 +10,7 @@ _ANYWHERE = "192.0.2.1"  # reserved for documentation: no machine has it
 def own_address(towards: str = _ANYWHERE) -> str:
     """The address from which packets to `towards` would leave. Nothing is sent.
 
-    `gethostbyname(gethostname())` will not do: on Debian and Ubuntu it is 127.0.1.1, which no other machine can reach.
+    On Debian and Ubuntu `gethostbyname(gethostname())` is 127.0.1.1, which others cannot reach.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

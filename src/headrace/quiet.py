@@ -1,4 +1,4 @@
-"""Keep a library quiet during a call of ours. Its settings are the user's: afterwards they are as they were."""
+"""Keep a library quiet during a call of ours, and restore its settings afterwards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet(logger_name: str, warning: str = "") -> Iterator[None]:
-    """Inside, the logger reports only errors, and no Python warning whose text begins with `warning` is shown."""
+    """Inside, the logger reports only errors; Python warnings that begin with `warning` are ignored."""
     logger = logging.getLogger(logger_name)
     before = logger.level
     with warnings.catch_warnings():
         if warning:
             warnings.filterwarnings("ignore", message=warning)
-        # A level that is high enough already may have been set by this function in another thread, which resets it.
+        # A level this high may have been set here by another thread, which will restore it.
         if before < logging.ERROR:
             logger.setLevel(logging.ERROR)
         try:

@@ -1,12 +1,12 @@
-"""Every socket of the system: what one part asks of another that can be done in several ways or elsewhere.
+"""Every socket (interface) of the system: what can be done in several ways, or elsewhere.
 
-Rollout and learner are asked through *ports*, `Sampler` and `Trainer`. An object behind a port lives in a worker: in
-this process or in another one. One rule says where its methods run:
+Rollout and learner are asked through *ports*, the sockets `Sampler` and `Trainer`. An object behind a
+port lives in a worker, in this process or in another one. One rule says where its methods run:
 
-    def         in the worker's device thread, one after the other, so also between two decode steps
+    def         in the worker's device thread, one at a time, so between two decode steps
     async def   on the worker's event loop, at once, while the device computes
 
-A worker is asked by the port's own function, so that the call is checked and can be followed:
+A worker is asked by the port's own function, so that types are checked and the call can be followed:
 
     worker.ask(Sampler.commit, version)     # await it, or `.result(timeout_s)` in a thread
 """
@@ -57,146 +57,113 @@ class Sampler(Protocol):
     """Samples answers: the embedded engine, another engine, or a script."""
 
     async def take(self, orders: Sequence[Order]) -> None:
-        """Sample these, too. An order that cannot be taken is raised by the next `news`."""
-        ...
+        """Sample these, too. If an order cannot be taken, the next `news` raises."""
 
     async def news(self) -> News:
-        """What happened since the last call: as soon as something has, or after a second without."""
-        ...
+        """What happened since the last call; returns when there is something, or after a second."""
 
     async def abort(self, serials: Sequence[int]) -> None:
         """End what is left of these groups; what they have sampled comes as `news`."""
-        ...
 
     async def tell_under_way(self) -> None:
         """The next `news` tells what unfinished answers have sampled, too."""
-        ...
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """The most likely next token and its log-prob, through the path of a request; None if the cache is full."""
-        ...
+        """The likeliest next token and its log-prob, computed as for a request; None if no room."""
 
     def release_cache(self) -> None:
-        """Free the KV cache for whoever shares the device; it is made again for the next decode step."""
-        ...
+        """Free the KV cache until the next decode step, for a learner on the same device."""
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         """Fetch the weights of a version and verify them; sampling goes on with the old ones."""
-        ...
 
     def commit(self, version: int) -> PublishTimes:
         """From the next decode step on, tokens are sampled by `version`."""
-        ...
 
     async def abandon(self, version: int) -> None:
         """Forget a staged version and stay with the old one."""
-        ...
 
 
 class Trainer(Protocol):
-    """One rank of the learner. All ranks are asked the same things in the same order: they compute together."""
+    """One rank of the learner. All ranks compute together: they get the same calls in one order."""
 
     async def alive(self) -> bool:
         """Answers even while the device waits for other ranks."""
-        ...
 
     def facts(self) -> PolicyFacts:
         """About the policy."""
-        ...
 
     def warm_up(self, examples: Sequence[Sequence[tuple[Prompt, str]]]) -> list[float]:
         """Supervised steps, one batch of worked examples each, before `meet`; the losses."""
-        ...
 
     def address(self) -> tuple[str, int]:
         """A host and a free port at which the ranks can meet."""
-        ...
 
     def meet(self, host: str, port: int) -> None:
         """Shard the weights among the ranks and make the optimizer."""
-        ...
 
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over this rank's part of a micro-batch."""
-        ...
 
     def finish(self) -> StepStats:
         """The optimizer step."""
-        ...
 
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
-        """Log-probs of the sampled tokens of this rank's part of a group under the start weights."""
-        ...
+        """Log-probs of the sampled tokens under the reference, of this rank's part of a group."""
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
-        """How far the learner's log-probs are from the behaviour's, over the parts of all ranks. Trains nothing."""
-        ...
+        """How far the learner's log-probs are from the behaviour's. Trains nothing."""
 
     def next_logprob(self, prompt: IntArray, token: int) -> float:
         """Log-prob of `token` after `prompt`, as training computes it."""
-        ...
 
     def snapshot(self, *, reference: bool = False) -> None:
         """Copy what a checkpoint holds of this rank (or its reference), for `write`."""
-        ...
 
     async def write(self, directory: Path) -> None:
         """Write the copies into `directory`, beside the training."""
-        ...
 
     def load(self, directory: Path, version: int, *, reference: bool = False) -> None:
         """Continue from a checkpoint's tensors (or take them as the reference's)."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Write the whole policy; the first rank does, with the parts of all."""
-        ...
 
     def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
-        """Make a version ready for receivers on these nodes. The first rank has the ticket; None if none is needed."""
-        ...
+        """Make a version ready for receivers on `nodes`. The first rank returns the ticket, if any."""
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part of a transfer, while receivers fetch."""
-        ...
 
     def offered(self, version: int) -> PublishTimes:
         """All receivers hold the version."""
-        ...
 
     def withdraw(self, version: int) -> None:
         """Withdraw an offered version; receivers keep the old one."""
-        ...
 
     def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
         """Tickets that bring receivers without weights to the published version."""
-        ...
 
 
 class Judge(Protocol):
-    """Scores answers: processes of this machine, hosts on a cluster, or a function in this process."""
+    """Scores answers: in processes of this machine, on hosts of a cluster, or in this process."""
 
     @property
     def num_retried(self) -> int:
         """Further tries after a crash or a timeout."""
-        ...
 
     @property
     def num_workers_replaced(self) -> int:
         """Processes that ended or had to be ended."""
-        ...
 
     async def start(self) -> None:
         """Raises if the reward function cannot be loaded."""
-        ...
 
     async def run(self, completion: Completion) -> Score:
         """The reward of one completion, or why there is none."""
-        ...
 
     async def close(self) -> None:
         """End the processes."""
-        ...
 
 
 # ---- attention: T tokens in one row, H query heads, J key/value heads, D head size
@@ -207,18 +174,16 @@ class AttentionPlan(Protocol):
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
-        ...
 
 
 @runtime_checkable
 class ExactPlan(Protocol):
-    """A plan whose attention is batch-invariant: a token's result does not depend on the rest of the batch."""
+    """A plan with batch-invariant attention: a token's result is independent of its batch."""
 
     def attend_exact(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
     ) -> Tensor:
         """As `AttentionPlan.attend`."""
-        ...
 
 
 @runtime_checkable
@@ -229,7 +194,6 @@ class PagedPlan(Protocol):
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
     ) -> Tensor:
         """From queries, keys and values side by side to the attention output `[T, H, D]`."""
-        ...
 
 
 # ---- where they run
@@ -240,15 +204,12 @@ class Device(Protocol):
 
     async def run(self, work: Callable[..., R], *args: Any) -> R:
         """The result of `work(*args)`, without blocking the event loop."""
-        ...
 
     def call(self, work: Callable[..., R], *args: Any) -> R:
         """The same for a caller that can block."""
-        ...
 
     def close(self, *, wait: bool = True) -> None:
         """End the thread; with `wait`, after the work under way."""
-        ...
 
 
 class Reply(Protocol[R_co]):
@@ -258,11 +219,10 @@ class Reply(Protocol[R_co]):
 
     def result(self, timeout_s: float | None = None) -> R_co:
         """Wait for it in this thread."""
-        ...
 
 
 class Worker(Protocol[Port_co]):
-    """An object behind a port. If its process died or does not answer in time, calls raise `WorkerLostError`."""
+    """An object behind a port. If its process is dead or too slow, calls raise `WorkerLostError`."""
 
     name: str
     node: str
@@ -281,23 +241,18 @@ class Worker(Protocol[Port_co]):
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> Reply[Any]:
         """Call the object's method of that name."""
-        ...
 
     def beside(self, make: Callable[..., Port], *args: Any) -> Worker[Port]:
         """`make(device, *args, this object)` in the same process: both share its device thread."""
-        ...
 
     async def ready(self) -> None:
         """Wait until the object is made."""
-        ...
 
     def wait_ready(self) -> None:
         """The same in a thread."""
-        ...
 
     def kill(self) -> None:
         """End the process at once."""
-        ...
 
 
 class Cluster(Protocol):
@@ -309,19 +264,15 @@ class Cluster(Protocol):
     @property
     def device(self) -> Device:
         """The thread in which this process waits for workers; in-process workers compute in it."""
-        ...
 
     def spawn(self, name: str, make: Callable[..., Port], *args: Any, gpus: float = 0.0) -> Worker[Port]:
-        """A worker that serves `make(device, *args)`. May return early: the first call raises a start-up error."""
-        ...
+        """A worker that serves `make(device, *args)`. Its first call raises start-up errors."""
 
     def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
         """All results, in a thread; the first failure is raised without waiting for the others."""
-        ...
 
     def close(self) -> None:
         """End all workers, and the cluster if it is this run's own."""
-        ...
 
 
 class SendingEnd(Protocol):
@@ -329,27 +280,21 @@ class SendingEnd(Protocol):
 
     def expect(self, nodes: Sequence[str]) -> None:
         """The node of every receiver from now on, one entry each. Earlier tickets are void."""
-        ...
 
     def stage(self, payload: Payload) -> None:
         """Make a payload ready to be fetched, until `forget`."""
-        ...
 
     def ticket(self, version: int) -> Ticket:
         """For a staged version and the receivers expected now."""
-        ...
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part while receivers fetch, if there is one."""
-        ...
 
     def forget(self, version: int) -> None:
         """Nobody will fetch the version any more."""
-        ...
 
     def close(self) -> None:
         """Release everything."""
-        ...
 
 
 class ReceivingEnd(Protocol):
@@ -357,20 +302,18 @@ class ReceivingEnd(Protocol):
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         """The payload, whole and verified, or a `PublishError`."""
-        ...
 
     def close(self) -> None:
         """Release everything."""
-        ...
 
 
 # ---- in and out
 
 
 class PromptSource(Protocol):
-    """Raw prompt records: a file, a data set or a generator. Position `i` always gives the same record.
+    """Raw prompt records: a file, a data set or a generator. Index `i` always gives the same record.
 
-    A record has `prompt` (text) or `messages` (a chat), whatever else the reward needs, and may have an `id`.
+    A record has `prompt` (text) or `messages` (a chat), other fields for the reward, perhaps an `id`.
     """
 
     def __len__(self) -> int: ...
@@ -383,32 +326,30 @@ class Sink(Protocol):
 
     def write(self, row: Row) -> None:
         """Export one row."""
-        ...
 
     def close(self) -> None:
         """Write what is still held back."""
-        ...
 
 
 class Watcher(Protocol):
-    """Who is told about a run's progress: the terminal, or nobody."""
+    """Who is told about a run's progress: the terminal, or nobody. By itself it ignores everything."""
 
     def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         """The run begins; `facts` are lines to show."""
-        ...
+        return None
 
     def phase(self, text: str) -> None:
         """A phase begins."""
-        ...
+        return None
 
     def progress(self, done: int, total: int, text: str) -> None:
         """How far the phase is."""
-        ...
+        return None
 
     def row(self, row: Row) -> None:
         """A step is done."""
-        ...
+        return None
 
     def note(self, text: str) -> None:
         """Something the user should know."""
-        ...
+        return None

@@ -1,6 +1,6 @@
-"""`Row`, the ledger's one line per step. What each of its numbers is, is declared here and nowhere else.
+"""`Row`, the ledger's one line per step.
 
-Ledger, sinks, `/metrics` and the page's curves follow from the declaration: a new metric is one field.
+Each number is declared once, here: ledger, sinks, `/metrics` and the page's curves follow from it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from headrace.types import StageTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMetric:
-    """What a number of `Row` is, declared with its field: sinks, `/metrics` and the page's curves follow from it.
+    """What one number of `Row` is.
 
     Example:
-        RowMetric(label="length/mean", help="mean sampled tokens of a scored trajectory", unit="tokens",
-            over="mean", exported="answer_tokens_mean")
+        RowMetric(label="length/mean", help="mean sampled tokens of a scored trajectory",
+            unit="tokens", over="mean", exported="answer_tokens_mean")
     """
 
     label: str  # its name in plotting sinks
     help: str
     unit: str = ""
-    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how the numbers of several steps become one
-    exported: str = ""  # its name for Prometheus, if not the field's; with `_total`: the sum over all rows
+    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how several steps become one number
+    exported: str = ""  # Prometheus name, if not the field's; `..._total` is the sum over all rows
 
 
 def _metric(label: str, help: str, default: Any = MISSING, **more: Any) -> Any:
     return field(default=default, metadata={"metric": RowMetric(label=label, help=help, **more)})
+
+
+def _total(label: str, exported: str, help: str, unit: str = "") -> Any:
+    return _metric(label, help, unit=unit, over="sum", exported=exported)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,51 +41,52 @@ class Row:
     """The ledger's one line per step.
 
     Example:
-        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128, generated_tokens=4310,
-            trained_tokens=4096, dropped_tokens={"no_signal": 214}, backlog_tokens=0, lag_mean=0.0, lag_max=0, ...)
+        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
+            generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
     """
 
     step: int
     version: int = _metric(
-        "step/version", "version of the policy after the step", over="last", exported="policy_version"
+        "step/version",
+        "version of the policy after the step",
+        over="last",
+        exported="policy_version",
     )
-    wall_s: float = _metric(
-        "step/wall_s", "seconds since the row before", unit="s", over="sum", exported="wall_seconds_total"
+    wall_s: float = _total("step/wall_s", "wall_seconds_total", "seconds since the last row", "s")
+    num_groups: int = _total("step/num_groups", "trained_groups_total", "groups trained on")
+    num_trajectories: int = _total("step/num_trajectories", "trained_trajectories_total", "trajectories trained on")
+    generated_tokens: int = _total(
+        "tokens/generated",
+        "generated_tokens_total",
+        "tokens generated",
+        "tokens",
     )
-    num_groups: int = _metric("step/num_groups", "groups trained on", over="sum", exported="trained_groups_total")
-    num_trajectories: int = _metric(
-        "step/num_trajectories", "trajectories trained on", over="sum", exported="trained_trajectories_total"
-    )
-    generated_tokens: int = _metric(
-        "tokens/generated", "tokens generated", unit="tokens", over="sum", exported="generated_tokens_total"
-    )
-    trained_tokens: int = _metric(
-        "tokens/trained", "tokens trained on", unit="tokens", over="sum", exported="trained_tokens_total"
+    trained_tokens: int = _total(
+        "tokens/trained",
+        "trained_tokens_total",
+        "tokens trained on",
+        "tokens",
     )
     dropped_tokens: Mapping[str, int]  # by reason
     backlog_tokens: int = _metric(
-        "tokens/backlog", "tokens buffered and in flight, at the end of the step", unit="tokens", over="last"
+        "tokens/backlog", "tokens buffered and in flight after the step", unit="tokens", over="last"
     )
-    preemptions: int = _metric(
+    preemptions: int = _total(
         "engine/preemptions",
+        "preemptions_total",
         "times a sequence gave up its cache because there was no more, and was computed again",
-        over="sum",
-        exported="preemptions_total",
     )
-    parks: int = _metric(
+    parks: int = _total(
         "engine/parks",
+        "parks_total",
         "times a sequence that reached max_wall_s was laid aside for others",
-        over="sum",
-        exported="parks_total",
     )
     lag_mean: float = _metric("lag/mean", "mean lag over trained tokens", unit="versions")
     lag_max: int = _metric("lag/max", "lag of the oldest trained token", unit="versions", over="max")
-    reward_mean: float = _metric(
-        "reward/mean", "mean reward of every scored trajectory of the interval, trained or not"
-    )
+    reward_mean: float = _metric("reward/mean", "mean reward of all scored trajectories")
     reward_std: float = _metric("reward/std", "standard deviation of these rewards")
     length_mean: float = _metric(
-        "length/mean", "sampled tokens per scored trajectory", unit="tokens", exported="answer_tokens_mean"
+        "length/mean", "sampled tokens per scored answer", unit="tokens", exported="answer_tokens_mean"
     )
     length_max: int = _metric(
         "length/max",
@@ -98,21 +103,18 @@ class Row:
     loss: float = _metric("learner/loss", "loss")
     grad_norm: float = _metric("learner/grad_norm", "norm of the gradient, before it is clipped")
     lr: float = _metric("learner/lr", "learning rate", over="last", exported="learning_rate")
-    skipped: bool = _metric(
+    skipped: bool = _total(
         "learner/skipped",
+        "skipped_steps_total",
         "the gradient was not finite, the weights stayed as they were",
-        over="sum",
-        exported="skipped_steps_total",
     )
-    entropy: float = _metric("learner/entropy", "estimated from the sampled tokens: mean of -log p", unit="nats")
-    kl_reference: float = _metric("learner/kl_reference", "divergence from the reference policy", unit="nats")
-    mismatch_mean: float = _metric("mismatch/mean", "mean |learner log-prob - behaviour log-prob|", unit="nats")
-    mismatch_k3: float = _metric(
-        "mismatch/k3", "the same as a divergence: estimated KL(behaviour || learner) per token", unit="nats"
-    )
+    entropy: float = _metric("learner/entropy", "mean of -log p over sampled tokens", unit="nats")
+    kl_reference: float = _metric("learner/kl_reference", "KL from the reference", unit="nats")
+    mismatch_mean: float = _metric("mismatch/mean", "mean |learner - behaviour| log-prob", unit="nats")
+    mismatch_k3: float = _metric("mismatch/k3", "KL(behaviour || learner) per token", unit="nats")
     ratio_mean: float = _metric("mismatch/ratio_mean", "mean importance ratio")
-    ratio_p01: float = _metric("mismatch/ratio_p01", "one token in a hundred has a smaller ratio", over="min")
-    ratio_p99: float = _metric("mismatch/ratio_p99", "one token in a hundred has a larger ratio", over="max")
+    ratio_p01: float = _metric("mismatch/ratio_p01", "1st percentile of the ratio", over="min")
+    ratio_p99: float = _metric("mismatch/ratio_p99", "99th percentile of the ratio", over="max")
     ratio_outside: float = _metric(
         "mismatch/ratio_outside",
         "share of tokens with ratio outside [0.9, 1.1]",

@@ -1,7 +1,7 @@
-"""Test doubles for code that is built on Headrace: a tiny model, a scripted sampler, a scripted judge.
+"""Test doubles for code built on Headrace: a tiny model, a scripted sampler, a scripted judge.
 
 Example:
-    tiny_model(tmp_path / "model")                       # a real model, random, loaded in milliseconds
+    tiny_model(tmp_path / "model")                 # a real model, random, loaded in milliseconds
     sampler = ScriptedSampler(lambda prompt, index: [([7, 8, 9], True)], decode=str)
     judge = ScriptedJudge(lambda completion: float(len(completion.text)))
 """
@@ -42,9 +42,9 @@ Piece = tuple[Sequence[int], bool]
 
 
 def tiny_model(directory: Path, seed: int = 0, **shape: int) -> None:
-    """Write a random Qwen3 of two layers with a character tokenizer; `shape` overrides fields of `Qwen3Config`.
+    """Write a random Qwen3 of two layers with a character tokenizer.
 
-    Its weights are scaled up, so that its answers differ from each other.
+    `shape` overrides fields of `Qwen3Config`. Its weights are scaled up, so that answers differ.
     """
     tokenizer = character_tokenizer()
     small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
@@ -71,7 +71,8 @@ def tiny_model(directory: Path, seed: int = 0, **shape: int) -> None:
 class ScriptedSampler:
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
-    All sampled tokens have the log-prob `logprob` and the version that is committed when they are taken.
+    Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete at
+    once: nothing is ever under way.
     """
 
     def __init__(
@@ -123,12 +124,11 @@ class ScriptedSampler:
         """Nothing is ever under way."""
 
     async def tell_under_way(self) -> None:
-        """Nothing is ever under way."""
         self._asked_under_way = True
         self._news.set()
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """There is no model to ask."""
+        """None: there is no model to ask."""
         return None
 
     def release_cache(self) -> None:
@@ -146,10 +146,12 @@ class ScriptedSampler:
         """There is nothing staged."""
 
     def _trajectory(self, order: Order, i: int, pieces: Sequence[Piece]) -> Trajectory:
-        token_ids, sampled, spans = [*order.prompt.token_ids], [False] * len(order.prompt.token_ids), []
+        token_ids, spans = [*order.prompt.token_ids], []
+        sampled = [False] * len(token_ids)
         for ids, by_policy in pieces:
+            start, end = len(token_ids), len(token_ids) + len(ids)
             if by_policy and len(ids):
-                spans.append(Span(version=self.version, start=len(token_ids), end=len(token_ids) + len(ids)))
+                spans.append(Span(version=self.version, start=start, end=end))
             token_ids += ids
             sampled += [by_policy] * len(ids)
         return Trajectory(
@@ -167,7 +169,7 @@ class ScriptedSampler:
 
 
 class ScriptedJudge:
-    """A `Judge` in this process: `script(completion)` gives a reward, or a `Score` that may be a failure."""
+    """A `Judge` in this process: `script(completion)` gives a reward, or a `Score`."""
 
     num_retried = 0
     num_workers_replaced = 0
@@ -192,7 +194,7 @@ class ScriptedJudge:
 def scripted_place(
     config: Config, run_dir: Path, sampler: ScriptedSampler, judge: ScriptedJudge, *, resumed: bool = False
 ) -> Place:
-    """A place with the real loop, buffer, learner and ledger, between a scripted sampler and a scripted judge.
+    """A place with the real loop, buffer, learner and ledger, but a scripted sampler and judge.
 
     Example:
         place = scripted_place(config, run_dir, sampler, judge)

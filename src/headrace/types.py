@@ -1,6 +1,6 @@
 """The records that cross a stage border. Frozen, numpy only, no torch. Each shows an instance.
 
-T tokens of one trajectory, S of them sampled, L mixture layers, K experts per token.
+Shapes: T tokens of a trajectory, S of them sampled, L mixture layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STAGES = ("rollout", "reward", "reference", "train", "publish")
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended."""
+    """Why a generation ended. WALL: after `rollout.max_wall_s` seconds on the clock."""
 
     EOS = "eos"
     STOP = "stop"
@@ -32,24 +32,24 @@ class FinishReason(StrEnum):
 
     @property
     def cut(self) -> bool:
-        """Whether the policy had more to say: it ran into max_new_tokens or max_wall_s."""
+        """Whether the answer was cut, at max_new_tokens or max_wall_s."""
         return self in (FinishReason.LENGTH, FinishReason.WALL)
 
 
 class DropReason(StrEnum):
-    """Why tokens were paid for but not trained on; a user's own filter is booked as `filter:<its name>`."""
+    """Why tokens were generated but not trained on. A user's filter is booked as `filter:<name>`."""
 
     STALE = "stale"
     NO_SIGNAL = "no_signal"
     OVERLONG = "overlong"
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_ERROR = "reward_error"
-    REWARD_UNAVAILABLE = "reward_unavailable"  # what the function needs (a judge, a sandbox) was not to be had
+    REWARD_UNAVAILABLE = "reward_unavailable"  # a service it needs was not available
     INCOMPLETE = "incomplete"
     SKIPPED_STEP = "skipped_step"
     RUN_ENDED = "run_ended"
     REDONE = "redone"  # lost with a process that died; its prompt was started again
-    CRASHED = "crashed"  # lost with a process that died; its prompt was not
+    CRASHED = "crashed"  # lost with a process that died; its prompt was not started again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Prompt:
     """One problem, with a stable id. `fields` is the rest of the data set's record, for the reward.
 
     Example:
-        Prompt(id="train-17", text="12+9=", token_ids=np.array([5, 6, 14, 13, 15], np.int32), fields={"answer": "21"})
+        Prompt(id="train-17", text="12+9=", token_ids=[5, 6, 14, 13, 15], fields={"answer": "21"})
     """
 
     id: str
@@ -68,7 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens `start` to `end` (exclusive) were sampled by `version`. Example: Span(version=7, start=5, end=9)."""
+    """`version` sampled tokens `start` to `end` (exclusive). Example: Span(version=7, start=5, end=9)."""
 
     version: int
     start: int
@@ -77,16 +77,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What the engine chose besides the tokens, so that the learner can choose it again.
+    """What the engine chose besides the tokens, for the learner to choose again.
 
-    `support_ids[support_offsets[i]:support_offsets[i + 1]]` are the tokens that could be sampled at the i-th sampled
-    position (top-k, top-p, min-p leave a subset of the vocabulary).
+    `support_ids[support_offsets[i]:support_offsets[i + 1]]` is the support of the i-th sampled token:
+    the tokens that top-k, top-p and min-p left to sample from.
 
-    `routes` are the experts of each token, prompt tokens too, in each mixture layer, in the smallest unsigned type. The
-    last token was never computed with: its row is zeros, and nothing depends on it.
+    `routes` are the experts of each token, also of prompt tokens, in each mixture layer. The last
+    token was never an input: its row is zeros, and nothing depends on it.
 
     Example:
-        Replay(support_ids=np.array([4, 9, 2], np.int32), support_offsets=np.array([0, 2, 3], np.int64))
+        Replay(support_ids=np.array([4, 9, 2]), support_offsets=np.array([0, 2, 3]))
     """
 
     support_ids: IntArray | None = None  # [sum of subset sizes]
@@ -110,12 +110,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One complete answer: the tokens, which of them were sampled, by which policy, and what they earned.
+    """One complete answer: its tokens, which of them were sampled, by which policy, and its reward.
 
     Example:
-        Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 13, 15, 7, 6, 1],
-            sampled=[F, F, F, F, F, T, T, T], logprobs=[0, 0, 0, 0, 0, -0.1, -0.9, -0.2],
-            spans=(Span(version=7, start=5, end=8),), finish=FinishReason.EOS, text="21", reward=1.0, ...)
+        Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 7, 6, 1],
+            sampled=[F, F, F, T, T, T], logprobs=[0, 0, 0, -0.1, -0.9, -0.2],
+            spans=(Span(version=7, start=3, end=6),), text="21", reward=1.0, ...)
     """
 
     id: str
@@ -133,13 +133,12 @@ class Trajectory:
     replay: Replay | None = None
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
-        assert len(self.sampled) == len(self.logprobs) == num_tokens, self.id
+        assert len(self.sampled) == len(self.logprobs) == len(self.token_ids), self.id
         assert sum(span.end - span.start for span in self.spans) == self.num_sampled_tokens, self.id
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens the policy was paid to sample: the unit of every account."""
+        """How many tokens the policy sampled: what every account counts."""
         return int(np.count_nonzero(self.sampled))
 
     @property
@@ -153,14 +152,14 @@ class Group:
     """All trajectories of one prompt. `serial` counts groups in the order their prompts were drawn.
 
     Example:
-        Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), Trajectory(...)))
+        Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), ...))
     """
 
     serial: int
     prompt: Prompt
     version: int  # of the policy when the group was admitted
     trajectories: tuple[Trajectory, ...]
-    attempt: int = 1  # a restart tries again what was under way, and only the newest attempt counts
+    attempt: int = 1  # see `Attempt`
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -179,10 +178,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """One trajectory that was paid for and is not trained on.
+    """One trajectory that was generated and is not trained on.
 
     Example:
-        Drop(trajectory_id="40:train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5, reward=0.0)
+        Drop(trajectory_id="40:train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5)
     """
 
     trajectory_id: str
@@ -209,7 +208,7 @@ class Completion:
 
     @classmethod
     def of(cls, prompt: Prompt, trajectory: Trajectory) -> Completion:
-        """What the reward function is to see."""
+        """The view of `trajectory`, an answer to `prompt`."""
         return cls(
             prompt=prompt.text,
             text=trajectory.text,
@@ -221,10 +220,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward function's verdict, or why there is none: a failure is a value here, never a reward of zero.
+    """A reward function's verdict (its reward), or a `failure`, which is never a reward of zero.
 
     Example:
-        Score(reward=1.0, parts={"correct": 1.0}), Score(failure=DropReason.REWARD_TIMEOUT, detail="no answer in 5 s")
+        Score(reward=1.0, parts={"correct": 1.0})
+        Score(failure=DropReason.REWARD_TIMEOUT, detail="no answer in 5 s")
     """
 
     reward: float | None = None
@@ -235,10 +235,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of an episode: a trajectory with its reward, or with why it has none (`failure`, `detail`).
+    """The result of an episode: a trajectory with its reward, or with why it has none.
 
     Example:
-        Outcome(trajectory=Trajectory(...)), Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
+        Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
     """
 
     trajectory: Trajectory
@@ -248,7 +248,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds each stage was busy (the union of its spans) in some interval: the five τ of the goodput equation.
+    """Seconds each stage was busy in some interval: the five τ of the goodput equation.
 
     Example:
         StageTimes(rollout=1.9, reward=0.2, reference=0.0, train=0.8, publish=0.01)
@@ -262,7 +262,7 @@ class StageTimes:
 
     @property
     def wall(self) -> str:
-        """The stage that binds: the largest."""
+        """The bottleneck, at a first guess: the stage that was busy longest. No seconds."""
         return max(STAGES, key=lambda stage: float(getattr(self, stage)))
 
 
@@ -289,22 +289,22 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Answers to sample for one prompt: all of a group, or those that are left of it.
+    """Answers to sample for one prompt: all of a group, or those that are not finished yet.
 
     Example:
-        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(max_new_tokens=64),) * 2, indices=(0, 3))
+        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(...),) * 2, indices=(0, 3))
     """
 
     serial: int
     prompt: Prompt
     samplings: tuple[Sampling, ...]
     indices: tuple[int, ...]  # of the answers in their group
-    counted: bool = True  # evaluation is not: it stays out of the books
+    counted: bool = True  # False for evaluation, which is not booked
     attempt: int = 1
-    so_far: Mapping[int, Trajectory] | None = None  # by index, what an earlier attempt had; it is continued
+    so_far: Mapping[int, Trajectory] | None = None  # by index, answers of an earlier attempt to continue
 
     def request_id(self, i: int) -> str:
-        """Of the i-th answer. The serial tells epochs apart in which a prompt comes again, the attempt its tries."""
+        """The id of the i-th answer: unique, since serials tell epochs apart and attempts tries."""
         attempt = f".{self.attempt}" if self.attempt > 1 else ""
         return f"{'' if self.counted else 'eval:'}{self.serial}{attempt}:{self.prompt.id}/{self.indices[i]}"
 
@@ -327,15 +327,15 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounts:
-    """What engines did since they exist.
+    """What engines did since they started.
 
     Example:
-        EngineCounts(computed_tokens=51200, preemptions=2, parks=0, drafted_tokens=800, accepted_tokens=610)
+        EngineCounts(computed_tokens=51200, preemptions=2, drafted_tokens=800, accepted_tokens=610)
     """
 
-    computed_tokens: int = 0  # of prompts and answers: as long as it grows, something moves
-    preemptions: int = 0  # times a sequence had to make room
-    parks: int = 0  # times one was laid aside at max_wall_s
+    computed_tokens: int = 0  # of prompts and answers: while it grows, engines make progress
+    preemptions: int = 0  # times a sequence gave up its cache for others
+    parks: int = 0  # times a sequence was laid aside at max_wall_s
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -348,7 +348,7 @@ class StageSpan:
     """A stage was busy from `start_s` to `end_s`.
 
     Example:
-        StageSpan(stage="train", start_s=12.0, end_s=12.8, worker="local", version=3, detail="16 groups")
+        StageSpan(stage="train", start_s=12.0, end_s=12.8, version=3, detail="8192 tokens")
     """
 
     stage: str
@@ -364,20 +364,20 @@ class News:
     """What happened on a worker since it was last asked.
 
     Example:
-        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=EngineCounts(...))
+        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=...)
     """
 
-    sampled_tokens: int  # counted ones, ever: those of `finished` are among them
-    begun: tuple[tuple[int, int], ...]  # serial of a group, and the version that sampled its first token
+    sampled_tokens: int  # of all counted orders since the start
+    begun: tuple[tuple[int, int], ...]  # a group's serial, and the version of its first token
     finished: tuple[Trajectory, ...]
     spans: tuple[StageSpan, ...]
     counts: EngineCounts
-    under_way: Mapping[int, Mapping[int, Trajectory]] | None = None  # by serial and index, if that was asked
+    under_way: Mapping[int, Mapping[int, Trajectory]] | None = None  # by serial and index, if asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try at generating a group. A restart makes another of what was under way, and only the newest counts.
+    """One try at generating a group. A restart (resumed run) makes another; only the newest counts.
 
     Example:
         Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
@@ -386,13 +386,13 @@ class Attempt:
     serial: int
     number: int
     prompt_id: str
-    wave: int  # groups of one wave were started together, and nothing else ran beside them
+    wave: int  # groups of one wave started together, and nothing else ran beside them
     version: int  # of the policy when it was admitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A trajectory with what the loss needs besides. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
+    """What the loss needs of a trajectory. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
 
     trajectory: Trajectory
     advantage: float
@@ -404,10 +404,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """What is to be known of a policy without holding it.
+    """What a process that holds no weights knows about the policy.
 
     Example:
-        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", max_context=1024)
+        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", ...)
     """
 
     name: str
@@ -420,20 +420,20 @@ class PolicyFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far the learner's log-probs are from the behaviour's, over `count` tokens. Defaults read as not at all.
+    """How far the learner's log-probs are from the behaviour's, over `count` tokens.
 
-    Δ is learner - behaviour, r = exp Δ.
+    Δ is learner - behaviour, r = exp Δ. The defaults mean no mismatch.
 
     Example:
-        Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, ratio_p99=1.2, outside_share=0.5)
+        Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, outside_share=0.5)
     """
 
     count: int = 0
     mean_abs: float = 0.0  # mean |Δ|
     k3: float = 0.0  # estimated KL(behaviour || learner) per token
     ratio_mean: float = 1.0  # 1 in expectation where the two policies share their support
-    ratio_p01: float = 1.0  # one token in a hundred has a smaller r
-    ratio_p99: float = 1.0  # one in a hundred a larger one
+    ratio_p01: float = 1.0  # 1st percentile of r
+    ratio_p99: float = 1.0  # 99th percentile of r
     outside_share: float = 0.0  # of tokens that are not near-on-policy
     effective_samples: float = 1.0  # (Σr)² / (n Σr²)
 
@@ -443,8 +443,7 @@ class StepStats:
     """What one optimizer step did.
 
     Example:
-        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, entropy=0.4, kl_reference=0.0,
-            clipped_share=0.02, mismatch=Mismatch(...))
+        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, mismatch=Mismatch(...), ...)
     """
 
     loss: float
@@ -470,7 +469,7 @@ class Ticket:
 
     @property
     def version(self) -> int:
-        """That it is for."""
+        """The version that can be fetched."""
         return int(self.manifest.version)
 
 
@@ -479,14 +478,14 @@ class PublishTimes:
     """Seconds and bytes of one publication, by operation.
 
     Example:
-        PublishTimes(gather_s=0.2, cast_s=0.1, encode_s=0.5, transfer_s=0.3, apply_s=0.1, transfer_bytes=31_000_000)
+        PublishTimes(gather_s=0.2, encode_s=0.5, transfer_s=0.3, transfer_bytes=31_000_000)
     """
 
     gather_s: float = 0.0  # whole tensors from the learner's shards
     cast_s: float = 0.0
     encode_s: float = 0.0
     transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
-    apply_s: float = 0.0  # during which the engine stands still
+    apply_s: float = 0.0  # the engine does not decode meanwhile
     gather_bytes: int = 0
     cast_bytes: int = 0
     encode_bytes: int = 0
@@ -495,5 +494,5 @@ class PublishTimes:
 
     @property
     def total_s(self) -> float:
-        """One after the other."""
+        """All operations, one after the other."""
         return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s

@@ -1,4 +1,4 @@
-"""Code that is not ours or not always there: functions and templates of users, and files with an optional library."""
+"""Load and limit code that is not ours: functions of users, and optional libraries."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _NotThereError(Exception):
 def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callable[..., Any]:
     """The function that `spec` names: 'module:function' or 'path/to/file.py:function'.
 
-    The module is looked for in the working directory too, and a file may import the files beside it. What goes wrong is
-    raised as `error`, with the name of the `setting`.
+    The working directory is searched for modules, too, and a file may import the files beside it.
+    Problems are raised as `error`, with the name of the `setting`.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -53,7 +53,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
 
 
 def load_optional(module: str, library: str, extra: str) -> Any:
-    """Import `module`, which needs `library`; without it, name the `extra` of headrace that installs it."""
+    """Import `module`, which needs `library`; if it is missing, name the `extra` that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -63,7 +63,7 @@ def load_optional(module: str, library: str, extra: str) -> Any:
 
 
 class TooLongError(HeadraceError):
-    """Code of a user did not come to an end."""
+    """A user's code ran longer than its limit."""
 
     def __init__(self, *text: str) -> None:
         super().__init__(*(text or ("it runs longer than it may",)))
@@ -71,7 +71,10 @@ class TooLongError(HeadraceError):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLongError inside when the time is up, at the next Python instruction. Works in any thread."""
+    """Raise TooLongError inside the block after `seconds`, at the next Python instruction.
+
+    Works in any thread.
+    """
     thread_id, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def interrupt() -> None:

@@ -170,7 +170,7 @@ async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, mon
     assert books(run).trained.trajectories == 8
 
 
-def test_answers_cut_at_the_wall_are_truncated_and_a_score_does_not_know_of_it(workshop: Workshop):
+def test_answers_cut_at_max_wall_s_are_truncated_and_evaluation_has_no_such_limit(workshop: Workshop):
     """No time at all: an answer ends with the first look at the clock."""
     hasty = ("rollout.max_new_tokens=100", "rollout.stop=[]", "loop.steps=1")
     summary = api.train(workshop.config("hasty", *hasty, "rollout.max_wall_s=1e-9", reward="dense"))

@@ -53,7 +53,7 @@ def test_a_learner_that_computes_something_else_is_told_at_once(workshop: Worksh
     notes = Notes()
     summary = api.train(workshop.config("wrong", "loop.steps=1", reward="dense"), notes)
     (note,) = notes.notes
-    assert f"{summary['mismatch_before']:.2g} away from the engine's on average" in note
+    assert f"{summary['mismatch_before']:.2g} nats away from the engine's on average" in note
     assert "Rounding in float32 explains at most 0.001" in note
 
 
@@ -95,7 +95,7 @@ def test_an_exact_run_is_exact(workshop: Workshop):
 
 def test_an_exact_run_that_is_not_does_not_start(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
     warm_learner(monkeypatch, 1.000001)
-    with pytest.raises(ModelError, match=r"model\.exact = true, but .* sampled tokens are \d.*e-\d+ away"):
+    with pytest.raises(ModelError, match=r"model\.exact = true, but .* sampled tokens are \d.*e-\d+ nats away"):
         api.train(workshop.config("inexact", "loop.steps=1", "model.exact=true", reward="dense"))
     assert not (workshop.directory / "inexact" / "model").exists()
 

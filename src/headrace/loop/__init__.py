@@ -1,1 +1,1 @@
-"""The loop, and evaluation."""
+"""The loop: groups, steps, new versions, checkpoints, and how a run ends or is resumed."""

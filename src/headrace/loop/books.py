@@ -1,54 +1,63 @@
-"""What becomes of trajectories, booked: trained on, or dropped for a reason at some lag."""
+"""What the loop writes into the ledger (the run's database).
+
+Of each trajectory whether it was trained on or dropped, and of each step one row of metrics.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from headrace.ledger.ledger import Ledger
-from headrace.types import Drop, DropReason, Group, Trajectory
+import numpy as np
+
+from headrace.ledger.clock import StageClock, busy_s
+from headrace.ledger.ledger import Amount, Books, Ledger
+from headrace.rollout.pool import RolloutPool
+from headrace.row import Row
+from headrace.types import Drop, DropReason, Group, StepStats, Trajectory
+
+Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 
 
 class Bookkeeper:
-    """Books against the policy's present `version`."""
+    """Books trajectories as trained on or dropped, with their lag (staleness) behind `version`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.version = 0
         self._ledger = ledger
 
     def reached(self, version: int) -> None:
-        """The policy is at `version` from here on."""
         self.version = version
 
     def trained(self, groups: Sequence[Group], *, step: int, skipped: bool) -> None:
-        """The groups of a step; all are dropped if it was skipped. The step led to the present version."""
-        trained_on = self.version - 1
+        """Book the groups of the step that led to `version`; if it was `skipped`, as dropped."""
+        before = self.version - 1
         for group in groups:
             if skipped:
-                drops = [(t, str(DropReason.SKIPPED_STEP)) for t in group.trajectories]
-                self._ledger.dropped(_drops(drops, trained_on), source="buffered")
+                drops = [(t, DropReason.SKIPPED_STEP) for t in group.trajectories]
+                self._ledger.dropped(_drops(drops, before), source="buffered")
             else:
-                self._ledger.trained(group, step=step, lag_of=lambda t: trained_on - t.oldest_version)
+                self._ledger.trained(group, step=step, lag_of=lambda t: before - t.oldest_version)
 
-    def drop_group(self, dropped: Sequence[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
-        """Trajectories of a group that the buffer let go."""
+    def drop_group(self, dropped: Dropped, group: Group, was_buffered: bool) -> None:
+        """Book trajectories of `group` that the buffer dropped."""
         if was_buffered:
             self.drop_buffered(dropped)
         else:
             self.drop_in_flight(dropped, of=(group.serial, group.attempt))
 
-    def drop_buffered(self, dropped: Sequence[tuple[Trajectory, str]]) -> None:
-        """Trajectories that waited for the learner."""
+    def drop_buffered(self, dropped: Dropped) -> None:
         if dropped:
             self._ledger.dropped(_drops(dropped, self.version), source="buffered")
 
-    def drop_in_flight(self, dropped: Sequence[tuple[Trajectory, str]], *, of: tuple[int, int]) -> None:
-        """Trajectories that never reached the buffer, `of` a group's serial and attempt."""
+    def drop_in_flight(self, dropped: Dropped, *, of: tuple[int, int]) -> None:
+        """Book trajectories that never reached the buffer, `of` a group's serial and attempt."""
         if dropped:
-            trajectories = [t for t, _ in dropped]
-            self._ledger.dropped(_drops(dropped, self.version), source="in_flight", trajectories=trajectories, of=of)
+            drops, trajectories = _drops(dropped, self.version), [t for t, _ in dropped]
+            self._ledger.dropped(drops, source="in_flight", trajectories=trajectories, of=of)
 
 
-def _drops(dropped: Sequence[tuple[Trajectory, str]], version: int) -> list[Drop]:
+def _drops(dropped: Dropped, version: int) -> list[Drop]:
     return [
         Drop(
             trajectory_id=t.id,
@@ -60,3 +69,114 @@ def _drops(dropped: Sequence[tuple[Trajectory, str]], version: int) -> list[Drop
         )
         for t, reason in dropped
     ]
+
+
+class RowMaker:
+    """Collects what happened since the last row, and books it as the next `Row`."""
+
+    def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
+        self._ledger, self._clock, self._pool = ledger, clock, pool
+        self._start_s = clock.now()
+        self._books = ledger.totals()
+        self._counts = pool.counts
+        self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
+        self.first_reward_failure = ""
+
+    def begin(self) -> None:
+        """The first step begins now: what came before, such as an evaluation, is in no row."""
+        self._start_s, self._counts = self._clock.now(), self._pool.counts
+
+    def restore(self, scored: list[tuple[float, int, bool]]) -> None:
+        """Continue after the last row of a resumed run; `scored` was scored after that row."""
+        rows = self._ledger.rows()
+        dropped: Counter[str] = Counter()
+        for row in rows:
+            dropped.update(row.dropped_tokens)
+        self._books = Books(
+            generated=Amount(tokens=sum(row.generated_tokens for row in rows)),
+            trained=Amount(tokens=sum(row.trained_tokens for row in rows)),
+            buffered=Amount(),
+            in_flight=Amount(),
+            dropped={reason: Amount(tokens=tokens) for reason, tokens in dropped.items()},
+        )
+        self._scored = scored
+
+    def scored(self, trajectory: Trajectory) -> None:
+        assert trajectory.reward is not None
+        scored = (trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut)
+        self._scored.append(scored)
+
+    def reward_failed(self, detail: str) -> None:
+        """Keep the first failure's `detail`, for the summary and for error messages."""
+        self.first_reward_failure = self.first_reward_failure or detail
+
+    def make(
+        self,
+        step: int,
+        version: int,
+        taken: list[Group],
+        stats: StepStats,
+        *,
+        end_s: float,
+        moved_bytes: int,
+        score: float | None,
+    ) -> Row:
+        """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation."""
+        running, finished = self._clock.running(), self._clock.drain()
+        books, before, counts = self._ledger.totals(), self._books, self._pool.counts
+        trajectories = [t for group in taken for t in group.trajectories]
+        tokens = np.array([t.num_sampled_tokens for t in trajectories])
+        lags = np.array([version - 1 - t.oldest_version for t in trajectories])
+        # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
+        rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
+        row = Row(
+            step=step,
+            version=version,
+            wall_s=end_s - self._start_s,
+            num_groups=len(taken),
+            num_trajectories=len(trajectories),
+            generated_tokens=books.generated.tokens - before.generated.tokens,
+            trained_tokens=books.trained.tokens - before.trained.tokens,
+            dropped_tokens=_dropped_tokens(before, books),
+            backlog_tokens=books.backlog_tokens,
+            preemptions=counts.preemptions - self._counts.preemptions,
+            parks=counts.parks - self._counts.parks,
+            lag_mean=float((lags * tokens).sum() / tokens.sum()),
+            lag_max=int(lags.max()),
+            reward_mean=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            length_mean=float(lengths.mean()),
+            length_max=int(lengths.max()),
+            truncated_share=float(truncated.mean()),
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            lr=stats.lr,
+            skipped=stats.skipped,
+            entropy=stats.entropy,
+            kl_reference=stats.kl_reference,
+            mismatch_mean=stats.mismatch.mean_abs,
+            mismatch_k3=stats.mismatch.k3,
+            ratio_mean=stats.mismatch.ratio_mean,
+            ratio_p01=stats.mismatch.ratio_p01,
+            ratio_p99=stats.mismatch.ratio_p99,
+            ratio_outside=stats.mismatch.outside_share,
+            clipped_share=stats.clipped_share,
+            effective_samples=stats.mismatch.effective_samples,
+            stage_s=busy_s([*running, *finished], self._start_s, end_s),
+            publish_bytes=moved_bytes,
+            score=score,
+        )
+        self._ledger.spans(finished)
+        self._ledger.row(row)
+        self._books, self._counts, self._scored, self._start_s = books, counts, [], self._clock.now()
+        return row
+
+    def flush(self) -> None:
+        """Book the spans measured after the last row."""
+        self._ledger.spans(self._clock.drain())
+
+
+def _dropped_tokens(before: Books, books: Books) -> dict[str, int]:
+    known = {reason: amount.tokens for reason, amount in before.dropped.items()}
+    more = {reason: a.tokens - known.get(reason, 0) for reason, a in books.dropped.items()}
+    return {reason: tokens for reason, tokens in more.items() if tokens}

@@ -1,8 +1,8 @@
 """Checkpoints on disk: complete or not there at all.
 
-A checkpoint is a directory with tensors (`learner.tensor_files`) and a manifest with the checksum of every file. It is
-written under another name, flushed to the disk, and renamed; what a crash leaves half-written is never taken for one.
-What else a restart needs (groups, steps, the cursor) is in the ledger.
+A checkpoint is a directory with tensors (`learner.tensor_files`) and a manifest with the checksum of
+every file. It is written under another name, flushed to disk (fsync) and renamed, so a half-written
+one is never used. What else a resumed run needs (groups, steps, prompt cursor) is in the ledger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, its files checked.
+    """A complete checkpoint, its checksums verified.
 
     Example:
         Checkpoint(path=Path("runs/a/checkpoints/step-000020"), version=20, facts={"prompts": {...}})
@@ -37,20 +37,19 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Path:
-        """The directory that `learner.tensor_files` reads."""
         return (self.path / TENSORS).absolute()
 
 
 class Checkpoints:
-    """Those of one run; the newest `keep` stay."""
+    """The checkpoints of one run; the newest `keep` stay."""
 
     def __init__(self, run_dir: Path, keep: int, directory: str = CHECKPOINTS) -> None:
         self._directory, self._keep = run_dir / directory, keep
 
     def write(self, version: int, write_tensors: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
-        """Write one, and delete the oldest; `write_tensors` has the tensors written into a directory.
+        """Write a checkpoint and delete the oldest. `write_tensors(directory)` writes its tensors.
 
-        What cannot be written leaves those before it as they are.
+        If it cannot be written, earlier checkpoints stay as they are.
         """
         final = self._directory / f"step-{version:06}"
         unfinished = self._directory / f".writing-{final.name}"
@@ -62,24 +61,25 @@ class Checkpoints:
             manifest = {"layout": LAYOUT, "version": version, "facts": facts, "files": files}
             (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             for path in (*_files(unfinished), unfinished / TENSORS, unfinished):
-                _bring_to_disk(path)
-            shutil.rmtree(final, ignore_errors=True)  # a restart may come to a version a second time
+                _sync(path)
+            shutil.rmtree(final, ignore_errors=True)  # a resumed run reaches a version again
             unfinished.rename(final)
-            _bring_to_disk(self._directory)
+            _sync(self._directory)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise RunError(f"the checkpoint of step {version} could not be written: {_reason(error)}") from error
+            reason = _reason(error)
+            raise RunError(f"the checkpoint of step {version} could not be written: {reason}") from error
         for old in self._complete()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
     @property
     def oldest_version(self) -> int:
-        """What a restart goes on from when all newer ones are damaged."""
+        """What a resumed run starts from if all newer checkpoints are damaged."""
         return int(self._complete()[-1].name.removeprefix("step-"))
 
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
-        """The newest one whose files are what they were; `on_damage` hears of those that are not."""
+        """The newest undamaged checkpoint; `on_damage` is told of damaged ones."""
         for path in self._complete():
             try:
                 return _checked(path)
@@ -89,13 +89,14 @@ class Checkpoints:
 
     def _complete(self) -> list[Path]:
         """Newest first."""
-        return sorted(self._directory.glob("step-*"), reverse=True) if self._directory.is_dir() else []
+        return sorted(self._directory.glob("step-*"), reverse=True)
 
 
 def _checked(path: Path) -> Checkpoint:
     manifest = json.loads((path / MANIFEST).read_text())
     if manifest["layout"] != LAYOUT:
-        raise RunError(f"it has layout {manifest['layout']}, and this version of headrace reads layout {LAYOUT}")
+        found = manifest["layout"]
+        raise RunError(f"it has layout {found}, and this version of headrace reads layout {LAYOUT}")
     for name, expected in manifest["files"].items():
         file = (path / name).resolve()
         if not file.is_relative_to(path.resolve()):
@@ -114,7 +115,7 @@ def _checksum(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _bring_to_disk(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -123,7 +124,7 @@ def _bring_to_disk(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause: the libraries between wrap a full disk several times."""
+    """The innermost cause: libraries wrap an error such as a full disk several times."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return str(getattr(error, "strerror", "") or error) or type(error).__name__

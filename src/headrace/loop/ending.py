@@ -1,12 +1,12 @@
-"""How a run comes to its end: one state, and what each end leaves behind.
+"""How a run ends: one state, and what each end leaves behind.
 
-    TRAINING ──► COMPLETE      all steps are done, or the target is reached
-             ──► INTERRUPTED   somebody asked it to stop (Ctrl-C, SIGTERM); an optimizer step under way is finished
+    TRAINING ──► COMPLETE      all steps are done, or `loop.target_reward` is reached
+             ──► INTERRUPTED   Ctrl-C or SIGTERM; an optimizer step under way is finished
              ──► FAILED        a stage raised
     any      ──► ABANDONED     cancelled from outside: at once, as by a kill
 
-A run that is not complete can be resumed: its buffered groups wait, and a restart makes another attempt at what was in
-flight. A complete one drops both, with the reason that the run ended.
+A complete run drops what is buffered or in flight. Any other run can be resumed: its buffered groups
+stay, and groups in flight get another attempt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum, auto
 
-TARGET_STEPS = 8  # whose mean reward must reach `loop.target_reward`
+TARGET_STEPS = 8  # their mean reward must reach `loop.target_reward`
 
 
 class State(Enum):
@@ -32,37 +32,35 @@ class Ending:
 
     def __init__(self, target_reward: float) -> None:
         self.state = State.TRAINING
-        self.asked = False  # whether somebody asked the run to stop, in time or not
+        self.asked = False  # whether `ask` was called, even after the last step
         self.solved = False  # whether the target is reached
         self._target_reward = target_reward
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
 
     @property
     def orderly(self) -> bool:
-        """Whether the run ends and accounts for what is left."""
+        """Whether the run is ending and books what is left."""
         return self.state in (State.COMPLETE, State.INTERRUPTED, State.FAILED)
 
     def ask(self) -> None:
-        """Somebody wants the run to stop."""
+        """Ask the run to stop, as Ctrl-C does."""
         self.asked = True
         if self.state is State.TRAINING:
             self.state = State.INTERRUPTED
 
     def complete(self) -> None:
-        """All steps are done."""
         self.state = State.COMPLETE
 
     def abandon(self) -> None:
-        """Cancelled from outside."""
         self.state = State.ABANDONED
 
     def begin(self) -> None:
-        """A stage ended: by itself, unless the steps are done or somebody asked."""
+        """A task of the run ended. If nothing else explains it, the run failed."""
         if self.state is State.TRAINING:
             self.state = State.FAILED
 
     def rewarded(self, reward_mean: float) -> None:
-        """A step's mean reward: `solved` says whether the latest steps are at `loop.target_reward` on average."""
+        """Note a step's mean reward; `solved` if the mean of the last steps reaches the target."""
         self._rewards.append(reward_mean)
         latest = self._rewards
         self.solved = len(latest) == latest.maxlen and sum(latest) / len(latest) >= self._target_reward

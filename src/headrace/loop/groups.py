@@ -1,33 +1,73 @@
-"""Groups on their way: from a prompt, through one episode for each answer, to the buffer."""
+"""How answers come about: one episode per answer, all answers to a prompt as one group.
+
+An episode (rollout and reward) leads from a prompt to a finished trajectory. Here it is a single
+turn: the policy answers once, and the answer is scored. In a trajectory, sampled tokens may lie
+anywhere and in several pieces; nothing after this file relies on where.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.config import Config
-from headrace.episode.episode import episode
+from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
-from headrace.loop.rows import RowMaker
 from headrace.loop.stages import Stages
-from headrace.types import Attempt, Completion, DropReason, Group, Outcome, Prompt, Sampling, Score, Trajectory
+from headrace.reward.scorer import Scorer
+from headrace.rollout.pool import RolloutPool
+from headrace.types import (
+    Attempt,
+    Completion,
+    DropReason,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Sampling,
+    Score,
+    Trajectory,
+)
+
+
+async def episode(
+    prompt: Prompt,
+    sampled: Awaitable[Trajectory],
+    score: Callable[[Completion], Awaitable[Score]],
+    now: Callable[[], float],
+) -> Outcome:
+    """The outcome of one answer to `prompt`; `sampled` is its generation, queued by the caller.
+
+    An aborted answer is not scored. A reward that cannot be computed is a failure, never a zero.
+    """
+    trajectory = await sampled
+    if trajectory.finish is FinishReason.ABORT:
+        return Outcome(trajectory=trajectory, failure=DropReason.STALE)
+    found = await score(Completion.of(prompt, trajectory))
+    if found.failure is not None:
+        return Outcome(trajectory=trajectory, failure=found.failure, detail=found.detail)
+    timing = replace(trajectory.timing, scored_s=now())
+    scored = replace(trajectory, reward=found.reward, reward_parts=found.parts, timing=timing)
+    return Outcome(trajectory=scored)
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A group that a restart starts again: from nothing, or from what its answers had sampled, by index.
+    """A group that a resumed run starts again: from its prompt, or from `so_far`.
 
     Example:
         Again(Attempt(serial=40, number=2, ...), so_far={0: Trajectory(...), 3: Trajectory(...)})
     """
 
     attempt: Attempt
-    so_far: Mapping[int, Trajectory] | None = None  # None: the books do not know of the attempt yet
+    # by index, what its answers had sampled; None: the ledger does not know the attempt yet
+    so_far: Mapping[int, Trajectory] | None = None
 
 
 class Groups:
-    """The groups in flight."""
+    """The groups in flight: generated, scored, and then put into the buffer."""
 
     def __init__(self, config: Config, stages: Stages, rows: RowMaker, ending: Ending) -> None:
         self._stages, self._rows, self._ending = stages, rows, ending
@@ -38,55 +78,55 @@ class Groups:
     def start(
         self, serial: int, prompt: Prompt, attempt: int = 1, so_far: Mapping[int, Trajectory] | None = None
     ) -> Coroutine[None, None, None]:
-        """Queue a group's answers; what is returned carries the group on to the buffer.
+        """Queue a group's answers; the coroutine that is returned brings the group to the buffer.
 
-        Queued here, not in the task: the engine sees a whole wave before its first step.
+        Answers are queued here and not in the coroutine: the engine gets all groups that start
+        together before its first step.
         """
         stages = self._stages
         version = stages.buffer.start(serial, attempt)
-        started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=stages.buffer.wave, version=version)
+        wave = stages.buffer.wave
+        started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=wave, version=version)
         if so_far is None:
             stages.ledger.started(len(self._samplings), started)
-        futures = stages.pool.start(serial, prompt, self._samplings, attempt=attempt, so_far=so_far)
-        begun = [t.oldest_version for t in (so_far or {}).values() if t.spans]
-        if begun:
+        answers = stages.pool.start(serial, prompt, self._samplings, attempt=attempt, so_far=so_far)
+        if begun := [t.oldest_version for t in (so_far or {}).values() if t.spans]:
             stages.buffer.begin(serial, min(begun))
-        self._running[serial] = futures
-        return self._carry(started, prompt, futures)
+        self._running[serial] = answers
+        return self._carry(started, prompt, answers)
 
-    async def _carry(self, started: Attempt, prompt: Prompt, futures: list[asyncio.Future[Trajectory]]) -> None:
-        """Carry one prompt to the buffer: each answer is scored as soon as it is complete."""
-        serial, of = started.serial, (started.serial, started.number)
-        outcomes = await asyncio.gather(*(self._finish(prompt, future) for future in futures))
+    async def _carry(self, started: Attempt, prompt: Prompt, answers: list[asyncio.Future[Trajectory]]) -> None:
+        """Score each answer as soon as it is complete; then buffer the group, or drop it."""
+        serial, number = of = (started.serial, started.number)
+        outcomes = await asyncio.gather(*(self._finish(prompt, answer) for answer in answers))
         del self._running[serial]
         failed = [(o.trajectory, str(o.failure)) for o in outcomes if o.failure is not None]
         scored = tuple(o.trajectory for o in outcomes if o.failure is None)
-        cut_short = any(o.failure is DropReason.RUN_ENDED for o in outcomes)  # a restart makes the group whole
-        if cut_short or len(scored) < min(2, len(futures)):
+        # a group that the end of the run cut short is dropped whole: a resumed run repeats it
+        cut_short = any(o.failure is DropReason.RUN_ENDED for o in outcomes)
+        if cut_short or len(scored) < min(2, len(answers)):
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
         self._stages.books.drop_in_flight(failed, of=of)
+        buffered = False
         if scored:
-            group = Group(
-                serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=started.number
-            )
-            waits = await self._stages.buffer.put(group)
+            group = Group(serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=number)
+            buffered = await self._stages.buffer.put(group)
         else:
-            waits = False
             await self._stages.buffer.lose(serial, failed[0][1])
-        done_with = self._ending.state is State.COMPLETE or not self._ending.orderly
-        if not waits and done_with:  # else a restart makes another attempt
+        resumable = self._ending.orderly and self._ending.state is not State.COMPLETE
+        if not buffered and not resumable:  # a resumed run makes another attempt
             self._stages.ledger.closed(*of)
 
-    async def _finish(self, prompt: Prompt, future: asyncio.Future[Trajectory]) -> Outcome:
-        """The outcome of one episode; what the end of the run cut off says so."""
+    async def _finish(self, prompt: Prompt, answer: asyncio.Future[Trajectory]) -> Outcome:
+        """The outcome of one episode. Its failure is RUN_ENDED if the end of the run cut it off."""
         try:
-            outcome = await episode(prompt, future, self._score, self._stages.clock.now)
+            outcome = await episode(prompt, answer, self._score, self._stages.clock.now)
         except asyncio.CancelledError:
-            if not self._ending.orderly or not future.done() or future.cancelled():
+            if not self._ending.orderly or not answer.done() or answer.cancelled():
                 raise
-            return Outcome(trajectory=future.result(), failure=DropReason.RUN_ENDED)
+            return Outcome(trajectory=answer.result(), failure=DropReason.RUN_ENDED)
         if outcome.failure is None:
             self._rows.scored(outcome.trajectory)
         elif outcome.failure is DropReason.STALE and self._ending.orderly:
@@ -105,23 +145,24 @@ class Groups:
                 self._scoring.discard(scoring)
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what the answers of unfinished groups have come to."""
+        """By serial and index, what the answers of unfinished groups have sampled so far."""
         found = await self._stages.pool.under_way()
-        finished = {
-            serial: {
-                i: f.result() for i, f in enumerate(futures) if f.done() and not f.cancelled() and not f.exception()
-            }
-            for serial, futures in self._running.items()
-        }
-        return {serial: found.get(serial, {}) | done for serial, done in finished.items()}
+        for serial, answers in self._running.items():
+            complete = {i: a.result() for i, a in enumerate(answers) if _is_complete(a)}
+            found[serial] = found.get(serial, {}) | complete
+        return {serial: found[serial] for serial in self._running}
 
     async def abort(self, *tasks: asyncio.Task[None]) -> None:
-        """End what is in flight, and wait until it is accounted for, or one of `tasks` is over."""
+        """End what is in flight. Returns once all of it is booked, or one of `tasks` is done."""
         self._stages.pool.abort(list(self._running))
         while self._running and not any(task.done() for task in tasks):
             for scoring in self._scoring:
                 scoring.cancel()
             await asyncio.sleep(0.01)
+
+
+def _is_complete(answer: asyncio.Future[Trajectory]) -> bool:
+    return answer.done() and not answer.cancelled() and not answer.exception()
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -135,3 +176,23 @@ def sampling_of(config: Config) -> Sampling:
         min_p=r.min_p,
         stop=r.stop,
     )
+
+
+async def evaluate(pool: RolloutPool, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
+    """The held-out score: mean reward on `prompts`, with the same random numbers each time.
+
+    Answers that could not be scored are left out, not counted as zero; None if all were.
+    """
+    sampling = Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.loop.eval_temperature,
+        stop=config.rollout.stop,
+    )
+    episodes = [
+        episode(prompt, answer, scorer.score, time.monotonic)
+        for i, prompt in enumerate(prompts)
+        for answer in pool.start(i, prompt, [sampling] * config.loop.eval_samples, counted=False)
+    ]
+    found = [outcome.trajectory.reward for outcome in await asyncio.gather(*episodes)]
+    rewards = [reward for reward in found if reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None

@@ -3,37 +3,37 @@
     produce   draws prompts, generates, scores      waits for: room in the buffer
     learn     trains, publishes, books a row        waits for: groups in the buffer
 
-How far the first may run ahead of the second is the buffer's business, so synchronous, overlapped and fully
-asynchronous training are this one loop with another `max_lag`. How groups come about is in groups.py, how a run ends in
-ending.py.
+The buffer decides how far `produce` may run ahead of `learn`: at most `max_lag` versions (staleness).
+So synchronous, overlapped and fully asynchronous training are this one loop with another `max_lag`.
+How answers come about is in groups.py, how a run ends in ending.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
 from headrace.ledger.clock import STALL
+from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
-from headrace.loop.evaluate import evaluate
-from headrace.loop.groups import Again, Groups
-from headrace.loop.rows import RowMaker
+from headrace.loop.groups import Again, Groups, evaluate
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.reward.scorer import MAX_VERDICTS
 from headrace.row import Row
 from headrace.types import DropReason, Group, Item, StepStats
 
-SKIPPED_STEPS = 4  # in a row: there will be no other
+SKIPPED_STEPS = 4  # in a row, after which a run is stuck
 
 R = TypeVar("R")
 
 
 class Loop:
-    """One run of `config.loop.steps` optimizer steps. `on_row(row)` hears of every step, `on_note(text)` of trouble."""
+    """One run of `config.loop.steps` steps. `on_row` gets each step's row, `on_note` warnings."""
 
     def __init__(
         self,
@@ -48,33 +48,34 @@ class Loop:
         self.ending = Ending(config.loop.target_reward)
         self.rows = RowMaker(stages.ledger, stages.clock, stages.pool)
         self.groups = Groups(config, stages, self.rows, self.ending)
-        self._again: list[Again] = []  # to be started before anything else: a restart's
-        self._taken: list[Group] = []  # groups of the step under way
+        self._again: list[Again] = []  # groups that a resumed run starts first
+        self._taken: list[Group] = []  # the groups of the present step
         self._learning: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._skipped = 0  # steps in a row
+        self._skipped = 0  # the latest steps that were skipped, in a row
 
     @property
     def version(self) -> int:
-        """Of the policy: optimizer steps taken."""
+        """The policy's version: how many optimizer steps were taken."""
         return self.stages.books.version
 
     @property
     def over(self) -> bool:
-        """Whether every step is done: what was not trained on will not be."""
+        """Whether every step is done, or the target reward is reached."""
         return self.ending.solved or self.version >= self.config.loop.steps
 
     async def run(self) -> None:
-        """Train until the steps are done, `interrupt` is called, or a stage fails; then account for what is left."""
+        """Train until the steps are done, `interrupt` is called or a stage fails; book what is left."""
         if self.over:
             self._drop_buffered()
             return
         await self.stages.device.run(self.stages.canary.check, self.version)
         self.rows.begin()
-        producing = asyncio.create_task(self.produce())  # first: the learner waits for what a restart starts again
+        # `produce` goes first: the learner waits for what a resumed run starts again
+        producing = asyncio.create_task(self.produce())
         self._learning = asyncio.create_task(self.learn())
         sampling = asyncio.create_task(self.stages.pool.run())
-        tasks = (sampling, self._learning, producing)  # a failure of the first fails the others too
+        tasks = (sampling, self._learning, producing)  # a failure of `sampling` makes the others fail
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await self._end(sampling, producing)
@@ -90,29 +91,29 @@ class Loop:
                 raise self._explained(failure)
 
     def start_first(self, again: list[Again]) -> None:
-        """Before anything else, start what a restart starts again."""
+        """Groups that `produce` starts before any other."""
         self._again = again
 
     def interrupt(self) -> None:
-        """Stop at the next opportunity, as Ctrl-C does."""
+        """Stop soon, as on Ctrl-C; an optimizer step under way is finished."""
         self.ending.ask()
         if self._learning is not None:
             self._learning.cancel()
 
     async def produce(self) -> None:
-        """Start groups whenever the buffer has room; first what a restart has to start again."""
+        """Start groups whenever the buffer has room."""
         prompts = self.stages.prompts
         async with asyncio.TaskGroup() as tasks:
             while self._again:
                 a = self._again.pop(0)
-                serial = a.attempt.serial
-                tasks.create_task(self.groups.start(serial, prompts.at(serial), a.attempt.number, a.so_far))
+                serial, number = a.attempt.serial, a.attempt.number
+                tasks.create_task(self.groups.start(serial, prompts.at(serial), number, a.so_far))
             while True:
                 for _ in range(await self.stages.buffer.admit()):
                     tasks.create_task(self.groups.start(*prompts.next()))
 
     async def learn(self) -> None:
-        """Train on fresh groups, publish, and only then let new groups start."""
+        """Train on groups of the buffer, publish, and only then let new groups start."""
         for step in range(self.version + 1, self.config.loop.steps + 1):
             await self._accumulate()
             self.stages.ledger.step_begins(step, self._taken)
@@ -121,12 +122,12 @@ class Loop:
             row = await self.conclude(step, taken, stats)
             last = self.over
             if last:
-                await self.stages.buffer.hold(True)  # what would start now could never be trained on
+                await self.stages.buffer.hold(True)  # a group that starts now is never trained on
             self.stages.pool.abort(await self.stages.buffer.settle(self.version))
             self.on_row(row)
             self._check_skipped(row)
             if last:
-                await self._written()  # this one is not to be left out
+                await self._written()  # else `checkpoint` leaves the last one out
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             if last:
@@ -137,7 +138,7 @@ class Loop:
     # ---- one step
 
     async def _accumulate(self) -> None:
-        """The gradient of one step: it adds up while the step's last groups are still being generated."""
+        """Add up the gradient of one step, group by group while later ones are being generated."""
         stages = self.stages
         while (group := await stages.buffer.next()) is not None:
             self._taken.append(group)
@@ -149,17 +150,16 @@ class Loop:
             await stages.buffer.hold(False)
 
     async def _add(self, group: Group) -> None:
-        """A group's part of the gradient, as far as its micro-batches are full."""
+        """Train on the micro-batches that `group` fills."""
         ranks, references = self.stages.ranks, None
         if ranks.uses_reference:
-            references = await self._timed("reference", lambda: ranks.reference_logprobs(group))
+            references = await self._timed("reference", partial(ranks.reference_logprobs, group))
         await self._train_on(ranks.add(group, references))
 
     async def _train_on(self, micro_batches: list[list[Item]]) -> None:
-        """How many tokens a micro-batch has tells what a pass costs apart from what a token does."""
         for items in micro_batches:
-            detail = f"{sum(map(len, items))} tokens"
-            await self._timed("train", lambda items=items: self.stages.ranks.accumulate(items), detail)  # type: ignore[misc]
+            detail = f"{sum(map(len, items))} tokens"  # `insight` fits the cost of a pass and of a token
+            await self._timed("train", partial(self.stages.ranks.accumulate, items), detail)
 
     async def _timed(self, stage: str, work: Callable[[], R], detail: str = "") -> R:
         def timed() -> R:
@@ -169,7 +169,7 @@ class Loop:
         return await self.stages.device.run(timed)
 
     async def _update(self) -> StepStats:
-        """The optimizer step. An interrupt waits for it: once the weights change, the books have to say so."""
+        """Take the optimizer step. It is not cancelled: weights that changed must be booked."""
         committing = asyncio.ensure_future(self.stages.device.run(self._commit))
         while not committing.done():
             try:
@@ -180,7 +180,7 @@ class Loop:
         return committing.result()
 
     def _commit(self) -> StepStats:
-        """In the device thread, between two decode steps: the weights change and so does the version."""
+        """In the device thread, between two decode steps: change the weights and the version."""
         stages, version = self.stages, self.version
         with stages.clock.span("train", version=version):
             if stages.shares_memory:
@@ -193,19 +193,19 @@ class Loop:
         return stats
 
     async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:
-        """Book a step that was taken, and make its row: both or neither."""
-        end_s = self.stages.clock.now()
-        # before new groups may start, so that what a row counts does not depend on how long an evaluation takes
+        """Book the groups of a step and its row, in one transaction."""
+        now = self.stages.clock.now()
+        # before new groups may start: what a row counts must not depend on how long this takes
         score = await self._score(step) if may_evaluate else None
         moved = self.stages.publisher.moved_bytes
         with self.stages.ledger.writing():
             self.stages.books.trained(taken, step=step, skipped=stats.skipped)
-            row = self.rows.make(step, self.version, taken, stats, end_s=end_s, moved_bytes=moved, score=score)
+            row = self.rows.make(step, self.version, taken, stats, end_s=now, moved_bytes=moved, score=score)
         self.ending.rewarded(row.reward_mean)
         return row
 
     async def _score(self, step: int) -> float | None:
-        """The held-out score, on the steps that evaluate."""
+        """The held-out score after every `loop.eval_every` steps, else None."""
         every = self.config.loop.eval_every
         if not every or step % every or step == self.config.loop.steps or self.ending.orderly:
             return None
@@ -214,22 +214,24 @@ class Loop:
         except asyncio.CancelledError:
             if not self.ending.orderly:
                 raise
-            return None  # the step is done and has its row, with or without a score
+            return None  # the run is ending: the step's row has no score
 
     async def evaluate(self) -> float | None:
         """The held-out score of the present policy."""
-        return await evaluate(self.stages.pool, self.stages.scorer, self.stages.prompts.held_out, self.config)
+        stages = self.stages
+        return await evaluate(stages.pool, stages.scorer, stages.prompts.held_out, self.config)
 
     def _check_skipped(self, row: Row) -> None:
         self._skipped = self._skipped + 1 if row.skipped else 0
         if self._skipped == SKIPPED_STEPS:
             raise StalledError(
-                f"the last {SKIPPED_STEPS} steps were skipped because their gradients were not finite: training is "
-                "stuck. Look at the rewards (very large ones overflow), lower learner.lr, or set model.dtype=float32"
+                f"the last {SKIPPED_STEPS} steps were skipped because their gradients were not finite: "
+                "training is stuck. Look at the rewards (very large ones overflow), lower learner.lr, "
+                "or set model.dtype=float32"
             )
 
     async def redo(self, groups: list[Group]) -> StepStats:
-        """Take a step again that a process took before it died: the same groups in the same order."""
+        """Take a step of a dead process again, with the same groups in the same order."""
         for group in groups:
             await self._add(group)
         await self._train_on(self.stages.ranks.rest())
@@ -238,7 +240,7 @@ class Loop:
     # ---- checkpoints
 
     async def checkpoint(self) -> None:
-        """Write the present version to disk, beside the training; what is still being written is not waited for."""
+        """Write a checkpoint while training goes on; skipped while an earlier one is being written."""
         if self._writing is not None and not self._writing.done():
             return
         stages, version = self.stages, self.version
@@ -247,23 +249,19 @@ class Loop:
             write_tensors = await stages.device.run(stages.ranks.snapshot)
             if self.config.recovery.in_flight == "resume":
                 stages.ledger.keep_partials(await self.groups.under_way())
-            stages.ledger.sync()  # a checkpoint must never be ahead of the books
+            stages.ledger.sync()  # the ledger is durable before the checkpoint is
 
         async def write() -> None:
             try:
                 with stages.clock.span("checkpoint", version=version):
                     await beside(stages.checkpoints.write, version, write_tensors, facts)
-                self._prune(version)
+                if kept := self.config.recovery.journal_steps:  # older answers may go
+                    before = min(stages.checkpoints.oldest_version + 1, version + 1 - kept)
+                    stages.ledger.prune(before=before, max_verdicts=MAX_VERDICTS)
             except RunError as error:
                 self._on_note(f"{error}. Training goes on; the last complete checkpoint stays")
 
         self._writing = asyncio.create_task(write())
-
-    def _prune(self, version: int) -> None:
-        """Forget answers that neither a restart needs nor the user wants to read any more."""
-        if kept := self.config.recovery.journal_steps:
-            before = min(self.stages.checkpoints.oldest_version + 1, version + 1 - kept)
-            self.stages.ledger.prune(before=before, max_verdicts=MAX_VERDICTS)
 
     async def _written(self) -> None:
         if self._writing is not None:
@@ -272,7 +270,7 @@ class Loop:
     # ---- the end
 
     async def _end(self, sampling: asyncio.Task[None], producing: asyncio.Task[None]) -> None:
-        """Leave what ending.py says that this end leaves behind."""
+        """End all tasks; what is left behind depends on the `State` (see ending.py)."""
         self.ending.begin()
         assert self._learning is not None
         self._learning.cancel()
@@ -280,12 +278,12 @@ class Loop:
         await self.stages.buffer.hold(True)
         complete = self.ending.state is State.COMPLETE
         if self.ending.state is State.INTERRUPTED and not sampling.done():
-            await self._written()  # this one is not to be left out
+            await self._written()  # else `checkpoint` leaves this one out
             await self.checkpoint()
         if complete or self.config.recovery.in_flight != "resume":
             await self.groups.abort(sampling, producing)
         else:
-            self.stages.pool.close()  # what is sampled from here on is lost
+            self.stages.pool.close()  # tokens sampled from here on are lost
         for task in (producing, sampling):
             task.cancel()
         await asyncio.wait([producing, sampling])
@@ -299,7 +297,7 @@ class Loop:
         self._taken = []
 
     def _explained(self, failure: BaseException) -> BaseException:
-        """The first error of a task group: the user's message is there, not in the group."""
+        """The first error of a task group, which has the message for the user."""
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, StalledError) and (why := self.rows.first_reward_failure):

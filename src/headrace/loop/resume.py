@@ -1,9 +1,10 @@
-"""Go on where a run stood that ended too soon.
+"""Resume a run that ended too soon.
 
-The newest complete checkpoint gives the weights of some version. The steps after it are taken again, with the groups
-that the ledger kept, in the order they were trained on: that leads to the weights the dead process had, to the last
-bit. Groups that waited in the buffer wait there again. What was under way is started again, gone on with, or left out,
-by `recovery.in_flight`; the tokens that are lost with it are booked as redone, or crashed.
+The newest complete checkpoint gives the weights of some version. The steps after it are taken again,
+with the groups that the ledger kept, in the order they were trained on. That gives the weights that
+the dead process had, to the last bit. Buffered groups are buffered again. Groups in flight are
+started again, continued, or left out, by `recovery.in_flight`; tokens that are lost with them are
+booked as redone or crashed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from headrace.types import DropReason, Group
 
 
 async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
-    """Bring the loop to where the run stood; the engine must not be running yet."""
+    """Bring `loop` to where the run stood. The engine must not be running yet."""
     stages = loop.stages
     ledger, recovery = stages.ledger, Recovery(stages.ledger)
     checkpoint = stages.checkpoints.newest(on_note)
     if checkpoint is None:
-        raise RunError(f"{ledger.run_dir} has no checkpoint that can be read: the run cannot be resumed")
+        raise RunError(f"{ledger.run_dir} cannot be resumed: it has no checkpoint that can be read")
     next_serial = max((attempt.serial for attempt in recovery.attempts()), default=-1) + 1
     stages.prompts.restore({**checkpoint.facts["prompts"], "serial": next_serial})
     await stages.device.run(stages.ranks.load, checkpoint.tensors, checkpoint.version)
@@ -38,8 +39,10 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     if stages.ranks.uses_reference:
         await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)
-    rule = _rule(loop)
-    again, lost = _take_up(loop, rule)
+    rule = loop.config.recovery.in_flight
+    if rule == "resume" and _redoes_waves(loop):
+        rule = "requeue"
+    again, lost = _take_up(loop, "drop" if loop.over else rule)
     loop.start_first(again)
     restart = Restart(
         number=len(ledger.restarts()) + 1,
@@ -57,73 +60,72 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
 
 
 async def _load_reference(loop: Loop, on_note: Callable[[str], None]) -> None:
-    """The weights before the first step, from which training is not to stray."""
-    stages = loop.stages
-    kept = Checkpoints(stages.ledger.run_dir, 1, REFERENCE).newest(on_note)
+    """Load the reference: the weights before the first step."""
+    stages, run_dir = loop.stages, loop.stages.ledger.run_dir
+    kept = Checkpoints(run_dir, 1, REFERENCE).newest(on_note)
     if kept is None:
-        raise RunError(f"{stages.ledger.run_dir / REFERENCE} cannot be read: without it learner.kl_coef has no meaning")
+        raise RunError(f"{run_dir / REFERENCE} cannot be read, and learner.kl_coef needs it")
     await stages.device.run(partial(stages.ranks.load, kept.tensors, 0, reference=True))
 
 
 async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[Group]]:
-    """The steps after the checkpoint, once more; the groups of each."""
+    """Take the steps after the checkpoint again; returns the groups of each."""
     ledger, recovery = loop.stages.ledger, Recovery(loop.stages.ledger)
     rows = {row.step: row for row in ledger.rows()}
     loop.rows.restore(recovery.scored_since_row())
-    for row in rows.values():
-        loop.ending.rewarded(row.reward_mean)
+    for known in rows.values():
+        loop.ending.rewarded(known.reward_mean)
     redone = []
     for step, named in recovery.steps_after(loop.version):
         groups = [_group(loop, serial, attempt) for serial, attempt in named]
         stats = await loop.redo(groups)
-        if step not in rows:  # the process died between the update and its booking
+        row = rows.get(step)
+        if row is None:  # the process died between the update and its booking
             loop.on_row(await loop.conclude(step, groups, stats, may_evaluate=False))
-        elif (stats.loss, stats.grad_norm) != (rows[step].loss, rows[step].grad_norm) and not stats.skipped:
+        elif not stats.skipped and (stats.loss, stats.grad_norm) != (row.loss, row.grad_norm):
             on_note(
-                f"step {step} came out differently the second time (gradient norm {stats.grad_norm:.6g}, before "
-                f"{rows[step].grad_norm:.6g}): it was taken elsewhere, or this machine does not compute the same twice"
+                f"step {step} came out differently the second time (gradient norm "
+                f"{stats.grad_norm:.6g}, before {row.grad_norm:.6g}): it was first taken on another "
+                "machine, or this one does not compute the same twice"
             )
         redone.append(groups)
     return redone
 
 
 def _redoes_waves(loop: Loop) -> bool:
-    """A batch changes bits: strictly on-policy, a wave is generated again as a whole, or not at all."""
+    """Whether a wave (groups that started together) is generated again as a whole, or not at all.
+
+    Without batch invariance (`model.exact`) an answer's bits depend on the rest of its batch.
+    """
     return loop.config.loop.max_lag == 0 and not loop.stages.pool.exact
 
 
-def _rule(loop: Loop) -> str:
-    """What becomes of answers under way: `recovery.in_flight`, where that can be had."""
-    rule = loop.config.recovery.in_flight
-    return "requeue" if rule == "resume" and _redoes_waves(loop) else rule
-
-
 def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
-    """Buffer what waited, lose what was under way; what is to be started again, and what was lost."""
-    recovery, rule = Recovery(loop.stages.ledger), "drop" if loop.over else rule
+    """Buffer the groups that waited; returns the groups to start again, and what was lost."""
+    recovery = Recovery(loop.stages.ledger)
     under_way, again = recovery.attempts(state="open"), []
     if rule == "requeue" and _redoes_waves(loop):
         waves = sorted({attempt.wave for attempt in under_way})
         under_way = [attempt for wave in waves for attempt in recovery.attempts(wave=wave)]
     if rule == "resume":
         so_far = {attempt.serial: recovery.partials(attempt.serial) for attempt in under_way}
-        kept_tokens = sum(t.num_sampled_tokens for answers in so_far.values() for t in answers.values())
-        lost = recovery.carry_on(under_way, kept_tokens)
+        kept = [t for answers in so_far.values() for t in answers.values()]
+        lost = recovery.carry_on(under_way, sum(t.num_sampled_tokens for t in kept))
         again = [Again(replace(a, number=a.number + 1), so_far[a.serial]) for a in under_way]
     elif rule == "requeue":
         lost = recovery.lose(under_way, DropReason.REDONE)
     else:
         lost = recovery.lose([], DropReason.CRASHED)
     loop.rows.restore(recovery.scored_since_row())  # without what will be scored again
-    # also those that an earlier restart did not come to start
-    newest = {attempt.serial: attempt for attempt in sorted(recovery.attempts(), key=lambda a: a.number)}
-    redone = {(attempt.serial, attempt.number) for attempt in recovery.attempts(state="redone")}
-    again += [
-        Again(replace(a, number=a.number + 1)) for _, a in sorted(newest.items()) if (a.serial, a.number) in redone
-    ]
+    # also those that an earlier restart did not get to start
+    newest = {a.serial: a for a in sorted(recovery.attempts(), key=lambda a: a.number)}
+    redone = {(a.serial, a.number) for a in recovery.attempts(state="redone")}
+    to_redo = [a for _, a in sorted(newest.items()) if (a.serial, a.number) in redone]
+    again += [Again(replace(a, number=a.number + 1)) for a in to_redo]
     buffered = [_group(loop, serial, attempt) for serial, attempt in recovery.buffered_groups()]
-    last_wave = max((attempt.wave for attempt in recovery.attempts()), default=0)
-    loop.stages.buffer.restore(version=loop.version, wave=last_wave, buffered=buffered, num_again=len(again))
+    wave = max((attempt.wave for attempt in recovery.attempts()), default=0)
+    num_again = len(again)
+    loop.stages.buffer.restore(version=loop.version, wave=wave, buffered=buffered, num_again=num_again)
     return again, lost
 
 

@@ -1,7 +1,8 @@
-"""Whether engine and learner agree, before the first step. Where they do not, every gradient of the run is off.
+"""Whether engine and learner agree: on a small batch before the first step, then after every update.
 
-A few held-out prompts are answered as in training, and the learner computes the log-probs of the same tokens with the
-same weights: all that differs is how they are computed. Nothing is trained and nothing enters the books.
+Both compute log-probs of the same tokens with the same weights. If the results are far apart, the
+two compute different things, or their weights differ, and every gradient would be wrong. Nothing is
+trained here, and nothing is booked.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from headrace.errors import ModelError
 from headrace.learner.mismatch import NEAR
 from headrace.roles import Device
 from headrace.rollout.pool import RolloutPool
-from headrace.types import Mismatch, Prompt, Sampling, Trajectory
+from headrace.types import IntArray, Mismatch, Prompt, Sampling, Trajectory
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 
-# Mean |Δ| that rounding does not explain. A model of two layers on a CPU has 1.5e-7 in float32, 2e-4 in float16 and
-# 0.0016 in bfloat16, and deeper ones have more; a wrong mask, position or temperature moves log-probs by tenths.
+# Mean |Δ| that rounding does not explain. A model of two layers on a CPU has 1.5e-7 in float32, 2e-4
+# in float16 and 0.0016 in bfloat16; deeper ones have more. A wrong mask, position or temperature
+# moves log-probs by tenths.
 LARGE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
-FAR = 0.2  # nats of mean |Δ| at which no run starts, whatever the precision: nothing of it is rounding
+FAR = 0.2  # nats of mean |Δ| at which no run starts, in any precision: rounding is never this large
 
 
 async def self_check(
@@ -31,43 +35,49 @@ async def self_check(
     prompts: list[Prompt],
     sampling: Sampling,
 ) -> Mismatch:
-    """The mismatch of a small batch, as the learner measures it, unless it is so large that no run may start."""
+    """The mismatch of a few answers, sampled as in training. Raises if it is above `FAR`."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
-        future
+        answer
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
-        for future in pool.start(i, prompt, [short] * NUM_SAMPLES, counted=False)
+        for answer in pool.start(i, prompt, [short] * NUM_SAMPLES, counted=False)
     ]
     found = await device.run(mismatch, await asyncio.gather(*answers))
     refuse_far(found)
     return found
 
 
+def _distance(mismatch: Mismatch) -> str:
+    return (
+        f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
+        f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
+    )
+
+
 def refuse_far(mismatch: Mismatch) -> None:
-    if mismatch.mean_abs <= FAR:  # a NaN is not
+    if mismatch.mean_abs <= FAR:  # false for NaN
         return
     raise ModelError(
-        f"the run does not start: with the same weights, the learner's log-probs of {mismatch.count} sampled tokens "
-        f"are {mismatch.mean_abs:.2g} nats away from the engine's on average, and rounding explains at most "
-        f"{max(LARGE.values())}. Engine and learner compute different things for this model: every gradient would be "
-        "wrong. Try model.dtype=float32; if that does not help, choose another model (model.path) and report this one"
+        f"the run does not start: {_distance(mismatch)}, and rounding explains at most "
+        f"{max(LARGE.values())}. Engine and learner compute different things for this model: every "
+        "gradient would be wrong. Try model.dtype=float32; if that does not help, choose another "
+        "model (model.path) and report this one"
     )
 
 
 def refuse_inexact(mismatch: Mismatch) -> None:
-    """For `model.exact`: a run that was promised equal bits does not start without them."""
-    if mismatch.mean_abs == 0:  # a NaN is not
+    """With `model.exact`, a run does not start unless engine and learner agree to the last bit."""
+    if mismatch.mean_abs == 0:  # false for NaN
         return
     raise ModelError(
-        "model.exact = true, but the start-up check found a difference: with the same weights, the learner's log-probs "
-        f"of {mismatch.count} sampled tokens are {mismatch.mean_abs:.2g} away from the engine's on average. Set "
+        f"model.exact = true, but the start-up check found a difference: {_distance(mismatch)}. Set "
         "model.exact = false, and please report it with the model and the machine"
     )
 
 
 def warning(mismatch: Mismatch, dtype: str) -> str:
-    """What to tell the user: nothing while rounding explains the mismatch."""
-    if mismatch.mean_abs <= LARGE[dtype]:  # a NaN is large
+    """What to tell the user; empty while rounding explains the mismatch."""
+    if mismatch.mean_abs <= LARGE[dtype]:  # false for NaN
         return ""
     advice = (
         "see whether model.dtype=float32 makes it vanish; learner.correction=masked bounds the harm"
@@ -75,8 +85,48 @@ def warning(mismatch: Mismatch, dtype: str) -> str:
         else "engine and learner compute different things for this model; please report it"
     )
     return (
-        f"self-check: with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
-        f"{mismatch.mean_abs:.2g} away from the engine's on average, and {mismatch.outside_share:.0%} of the ratios "
-        f"are outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {dtype} explains at most {LARGE[dtype]:g}, so part of what "
-        f"is trained will be noise: {advice}"
+        f"self-check: {_distance(mismatch)}, and {mismatch.outside_share:.0%} of the ratios are "
+        f"outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {dtype} explains at most {LARGE[dtype]:g}, so "
+        f"part of what is trained will be noise: {advice}"
     )
+
+
+class Canary:
+    """Compares engines and learner on one fixed prompt, after every update (a health check).
+
+    `greedy(prompt)` gives each engine's likeliest next token and its log-prob, except of engines
+    whose cache is full. `logprob(prompt, token)` is the learner's. The first comparison sets how
+    large a difference is usual.
+    """
+
+    def __init__(
+        self,
+        greedy: Callable[[IntArray], Sequence[tuple[int, float]]],
+        logprob: Callable[[IntArray, int], float],
+        prompt: IntArray,
+        *,
+        dtype: str,
+    ) -> None:
+        self._greedy, self._logprob, self._prompt = greedy, logprob, prompt
+        self._rounding = LARGE[dtype]
+        self._usual: float | None = None
+
+    def check(self, version: int) -> None:
+        """Raise if the two disagree. Runs in the device thread, between two decode steps."""
+        known: dict[int, float] = {}
+        for token, sampled_with in self._greedy(self._prompt):
+            if token not in known:
+                known[token] = self._logprob(self._prompt, token)
+            self._compare(version, sampled_with, known[token])
+
+    def _compare(self, version: int, sampled_with: float, trained_on: float) -> None:
+        difference = abs(sampled_with - trained_on)
+        if self._usual is None and np.isfinite(difference):
+            self._usual = difference
+        if not difference <= (self._usual or 0.0) + self._rounding:  # true for NaN
+            raise ModelError(
+                f"after step {version} the engine gives a fixed prompt's next token the log-prob "
+                f"{sampled_with:.4g}, and the learner {trained_on:.4g}: what is sampled with is not "
+                "what is trained, or the weights are damaged. The run stops here, and nothing was "
+                "sampled with them"
+            )

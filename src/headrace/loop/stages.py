@@ -1,4 +1,4 @@
-"""What the loop wires together."""
+"""The objects that the loop calls: one class per stage, and what serves them all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
-from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.publishing import WeightPublisher
+from headrace.loop.self_check import Canary
 from headrace.prompts.stream import PromptStream
 from headrace.reward.scorer import Scorer
 from headrace.roles import Device
@@ -20,7 +20,7 @@ from headrace.rollout.pool import RolloutPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """In the order a trajectory meets them."""
+    """The stages, in the order in which a trajectory meets them, and what they share."""
 
     prompts: PromptStream
     pool: RolloutPool

@@ -24,10 +24,10 @@ from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE, START
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
-from headrace.loop.canary import Canary
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
 from headrace.loop.publishing import WeightPublisher
+from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.place.elastic import Elastic
 from headrace.place.learner_rank import LearnerRank, RankSpec

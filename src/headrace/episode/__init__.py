@@ -1,1 +1,0 @@
-"""From one prompt to one finished trajectory."""
