@@ -21,24 +21,24 @@ MAX_SETTINGS = 94
 MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
-MAX_LONG_LINES = 0.065
+MAX_LONG_LINES = 0.05
 # Lines of each room. Core trains; lens (the last four) looks at what core wrote.
 ROOMS = {
     "(files)": 2_560,
-    "buffer": 360,
-    "kernels": 1_165,
-    "learner": 1_295,
-    "ledger": 1_350,
+    "buffer": 345,
+    "kernels": 1_130,
+    "learner": 1_195,
+    "ledger": 1_340,
     "loop": 1_460,
-    "place": 1_590,
-    "policy": 2_025,
+    "place": 1_540,
+    "policy": 1_915,
     "prompts": 590,
     "publish": 1_185,
     "reward": 1_030,
-    "rollout": 2_530,
-    "cli": 1_160,
-    "dashboard": 2_095,
-    "insight": 4_025,
+    "rollout": 2_240,
+    "cli": 1_050,
+    "dashboard": 1_850,
+    "insight": 3_345,
     "runs": 985,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
