@@ -175,6 +175,7 @@ def test_slow_and_failing_workers_can_be_asked_for():
         ([*TYPED, "--reward-p95", "4 weeks"], "'4 weeks' is not a time like 4s, 250ms or 2min"),
         ([*TYPED, "--decode", "2s"], "with a single row it cannot take longer (2 s)"),
         ([*TYPED, "--gpus", "8", "--rollout-share", "1"], "leave none to train; lower --rollout-share"),
+        (["--params", "7B", "--gpus", "8", "--rollout-share", "1"], "leave none to train; lower --rollout-share"),
         (["--from", "no/such/run"], "no/such/run"),
     ],
 )

@@ -64,17 +64,18 @@ class Layout:
 
     @property
     def learner_gpus(self) -> int:
-        return self.gpus if self.turns else self.gpus - self.rollout_workers * self.gpus_per_worker
+        left = self.gpus if self.turns else self.gpus - self.rollout_workers * self.gpus_per_worker
+        if left < 1:
+            raise ConfigError(
+                f"{self.gpus} GPUs with {self.rollout_workers} rollout workers of {self.gpus_per_worker} "
+                "leave none to train; lower --rollout-share, or share them with --colocated"
+            )
+        return left
 
 
 def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Machine]:
     """What a recipe would do on a layout; what is typed outranks what a run's ledger says."""
     learner = layout.learner_gpus
-    if learner < 1:
-        raise ConfigError(
-            f"{layout.gpus} GPUs with {layout.rollout_workers} rollout workers of {layout.gpus_per_worker} "
-            "leave none to train; lower --rollout-share, or share them with --colocated"
-        )
     if run is not None:
         known = calibrate(run).of(config)
         work, one = known.workload, known.machine
