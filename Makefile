@@ -6,6 +6,9 @@ STAMP := .venv/.installed
 BENCH_STAMP := .venv/.installed-bench
 SMOLLM2 := models/SmolLM2-135M-Instruct.gguf
 
+# Where this is set, every process compiles torch and transformers again: seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
 # uv does not read pip's settings, so pass on where pip looks for packages. pip separates links with spaces, uv with commas.
 empty :=
 comma := ,
