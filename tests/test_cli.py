@@ -235,9 +235,11 @@ def test_control_c_and_sigterm_end_a_run_cleanly_and_it_can_be_resumed(workshop:
     assert audit(run) == []
 
 
-def test_sigterm_is_control_c_in_every_part_of_a_command():
+@pytest.mark.parametrize("interrupt", ["SIG_IGN", "default_int_handler"])  # scripts ignore it for background jobs
+def test_sigterm_is_control_c_in_every_part_of_a_command(interrupt: str):
     code = (
-        "import os, signal, time; from headrace.cli.train import prepare_process; prepare_process()\n"
+        f"import os, signal, time; signal.signal(signal.SIGINT, signal.{interrupt})\n"
+        "from headrace.cli.train import prepare_process; prepare_process()\n"
         "try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "except KeyboardInterrupt: print('interrupted')"
     )

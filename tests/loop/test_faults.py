@@ -462,7 +462,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_stays_as_it_is(stop
         flip_a_bit(tensors_of(run, step))
     before = books(run)
     notes = Notes()
-    with pytest.raises(RunError, match="no checkpoint that can be read: the run cannot be resumed"):
+    with pytest.raises(RunError, match="cannot be resumed: it has no checkpoint that can be read"):
         api.resume(run, notes)
     assert len(notes.texts) == 2
     assert books(run) == before

@@ -36,6 +36,8 @@ _MAX_PARAMS = 4e9  # their copies fill the memory of a large machine
 def prepare_process() -> None:
     """SIGTERM, with which clusters preempt, does what Ctrl-C does; for commands, not for who imports us."""
     with suppress(ValueError):  # not in the main thread
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
