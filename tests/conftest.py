@@ -10,6 +10,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share two cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("RAY_worker_niceness", "0")  # by itself, Ray lets its workers wait for everybody else
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # every process of every test would compile torch again, for 8 s
     sys.dont_write_bytecode = False
 
