@@ -31,7 +31,7 @@ ROOMS = {
     "ledger": 1_340,
     "loop": 1_460,
     "place": 1_540,
-    "policy": 1_915,
+    "policy": 1_920,
     "prompts": 590,
     "publish": 1_185,
     "reward": 1_030,

@@ -407,6 +407,7 @@ class _FusedLogprobs(torch.autograd.Function):
             else:  # a sum of many chunks: not in half precision
                 part = (of_logits.t() @ hidden[rows]).float()
                 grad_weight = part if grad_weight is None else grad_weight.add_(part)
+            del kinds, each, parts, of_logits  # else they would be there beside the next chunk's
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
