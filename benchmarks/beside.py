@@ -17,12 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from headrace.api import Nobody, train
+from demo import Stopwatch
+from script import commit, positive
+
+from headrace.api import train
 from headrace.config_file import DEMO, load_config
-from headrace.row import Row
 
 OUT = Path("docs/results/beside.json")
 KEPT = 0.45  # of the speed alone: the target
@@ -46,7 +47,6 @@ def main() -> None:
             busy.wait()
         print({name: [round(s, 1) for s in values] for name, values in seconds.items()}, flush=True)
     kept = statistics.median(seconds["alone"]) / statistics.median(seconds["beside"])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     results = {
         "kept_share": kept,
         "target": KEPT,
@@ -55,7 +55,7 @@ def main() -> None:
         "cores": arguments.cores,
         "load_before": load,
         "machine": platform.machine(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
     }
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"beside a busy process the demo keeps {kept:.0%} of its speed alone (target: {KEPT:.0%})")
@@ -67,28 +67,18 @@ def _timed(steps: int) -> float:
         return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-class _Stopwatch(Nobody):
-    begun_s = ended_s = 0.0
-
-    def phase(self, text: str) -> None:
-        self.begun_s = self.begun_s or time.perf_counter()
-
-    def row(self, row: Row) -> None:
-        self.ended_s = time.perf_counter()
-
-
 def _child(directory: Path, steps: int) -> None:
     settings = [f"run.dir={directory / 'run'}", f"loop.steps={steps}", f"warmstart.steps={4 * steps}"]
-    watch = _Stopwatch()
+    watch = Stopwatch(alone=True)
     train(load_config(DEMO, [*settings, "loop.target_reward=2"]), watch)
     print(watch.ended_s - watch.begun_s)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15, help="RL steps, after four times as many of warm start")
-    parser.add_argument("--repeats", type=int, default=3, help="of both; medians are compared")
-    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--steps", type=positive, default=15, help="RL steps, after four times as many of warm start")
+    parser.add_argument("--repeats", type=positive, default=3, help="of both; medians are compared")
+    parser.add_argument("--cores", type=positive, default=2)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()

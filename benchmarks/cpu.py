@@ -28,8 +28,8 @@ from typing import Any
 
 from cpu_job import PROMPTS, SAMPLES, Job, Record, peak_rss_bytes, pin
 from cpu_report import page, summary_table
+from script import ROOT, commit
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("docs/results/cpu.json")
 SKIPPED = 2  # the first steps warm up caches, allocators and thread pools
 MAX_NEW_TOKENS = {"equal": 32, "tail": 256}
@@ -43,7 +43,7 @@ def main() -> None:
         return _prepare(Path(arguments.where), arguments.threads)
     if arguments.role == "contender":
         return _contend(arguments.name, Job(**json.loads(arguments.job)), Path(arguments.where))
-    if arguments.steps <= SKIPPED:
+    if not arguments.report and arguments.steps <= SKIPPED:
         raise SystemExit(f"--steps must be more than {SKIPPED}: that many are skipped as warm-up")
     if arguments.against:
         return compare(arguments)
@@ -89,7 +89,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         runs = _run_all(regimes, models.resolve(), arguments)
         facts = json.loads((models / "facts.json").read_text())
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": _machine(arguments.threads),
@@ -119,6 +119,8 @@ def _run_all(regimes: list[str], models: Path, arguments: argparse.Namespace) ->
 def compare(arguments: argparse.Namespace) -> None:
     """Print the speed of engine and loop as a share of the other checkout's, both run in turns, with medians."""
     checkouts = {"there": arguments.against.resolve(), "here": ROOT}
+    if not (checkouts["there"] / "benchmarks" / "cpu.py").exists():
+        raise SystemExit(f"--against {arguments.against}: that is no checkout of this repository")
     with tempfile.TemporaryDirectory() as scratch:
         models = (arguments.models or Path(scratch)).resolve()
         if not (models / "facts.json").exists():
@@ -189,12 +191,6 @@ def _start(arguments: list[str], threads: int, root: Path = ROOT) -> None:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout}\n{shlex.join(arguments[:2])} failed with exit code {done.returncode}")
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def _machine(threads: int) -> dict[str, Any]:

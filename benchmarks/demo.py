@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script import commit, positive
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -50,10 +51,9 @@ def main() -> None:
         jobs = [{"seed": seed, "max_lag": lag} for lag in arguments.lags for seed in arguments.seeds]
         if arguments.at_once > 1:
             jobs = [job | {"threads": 1} for job in jobs]
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         results: dict[str, Any] = {
             "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit.stdout.strip(),
+            "commit": commit(),
             "machine": f"{platform.machine()}, torch {torch.__version__}",
             "at_once": arguments.at_once,
             "settings": tomllib.loads(DEMO.read_text()),
@@ -114,7 +114,7 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# The demo, seed by seed",
         "",
-        f"Measured on {results['date']} at commit `{results['commit']}` ({results['machine']}, float32) with",
+        f"Measured on {results['date']} at commit `{results['commit'][:7]}` ({results['machine']}, float32) with",
         "",
         f"    python benchmarks/demo.py --at-once {results['at_once']}",
         "",
@@ -155,7 +155,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-class _Stopwatch(Nobody):
+class Stopwatch(Nobody):
+    """From the first phase to the first and the last row; CPU time of this process where it is not `alone`."""
+
     begun_s = first_s = last_s = 0.0
 
     def __init__(self, *, alone: bool) -> None:
@@ -170,7 +172,7 @@ class _Stopwatch(Nobody):
 
 
 def _child(job: dict[str, Any]) -> None:
-    watch = _Stopwatch(alone="threads" not in job)
+    watch = Stopwatch(alone="threads" not in job)
     with tempfile.TemporaryDirectory() as directory:
         settings = [f"run.dir={directory}/run", f"run.seed={job['seed']}", f"loop.max_lag={job['max_lag']}"]
         summary = train(load_config(DEMO, [*settings, f"model.threads={job.get('threads', 0)}"]), watch)
@@ -184,7 +186,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time; with more than one each has one thread")
+    parser.add_argument(
+        "--at-once", type=positive, default=1, help="runs at a time; with more than one each has one thread"
+    )
     parser.add_argument("--report", action="store_true", help="only write the page again")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -20,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script import commit
 
-ROOT = Path(__file__).resolve().parent.parent
 DATASHEET_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bf16
 Part = Callable[[], dict[str, Any]]
 
@@ -104,23 +102,12 @@ def run_parts(name: str, arguments: argparse.Namespace, parts: dict[str, Part], 
 def facts(name: str, device: torch.device) -> dict[str, Any]:
     """Where and with what."""
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": {package: _version(package) for package in ("torch", "triton", "transformers", "trl")},
     }
-
-
-def _commit() -> str:
-    named = os.environ.get("HEADRACE_COMMIT")
-    if named:
-        return named
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def _version(package: str) -> str | None:

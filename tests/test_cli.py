@@ -239,7 +239,7 @@ def test_control_c_and_sigterm_end_a_run_cleanly_and_it_can_be_resumed(workshop:
 def test_sigterm_is_control_c_in_every_part_of_a_command(interrupt: str):
     code = (
         f"import os, signal, time; signal.signal(signal.SIGINT, signal.{interrupt})\n"
-        "from headrace.cli.train import prepare_process; prepare_process()\n"
+        "from headrace.cli.app import prepare_process; prepare_process()\n"
         "try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "except KeyboardInterrupt: print('interrupted')"
     )

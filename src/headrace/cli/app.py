@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Annotated, Any
@@ -55,6 +57,14 @@ app = typer.Typer(
 RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
 Settings = Annotated[list[str] | None, Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
 Json = Annotated[bool, Option("--json", help="for programs")]
+
+
+def prepare_process() -> None:
+    """SIGTERM, with which clusters preempt, does what Ctrl-C does; for commands, not for who imports us."""
+    with suppress(ValueError):  # not in the main thread
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def settings_from(words: list[str] | None) -> Config:
