@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 import forked
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import split
@@ -22,18 +22,18 @@ from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Group, StepStats
 
+HERE = "127.0.0.1"
 WAIT_S = 300  # a busy machine takes a minute to start the fork server
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(sharding, *args)` returns in each of so many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(num_ranks):
         here, there = forked.context.Pipe()
-        process = forked.context.Process(target=_rank, args=(there, rank, num_ranks, port, work, args), daemon=True)
+        job = (there, rank, num_ranks, store.port, work, args)
+        process = forked.context.Process(target=_rank, args=job, daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -52,8 +52,8 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     try:
-        place = {"host": "127.0.0.1", "port": port, "device": torch.device("cpu")}
-        sharding = Sharding(rank=rank, num_ranks=num_ranks, timeout_s=WAIT_S, **place)  # type: ignore[arg-type]
+        store, device = TCPStore(HERE, port, is_master=False), torch.device("cpu")
+        sharding = Sharding(rank=rank, num_ranks=num_ranks, store=store, device=device, timeout_s=WAIT_S)
         result = (work(sharding, *args),)
         pipe.send_bytes(pickle.dumps(result))  # plainly: what torch does of itself needs a sender that lives on
         sharding.close()

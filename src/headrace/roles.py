@@ -97,7 +97,7 @@ class Trainer(Protocol):
         """Supervised steps, one batch of worked examples each, before `meet`; the losses."""
 
     def address(self) -> tuple[str, int]:
-        """A host and a free port at which the ranks can meet."""
+        """Host and port of the store at which the ranks meet; the rank that is asked serves it."""
 
     def meet(self, host: str, port: int) -> None:
         """Shard the weights among the ranks and make the optimizer."""

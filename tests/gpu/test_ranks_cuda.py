@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 from hand_made import group_of, trajectory
+from torch.distributed import TCPStore
 
 from headrace.config import LearnerSection
 from headrace.learner.learner import Learner, Sharding
@@ -26,10 +26,8 @@ SECTION = LearnerSection(lr=1e-4, micro_batch_tokens=128)
 
 @pytest.fixture
 def sharding() -> Iterator[Sharding]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    seat = Sharding(rank=0, num_ranks=1, host="127.0.0.1", port=port, device=torch.device("cuda", 0), timeout_s=60)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seat = Sharding(rank=0, num_ranks=1, store=store, device=torch.device("cuda", 0), timeout_s=60)
     yield seat
     seat.close()
 

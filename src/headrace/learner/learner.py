@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from headrace import kernels
@@ -353,21 +354,20 @@ class Sharding:
     """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
 
     Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
-    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`); the
-    ranks agree on the number of passes. The constructor waits for the others. The process group is
-    the process's default one.
+    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`). The
+    constructor waits for the others at rank 0's `store`, and sets the default process group.
     """
 
     def __init__(
-        self, *, rank: int, num_ranks: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
+        self, *, rank: int, num_ranks: int, store: TCPStore, device: torch.device, timeout_s: float = 600.0
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
             torch.cuda.set_device(device.index or 0)
-        url, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, url, rank=rank, world_size=num_ranks, timeout=timeout)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         self.mesh = init_device_mesh(device.type, (num_ranks,))
         # a checkpoint is written while training goes on, so it needs a process group of its own
         self.writers = dist.new_group(backend="gloo", timeout=timeout)

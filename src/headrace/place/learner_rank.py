@@ -5,7 +5,6 @@ The first rank also sends new weights to the rollout workers.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config, ModelSection
 from headrace.learner.learner import Learner, Sharding
@@ -58,6 +58,7 @@ class LearnerRank:
     def __init__(self, device: DeviceThread, spec: RankSpec) -> None:
         self._spec = spec
         self.policy = policy_of(device, spec.config, spec.model)
+        self._store: TCPStore | None = None  # where the ranks meet; rank 0 serves it
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
@@ -93,9 +94,10 @@ class LearnerRank:
         )
 
     def address(self) -> tuple[str, int]:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return own_address(), int(free.getsockname()[1])
+        if self._spec.config.learner.ranks == 1:
+            return "", 0  # nobody to meet: no port is opened
+        self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
+        return self._store.host, self._store.port
 
     def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         if self._warming is None:
@@ -107,7 +109,8 @@ class LearnerRank:
         spec, config, device = self._spec, self._spec.config, self.policy.device
         num_ranks, wanted = config.learner.ranks, self._wanted_bytes
         if num_ranks > 1:
-            self._sharding = Sharding(rank=spec.rank, num_ranks=num_ranks, host=host, port=port, device=device)
+            store = self._store or TCPStore(host, port, is_master=False)
+            self._sharding = Sharding(rank=spec.rank, num_ranks=num_ranks, store=store, device=device)
         before = _allocated_bytes(device)
         with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=wanted):
             self._learner = Learner(
