@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.config_file import changed, dump, explain, load_config, to_toml
+from headrace.config_file import changed, dump, explain, load_config, rooted, to_toml
 from headrace.errors import ConfigError
 
 
@@ -190,3 +190,45 @@ def test_explain():
     assert [setting.key for setting in explain("loop.steps")] == ["loop.steps"]
     with pytest.raises(ConfigError, match="did you mean learner"):
         explain("lerner")
+
+
+# ---- paths
+
+
+@pytest.mark.parametrize("key", ["run.dir", "model.path", "model.tokenizer", "prompts.source", "prompts.eval_source"])
+def test_a_tilde_is_the_home_directory(key: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/of/ada")
+    section, name = key.split(".")
+    words = [f"{key}=~/x", "warmstart.steps=1"]
+    assert getattr(getattr(load_config(None, words), section), name) == "/home/of/ada/x"
+
+
+def test_rooted_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("model", "words", "demo"):
+        (tmp_path / name).mkdir()
+    for name in ("train.jsonl", "eval.jsonl", "scores.py", "json.py"):
+        (tmp_path / name).touch()
+    words = ["model.path=model", "model.tokenizer=./words", "prompts.source=train.jsonl"]
+    words += ["prompts.eval_source=~/eval.jsonl", "run.dir=runs/1", "reward.function=scores:score"]
+    words += ['buffer.filters=["~/f.py:keep", "d/f.py:keep", "json:keep", "a.b:keep", "scores:keep"]']
+    config = rooted(load_config(None, words))
+    assert (config.model.path, config.model.tokenizer) == (f"{tmp_path}/model", f"{tmp_path}/words")
+    assert config.prompts.source == f"{tmp_path}/train.jsonl"
+    assert config.prompts.eval_source == f"{tmp_path}/eval.jsonl"
+    assert config.run.dir == f"{tmp_path}/runs/1"
+    assert config.reward.function == f"{tmp_path}/scores.py:score"
+    files = [f"{tmp_path}/{name}" for name in ("f.py:keep", "d/f.py:keep")]
+    # of the standard library, which is found first; and of a package
+    assert config.buffer.filters == (*files, "json:keep", "a.b:keep", f"{tmp_path}/scores.py:keep")
+    assert rooted(config) == config
+
+
+def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "arithmetic", "exact"):
+        (tmp_path / name).mkdir()
+    assert rooted(Config()) == Config()
+    words = ["model.path=owner/name", "prompts.source=reasoning-gym:chain_sum", "reward.function=exact"]
+    assert rooted(load_config(None, words)) == load_config(None, words)

@@ -8,10 +8,11 @@ stage takes its own section, never the whole tree, and nothing changes after loa
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 # Most numbers have an upper bound, far above what is useful: a slip of the finger is refused before
 # it fills the memory, starts a million processes or overflows a column of the ledger.
@@ -27,6 +28,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: no zero bytes
+Home = Annotated[Name, AfterValidator(os.path.expanduser)]  # of a file: ~ is the home directory
 Decay = Annotated[float, Field(ge=0, lt=1)]  # AdamW divides by 1 - decay
 
 
@@ -46,7 +48,7 @@ class SettingsSection(BaseModel):
 class RunSection(SettingsSection):
     """Where the run lives and what makes it repeatable."""
 
-    dir: Name = setting("", "directory for the files of the run; empty makes runs/<date-time>")
+    dir: Home = setting("", "directory for the files of the run; empty makes runs/<date-time>")
     seed: NonNegativeInt = setting(0, "all random choices follow from it", most=2**63 - 1)
     overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
 
@@ -54,8 +56,8 @@ class RunSection(SettingsSection):
 class ModelSection(SettingsSection):
     """The policy."""
 
-    path: Name = setting("demo", "directory, .gguf file, or 'demo' (a small model made on the spot)")
-    tokenizer: Name = setting("", "tokenizer directory, if not the model's own")
+    path: Home = setting("demo", "directory, .gguf file, or 'demo' (a small model made on the spot)")
+    tokenizer: Home = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
     )
@@ -69,7 +71,7 @@ class ModelSection(SettingsSection):
 class PromptsSection(SettingsSection):
     """Where prompts come from."""
 
-    source: Name = setting(
+    source: Home = setting(
         "arithmetic",
         "'arithmetic', 'reasoning-gym:TASK', a .jsonl or .parquet file, or a datasets directory",
     )
@@ -81,7 +83,7 @@ class PromptsSection(SettingsSection):
     )
     max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
     shuffle: bool = setting(True, "a new order each epoch, from run.seed")
-    eval_source: Name = setting("", "held-out prompts; empty: the end of prompts.source")
+    eval_source: Home = setting("", "held-out prompts; empty: the end of prompts.source")
     eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
 
 

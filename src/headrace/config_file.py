@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tomllib
@@ -15,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from headrace.config import MOST, Config
 from headrace.errors import ConfigError
+from headrace.user_code import names_file
 
 COMMAND_LINE = "command line"
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
@@ -65,6 +67,40 @@ def dump(config: Config, path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(to_toml(config), encoding="utf-8")
     new.replace(path)
+
+
+def rooted(config: Config) -> Config:
+    """`config` with absolute paths: the run it starts can be continued from any directory.
+
+    What is no path of an existing file stays as it is, such as 'demo' or a dotted module's name.
+    """
+    model, prompts, run, reward = config.model, config.prompts, config.run, config.reward
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
+        "prompts": {"source": _absolute(prompts.source), "eval_source": _absolute(prompts.eval_source)},
+        "run": {"dir": run.dir and os.path.abspath(run.dir)},
+        "reward": {"function": _absolute_function(reward.function)},
+        "buffer": {"filters": tuple(map(_absolute_function, config.buffer.filters))},
+    }
+    sections = {name: getattr(config, name).model_copy(update=new) for name, new in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def _absolute(path: str) -> str:
+    is_name = path in ("", "demo", "arithmetic")  # even where a file has that name
+    return path if is_name or not os.path.exists(path) else os.path.abspath(path)
+
+
+def _absolute_function(spec: str) -> str:
+    """Also of a module that is a file of the working directory, unless an installed one has its name."""
+    place, colon, name = spec.rpartition(":")
+    if names_file(place):
+        return f"{os.path.abspath(os.path.expanduser(place))}:{name}"
+    file = os.path.abspath(f"{place}.py")
+    if not colon or not place.isidentifier() or not os.path.isfile(file):
+        return spec
+    found = importlib.util.find_spec(place)
+    return f"{file}:{name}" if found is None or found.origin == file else spec
 
 
 def explain(section_filter: str | None = None) -> list[Explained]:
