@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.config_file import changed, dump, explain, load_config, rooted, to_toml
+from headrace.config_file import changed, dump, explain, load_config, rooted, settings, to_toml
 from headrace.errors import ConfigError
 
 
@@ -190,6 +190,22 @@ def test_explain():
     assert [setting.key for setting in explain("loop.steps")] == ["loop.steps"]
     with pytest.raises(ConfigError, match="did you mean learner"):
         explain("lerner")
+
+
+# ---- numbers that are not finite
+
+FLOATS = [key for key, field in settings().items() if field.annotation is float]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_a_number_that_is_not_finite_is_refused(key: str, value: str):
+    if (key, value) == ("loop.target_reward", "inf"):  # which is never reached
+        assert load_config(None, [f"{key}={value}"]).loop.target_reward == float("inf")
+    else:
+        text = message(None, f"{key}={value}")
+        assert text.startswith(f"{key}: expected a finite number")
+        assert text.endswith(f"got {value} (command line)")
 
 
 # ---- paths

@@ -40,9 +40,9 @@ def setting(default: Any, doc: str, *, most: float | None = None) -> Any:
 
 
 class SettingsSection(BaseModel):
-    """Frozen and strict: an unknown key is an error."""
+    """Frozen and strict: an unknown key is an error, and so is a number that is not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunSection(SettingsSection):
@@ -216,7 +216,7 @@ class LoopSection(SettingsSection):
     """How much, how far ahead, how often."""
 
     steps: NonNegativeInt = setting(60, "optimizer steps")
-    target_reward: Annotated[float, Field(ge=-math.inf)] = setting(
+    target_reward: Annotated[float, Field(gt=-math.inf, allow_inf_nan=True)] = setting(
         math.inf, "end sooner, once the mean reward of eight steps has come this far"
     )
     groups_per_step: PositiveInt = setting(16, "prompts per optimizer step", most=100_000)

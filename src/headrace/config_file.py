@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -290,7 +291,7 @@ def _type_text(field: FieldInfo, value: Any = None) -> str:
         name: getattr(limit, name)
         for limit in field.metadata
         for name in ("ge", "gt", "le", "lt")
-        if hasattr(limit, name)
+        if hasattr(limit, name) and math.isfinite(getattr(limit, name))
     }
     if bounds.get("le") == MOST and not (isinstance(value, int | float) and value > MOST):
         del bounds["le"]
@@ -298,7 +299,8 @@ def _type_text(field: FieldInfo, value: Any = None) -> str:
         return f"{_annotation_text(field.annotation)} from {bounds['ge']:,} to {bounds['le']:,}"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = " and ".join(f"{words[name]} {bounds[name]:,}" for name in words if name in bounds)
-    return f"{_annotation_text(field.annotation)} {limits}".rstrip()
+    finite = "" if not isinstance(value, float) or math.isfinite(value) else "finite "
+    return f"{_annotation_text(field.annotation)} {limits}".rstrip().replace("number", f"{finite}number")
 
 
 def _annotation_text(annotation: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # isort: off
-from headrace.cli import train, runs, insight, bench  # each adds its commands; in the help's order
+from headrace.cli import train, runs, insight, bench  # each adds its commands
 from headrace.cli.app import app
 
 __all__ = ["app", "bench", "insight", "runs", "train"]

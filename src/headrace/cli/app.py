@@ -19,6 +19,7 @@ from rich.text import Text
 from typer import Argument, Option
 from typer.core import TyperGroup
 
+from headrace import __version__
 from headrace.config import Config
 from headrace.config_file import DEMO, load_config
 from headrace.errors import HeadraceError, HungError
@@ -26,11 +27,30 @@ from headrace.runs.report import Report, Table
 
 # For terminals that know no other characters than these.
 ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
+# Of the commands in the help: train, look, understand, plan. The others follow.
+ORDER = ("train", "resume", "eval", "export", "show", "runs", "audit", "dash", "triage", "trace", "plan", "simulate")
 TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
 
 
 class Commands(TyperGroup):
-    """All commands. Errors meant for the user are shown as a message, without a traceback."""
+    """All commands, in the order of the help. What a user can mend is said without a traceback."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return super().main(*args, **kwargs)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            if not _output_fails():
+                raise
+            if not isinstance(error, BrokenPipeError):  # `| head` has read enough
+                print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+            sys.exit(2)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -46,17 +66,47 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from error
 
 
+def _output_fails() -> bool:
+    """Whether the standard output takes nothing more; then what is left for it is thrown away."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
 app = typer.Typer(
     cls=Commands,
-    help="Headrace trains language models by reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
+
+def user_path(text: str) -> Path:
+    """A path as typed: the shell leaves the ~ of `--out=~/file` to us."""
+    return Path(text).expanduser()
+
+
+RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory", parser=user_path)]
 Settings = Annotated[list[str] | None, Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
 Json = Annotated[bool, Option("--json", help="for programs")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def headrace(
+    version: Annotated[
+        bool, Option("--version", is_eager=True, callback=_print_version, help="print the version")
+    ] = False,
+) -> None:
+    """Headrace trains language models by reinforcement learning."""
 
 
 def prepare_process() -> None:
@@ -74,7 +124,7 @@ def settings_from(words: list[str] | None) -> Config:
     """
     words = list(words or [])
     if words and "=" not in words[0]:
-        return load_config(Path(words.pop(0)), words)
+        return load_config(user_path(words.pop(0)), words)
     own_prompts = any(word.startswith("prompts.source=") for word in words)
     return load_config(None if own_prompts else DEMO, words)
 

@@ -9,14 +9,13 @@ from rich.console import Console
 from typer import Argument, Option
 
 import headrace  # its functions load torch when they are first called
-from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from
+from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from, user_path
 from headrace.cli.live import LiveDisplay
 from headrace.config_file import explain, to_toml
 from headrace.ledger.files import scale as scale_run
-from headrace.runs.report import Table
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
-OutDir = Annotated[Path, Argument(metavar="OUT", help="directory to make")]
+OutDir = Annotated[Path, Argument(metavar="OUT", help="directory to make", parser=user_path)]
 Workers = Annotated[int, Argument(help="how many rollout workers it is to have")]
 Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt")]
 
@@ -72,7 +71,7 @@ def config(
     if not show:
         print(to_toml(settings_from(settings)), end="")
         return
-    found = explain(settings[0] if settings else None)
-    columns = ("setting", "type", "default", "what it does")
-    rows = [(setting.key, setting.type_text, setting.default, setting.doc) for setting in found]
-    Paper().table(Table(columns=columns, rows=rows), whole={0})
+    paper = Paper()
+    for setting in explain(settings[0] if settings else None):
+        paper.paragraph(f"{setting.key} = {setting.default}", indent=0, hang=4, style="bold")
+        paper.paragraph(f"{setting.type_text}: {setting.doc}", indent=4)
