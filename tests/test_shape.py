@@ -17,31 +17,31 @@ FILES = sorted(SRC.rglob("*.py"))
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
-MAX_SETTINGS = 94
+MAX_SETTINGS = 110
 MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 16_700, 7_300
+MAX_CORE_LINES, MAX_LENS_LINES = 19_500, 8_500
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 2_560,
-    "buffer": 345,
+    "(files)": 2_800,
+    "buffer": 380,
     "kernels": 1_130,
     "learner": 1_195,
-    "ledger": 1_340,
-    "loop": 1_460,
-    "place": 1_540,
-    "policy": 1_920,
-    "prompts": 590,
+    "ledger": 1_650,
+    "loop": 1_530,
+    "place": 1_580,
+    "policy": 2_050,
+    "prompts": 680,
     "publish": 1_185,
-    "reward": 1_030,
+    "reward": 1_230,
     "rollout": 2_240,
-    "cli": 1_065,
-    "dashboard": 1_850,
-    "insight": 3_345,
-    "runs": 985,
+    "cli": 1_350,
+    "dashboard": 2_450,
+    "insight": 3_400,
+    "runs": 1_150,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 
