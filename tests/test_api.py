@@ -23,10 +23,10 @@ from headrace.errors import (
     DataError,
     MissingExtraError,
     ModelError,
-    RewardError,
     RunError,
     StalledError,
 )
+from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.journal import row_from_json
 from headrace.row import Row
 
@@ -100,14 +100,14 @@ def test_evaluating_a_run_gives_the_score_it_ended_with(finished: Finished):
     """The saved weights are the trained ones, to the last answer."""
     assert finished.summary["score_after"] != finished.summary["score_before"]
     assert headrace.evaluate_run(finished.run) == finished.summary["score_after"]
-    one = headrace.evaluate_run(finished.run, samples=1)
+    one = headrace.evaluate_run(finished.run, ["loop.eval_samples=1"])
     assert one is not None
     assert 0.0 <= one <= 1.0
 
 
 def test_evaluating_leaves_the_run_as_it_was(finished: Finished):
     before = {path: path.stat().st_mtime_ns for path in finished.run.rglob("*") if path.is_file()}
-    headrace.evaluate_run(finished.run, samples=1)
+    headrace.evaluate_run(finished.run, ["loop.eval_samples=1"])
     assert {path: path.stat().st_mtime_ns for path in finished.run.rglob("*") if path.is_file()} == before
 
 
@@ -151,15 +151,6 @@ def test_an_earlier_run_is_only_replaced_when_told_to(finished: Finished, worksh
     assert not (copy / "rows.jsonl").exists()  # it was the earlier run's
 
 
-def test_a_replaced_run_leaves_no_weights_behind(finished: Finished, workshop: Workshop):
-    """A run that fails must not be exported with the weights of the one before it."""
-    shutil.copytree(finished.run, workshop.directory / "replaced")
-    with pytest.raises(RewardError):
-        headrace.train(workshop.config("replaced", "run.overwrite=true", reward="missing"))
-    with pytest.raises(RunError, match="has no weights"):
-        headrace.export(workshop.directory / "replaced", workshop.directory / "out")
-
-
 def test_what_a_stalled_run_learned_is_kept(workshop: Workshop):
     """Two steps go well, then every reward is the same."""
     path = write_prompts(workshop.directory / "dull.jsonl", dull=[False] * 8 + [True])
@@ -174,7 +165,7 @@ def test_what_a_stalled_run_learned_is_kept(workshop: Workshop):
 
 def test_an_unnamed_run_gets_a_dated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    run = api.prepare_run_dir(Config())
+    run = prepare_run_dir(Config())
     assert run.parent == Path("runs")
     assert headrace.load_config(run / "config.toml") == Config()
 
@@ -182,7 +173,7 @@ def test_an_unnamed_run_gets_a_dated_directory(tmp_path: Path, monkeypatch: pyte
 def test_a_run_directory_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
-        api.prepare_run_dir(headrace.load_config(None, [f"run.dir={tmp_path / 'file' / 'run'}"]))
+        prepare_run_dir(headrace.load_config(None, [f"run.dir={tmp_path / 'file' / 'run'}"]))
 
 
 @pytest.mark.parametrize(

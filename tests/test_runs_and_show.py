@@ -22,7 +22,7 @@ from headrace.ledger.database import claimed
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
-from headrace.runs.show import DROP_WORDS, TokenTexts, read_trajectory
+from headrace.runs.show import DROP_WORDS, TokenTexts, newest_ids, read_trajectory
 from headrace.testing import tiny_model
 from headrace.types import Attempt, Drop, DropReason, Span
 
@@ -133,7 +133,7 @@ def test_show_has_settings_accounts_restarts_and_rows(runs: Path):
         (restart,), books, rows = ledger.restarts(), ledger.totals(), ledger.rows()
     assert f"step {restart.checkpoint}" in shown
     for reason, amount in books.dropped.items():
-        (line,) = lines_of(shown, reason)
+        (line,) = lines_of(shown.partition("samples  ")[0], reason)
         mean = f"{amount.tokens / amount.trajectories:.1f}"
         assert [f"{amount.tokens:,}", f"{amount.trajectories:,}", mean] == [line[2], line[4], line[5]]
     assert all(lines_of(shown, f"{row.reward_mean:.3f}") for row in rows)
@@ -155,12 +155,28 @@ def test_a_trained_trajectory_is_shown_token_by_token(runs: Path):
     assert all(repr(char) in row for char, row in zip(found.whole.text, rows, strict=False))
 
 
-def test_a_trajectory_that_never_reached_the_buffer_says_so(runs: Path):
+def test_a_trajectory_that_never_reached_the_buffer_can_be_read(runs: Path):
     id = one_id(runs / "finished", "drop_reason = 'no_signal'")
     shown = " ".join(headrace("show", runs / "finished", "--trajectory", id).output.split())
     assert "dropped as no_signal" in shown
     assert DROP_WORDS[DropReason.NO_SIGNAL] in shown
-    assert "No tokens are kept" in shown
+    found = read_trajectory(runs / "finished", id)
+    assert found.whole is not None
+    assert f"prompt {found.whole.prompt_id.removeprefix('p')}+" in shown
+    assert "answer" in shown
+
+
+def test_show_has_a_sample_of_what_was_trained_and_of_what_was_dropped(runs: Path):
+    run = runs / "finished"
+    shown = headrace("show", run).output
+    samples = shown.partition("samples  ")[2]
+    for account in ("trained", "dropped:no_signal"):
+        found = read_trajectory(run, newest_ids(run)[account])
+        assert found.whole is not None
+        number = int(found.whole.prompt_id.removeprefix("p"))
+        assert f"{found.id}: reward {found.whole.reward:.3f}" in samples
+        assert f"prompt  {number}+{number % 7}=" in samples
+        assert f"expected  {number + number % 7}" in samples
 
 
 def test_every_reason_for_a_drop_is_explained():

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from headrace import api
 from headrace.config import Config
 from headrace.config_file import load_config
+from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.learner_rank import LearnerRank
@@ -134,7 +135,7 @@ def worker_of(place: Place) -> RolloutWorker:
 
 async def play(config: Config, meddle: Callable[[Place, Loop], None] = lambda place, loop: None) -> Loop:
     """The loop alone, without evaluations before and after; `meddle` may change it before it starts."""
-    run_dir = api.prepare_run_dir(config)
+    run_dir = prepare_run_dir(config)
     place = open_place(config, run_dir)
     try:
         await place.scorer.start()

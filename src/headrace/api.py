@@ -7,45 +7,52 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
 from headrace.config import Config
-from headrace.config_file import dump, load_config
+from headrace.config_file import load_config, rooted
 from headrace.errors import LearnerLostError, RunError
-from headrace.ledger.database import FILE_NAME, claimed, is_complete, remove_database
+from headrace.ledger.database import FILE_NAME, claimed, is_complete
 from headrace.ledger.files import (
-    CHECKPOINTS,
-    REFERENCE,
-    SETTINGS,
-    START,
+    BEST,
     SUMMARY,
     WANTED_WORKERS,
     WEIGHTS,
+    prepare_run_dir,
+    read_summary,
     run_config,
-    says_finished,
+    save_settings,
+    starting,
+    undo_start,
 )
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.origin import FIXED, check_origin
 from headrace.ledger.sinks import open_sinks
+from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, sampling_of
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
-from headrace.loop.watchdog import STACKS, Watchdog
+from headrace.loop.watchdog import Watchdog
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.roles import Sink, Watcher
-from headrace.row import Row
+from headrace.row import Row, Sample
 from headrace.types import STAGES, StageTimes
 
-WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.")
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts
+
+Result = TypeVar("Result")
 
 
 class Nobody(Watcher):
@@ -53,31 +60,68 @@ class Nobody(Watcher):
 
 
 def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Train by `config`; returns the content of the run directory's `summary.json`."""
+    """Train by `config`; returns the content of the run directory's `summary.json`.
+
+    `watcher` is told about progress: a class with some of the methods of `headrace.Watcher`. Works
+    in a notebook too. What the summary calls unfinished was interrupted, and can be resumed.
+    """
+    config = rooted(config)
     run_dir = prepare_run_dir(config)
-    with claimed(run_dir), memory_for("training", STEPS):
+    with claimed(run_dir), starting(run_dir), memory_for("training", STEPS):
         return _to_the_end(config, run_dir, watcher or Nobody(), resumed=False)
 
 
 def resume(run_dir: Path | str, watcher: Watcher | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Go on with a run that was interrupted or died; returns the content of its `summary.json`.
 
-    `overrides` may change where it runs and on how many workers, not what it computes.
+    With `overrides` such as "loop.steps=200" a run goes on with other settings, also a finished one;
+    the ledger books the change.
     """
     run_dir = Path(run_dir)
-    config = run_config(run_dir, overrides)
-    if fixed := [word for word in overrides if not word.startswith(WHERE)]:
-        where = ", ".join(WHERE)
-        raise RunError(f"{', '.join(fixed)}: a run that goes on keeps its settings, except for {where}")
-    if says_finished(run_dir):
-        raise RunError(f"{run_dir} has finished: there is nothing to resume")
+    config = rooted(run_config(run_dir, overrides))
+    if fixed := [word for word in overrides if word.startswith(FIXED)]:
+        raise RunError(f"{', '.join(fixed)}: that cannot change in the middle of a run")
+    _refuse_finished(run_dir, config)
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
         begun = is_complete(run_dir)
-        if not begun:  # it died before its first checkpoint, and starts anew
-            remove_database(run_dir)
+        if begun:
+            with Ledger.reopen(run_dir) as ledger:
+                check_origin(ledger, config, overrides)
+            (run_dir / SUMMARY).unlink(missing_ok=True)
+        else:
+            _refuse_without_ledger(run_dir)
         return _to_the_end(config, run_dir, watcher or Nobody(), resumed=begun)
+
+
+def _refuse_finished(run_dir: Path, config: Config) -> None:
+    summary = read_summary(run_dir)
+    if summary.get("finished") is not True:
+        return
+    steps, why = int(summary["steps"]), summary.get("ended_early", "")
+    told, more = f"{run_dir} has finished its {steps} steps", f"headrace resume {run_dir} loop.steps={2 * steps}"
+    if why:
+        told = f"{run_dir} has finished after {steps} steps: {why}"
+        more += " loop.target_reward=inf loop.eval_patience=0"
+    before, wanted = run_config(run_dir).loop, config.loop
+    still = (wanted.target_reward, wanted.eval_patience) == (before.target_reward, before.eval_patience)
+    if wanted.steps <= steps or (why and still):
+        raise RunError(f"{told}. To train on: {more}")
+
+
+def _refuse_without_ledger(run_dir: Path) -> None:
+    """A run without a ledger starts anew, unless it had come further than its first checkpoint."""
+    steps = [version for version in Checkpoints(run_dir, 1).versions if version]
+    weights = f"headrace train model.path={run_dir / WEIGHTS}" if (run_dir / WEIGHTS).exists() else ""
+    if steps or weights:
+        left = f"the checkpoints of steps {', '.join(map(str, steps))}" if steps else "its weights"
+        raise RunError(
+            f"{run_dir} cannot be resumed: its ledger ({FILE_NAME}) is missing or empty, and with it the account of "
+            f"what was trained on. Put a copy of it back. Without one, {left} are left"
+            + (f", and a new run can start from its weights: {weights}" if weights else "")
+        )
+    undo_start(run_dir)
 
 
 def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool) -> dict[str, Any]:
@@ -85,7 +129,7 @@ def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: boo
     reached = -1
     while True:
         try:
-            return asyncio.run(_train(config, run_dir, watcher, resumed=resumed))
+            return _run_events(partial(_train, config, run_dir, watcher, resumed=resumed))
         except LearnerLostError as lost:
             resumed = is_complete(run_dir)
             with Ledger.open(run_dir) if resumed else nullcontext() as ledger:
@@ -97,77 +141,68 @@ def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: boo
             watcher.note(f"{lost}. The run goes on from its last checkpoint")
 
 
-def evaluate_run(run_dir: Path | str, *, samples: int | None = None) -> float | None:
-    """The held-out score of a run's weights, with `samples` answers per prompt."""
+def _run_events(work: Callable[[], Coroutine[None, None, Result]]) -> Result:
+    """Run a coroutine to its end, also from a notebook, whose event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    events = asyncio.new_event_loop()
+
+    def run() -> Result:
+        with asyncio.Runner(loop_factory=lambda: events) as runner:
+            return runner.run(work())
+
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(run)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            events.call_soon_threadsafe(_interrupt, events)
+            return running.result()
+
+
+def _interrupt(events: asyncio.AbstractEventLoop) -> None:
+    """Stop a run as Ctrl-C does: in an orderly way if it trains, else by cancelling it."""
+    if (loop := _TRAINING.get(events)) is not None:
+        loop.interrupt()
+        return
+    for task in asyncio.all_tasks(events):
+        task.cancel()
+
+
+def evaluate_run(run_dir: Path | str, overrides: Sequence[str] = (), *, best: bool = False) -> float | None:
+    """The held-out score of a run's weights, or of its `best` ones.
+
+    `overrides` are settings, such as "prompts.eval_source=other.jsonl" or "loop.eval_samples=8".
+    """
     run_dir = Path(run_dir)
-    config = run_config(run_dir)
+    config = rooted(run_config(run_dir, overrides))
     changed: dict[str, dict[str, Any]] = {
-        "model": {"path": str(weights_dir(run_dir)), "tokenizer": ""},
-        "loop": {} if samples is None else {"eval_samples": samples},
+        "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
         "buffer": {"filters": ()},  # their files may be gone, and nothing is trained on
         "place": {"cluster": "local"},
         "rollout": {"workers": 1},
         "learner": {"ranks": 1},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
-    return asyncio.run(_evaluate(config.model_copy(update=sections), run_dir))
+    return _run_events(lambda: _evaluate(config.model_copy(update=sections), run_dir))
 
 
-def export(run_dir: Path | str, out: Path | str) -> Path:
+def export(run_dir: Path | str, out: Path | str, *, best: bool = False) -> Path:
     """Copy a run's weights and tokenizer to the directory `out`, in the format of `transformers`."""
-    source, out = weights_dir(Path(run_dir)), Path(out)
+    source, out = weights_dir(Path(run_dir), best=best), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is not an empty directory")
     shutil.copytree(source, out, dirs_exist_ok=True)
     return out
 
 
-def prepare_run_dir(config: Config) -> Path:
-    """The directory of a new run. An earlier run in it is replaced only with `run.overwrite`."""
-    run_dir = Path(config.run.dir or "runs")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if not config.run.dir:
-            run_dir = _new_run_dir(run_dir)
-        with claimed(run_dir):
-            if (run_dir / FILE_NAME).exists():
-                if not config.run.overwrite:
-                    raise RunError(
-                        f"{run_dir} holds an earlier run. Go on with it by `headrace resume {run_dir}`, "
-                        "choose another run.dir, or replace it with run.overwrite=true"
-                    )
-                _remove_run(run_dir)
-            (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
-            dump(config, run_dir / SETTINGS)
-    except OSError as error:
-        raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
-    return run_dir
-
-
-def _new_run_dir(runs: Path) -> Path:
-    """A directory that was not there before, even if several runs start within one second."""
-    name, number = f"{datetime.now():%Y%m%d-%H%M%S}", 1
-    while True:
-        run_dir = runs / (name if number == 1 else f"{name}-{number}")
-        try:
-            run_dir.mkdir()
-            return run_dir
-        except FileExistsError:
-            number += 1
-
-
-def _remove_run(run_dir: Path) -> None:
-    """Delete what an earlier run left, and nothing else; no old weights may stay if the new run fails."""
-    remove_database(run_dir)
-    for name in (SUMMARY, SETTINGS, STACKS, "rows.jsonl"):
-        (run_dir / name).unlink(missing_ok=True)
-    for name in (WEIGHTS, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-
-
-def weights_dir(run_dir: Path) -> Path:
-    """Where a run left its weights."""
-    path = run_dir / WEIGHTS
+def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
+    """Where a run left its weights, or those with the best held-out score."""
+    path = run_dir / (BEST if best else WEIGHTS)
+    if best and not path.exists():
+        raise RunError(f"{run_dir} has no {BEST} directory: it trained without loop.keep_best, or no evaluation")
     if not path.exists():
         raise RunError(f"{run_dir} has no weights (no {WEIGHTS} directory); did the run finish?")
     return path
@@ -175,7 +210,7 @@ def weights_dir(run_dir: Path) -> Path:
 
 async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
     place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note)
-    dump(config, run_dir / SETTINGS)  # with the overrides of `resume`, now that they are known to work
+    save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
     watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
@@ -195,7 +230,12 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
                 watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
             watcher.row(row)
 
-        loop = await place.loop(on_row)
+        def on_sample(sample: Sample) -> None:
+            for sink in sinks:
+                sink.sample(sample)
+            watcher.sample(sample)
+
+        loop = await place.loop(on_row, on_sample)
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
@@ -222,9 +262,8 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
         summary.write(finished=False, after=None)
     if loop.ending.asked:
         return summary.content
-    if loop.ending.solved:
-        target = place.config.loop.target_reward
-        watcher.note(f"training ends here: the reward has reached {target:g} (loop.target_reward)")
+    if loop.ending.early:
+        watcher.note(f"training ends here: {loop.ending.early}")
     watcher.phase("evaluation after")
     return summary.write(finished=True, after=await _score(place))
 
@@ -292,7 +331,7 @@ class _Summary:
 
         `wall` is the bottleneck: the stage that was busy longest.
         """
-        stages = self._loop.stages
+        stages, ending = self._loop.stages, self._loop.ending
         rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
         loop_s = sum(row.wall_s for row in rows)
         stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
@@ -313,19 +352,25 @@ class _Summary:
             "drafted_tokens": counts.drafted_tokens,
             "accepted_tokens": counts.accepted_tokens,
             "reward_failure": self._loop.rows.first_reward_failure,
+            "best_score": ending.best_score if ending.best_step else None,
+            "best_step": ending.best_step or None,
+            "ended_early": ending.early,
         }
 
 
 async def _interruptible(loop: Loop) -> None:
     """Run the loop so that Ctrl-C, or a cluster's SIGTERM, interrupts it in an orderly way."""
     events = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    _TRAINING[events] = loop
     with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
         for number in before:
             events.add_signal_handler(number, loop.interrupt)
     try:
         await loop.run()
     finally:
+        del _TRAINING[events]
         with suppress(NotImplementedError, RuntimeError, TypeError, ValueError):
             for number, handler in before.items():
                 events.remove_signal_handler(number)

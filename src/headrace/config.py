@@ -224,6 +224,10 @@ class LoopSection(SettingsSection):
         0, "how many versions old a trained token may be; 0 is strictly on-policy", most=10_000
     )
     eval_every: NonNegativeInt = setting(0, "steps between evaluations; 0: only before and after")
+    eval_patience: NonNegativeInt = setting(
+        0, "end sooner, after this many evaluations in a row without a better score; 0 is off"
+    )
+    keep_best: bool = setting(False, "keep the weights of the best evaluation during training in best/")
     eval_samples: PositiveInt = setting(1, "answers per held-out prompt", most=10_000)
     eval_temperature: NonNegativeFloat = setting(
         1.0, "for evaluation, over the whole vocabulary; 0 is greedy", most=MOST
@@ -258,8 +262,11 @@ class RecoverySection(SettingsSection):
 
 
 class LedgerSection(SettingsSection):
-    """Export of the run's rows."""
+    """Export of the run's rows and of samples of its answers."""
 
+    samples_every: NonNegativeInt = setting(
+        10, "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off"
+    )
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
 
@@ -368,6 +375,9 @@ def _of_generation(config: Config) -> Iterator[str]:
         yield 'rollout.stop has an empty text "", which would end every answer at its first token'
     if 0 < loop.eval_temperature < LEAST:
         yield f"loop.eval_temperature = {loop.eval_temperature}: use 0, which is greedy, or at least {LEAST}"
+    for key in ("eval_patience", "keep_best"):
+        if getattr(loop, key) and not loop.eval_every:
+            yield f"loop.{key} needs evaluations during training: set loop.eval_every"
     if rollout.on_wall == "park" and not rollout.max_wall_s:
         yield ("rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside")
     num_trajectories = rollout.samples * loop.groups_per_step * (loop.max_lag + 1)

@@ -127,6 +127,11 @@ def changed(config: Config) -> list[str]:
     ]
 
 
+def values(config: Config) -> dict[str, str]:
+    """Every setting by its dotted key, as TOML."""
+    return {f"{s}.{key}": _toml_value(v) for s, section in config.model_dump().items() for key, v in section.items()}
+
+
 def settings() -> dict[str, FieldInfo]:
     """Every setting by its dotted key."""
     return {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from headrace.config import Config
-from headrace.row import Row
+from headrace.row import Row, Sample
 from headrace.types import (
     Completion,
     FloatArray,
@@ -327,6 +327,9 @@ class Sink(Protocol):
     def write(self, row: Row) -> None:
         """Export one row."""
 
+    def sample(self, sample: Sample) -> None:
+        """Export one answer."""
+
     def close(self) -> None:
         """Write what is still held back."""
 
@@ -348,6 +351,10 @@ class Watcher(Protocol):
 
     def row(self, row: Row) -> None:
         """A step is done."""
+        return None
+
+    def sample(self, sample: Sample) -> None:
+        """An answer to look at."""
         return None
 
     def note(self, text: str) -> None:

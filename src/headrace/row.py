@@ -1,4 +1,4 @@
-"""`Row`, the ledger's one line per step.
+"""What is shown of a step: `Row`, the ledger's one line of numbers, and a `Sample` of the answers.
 
 Each number is declared once, here: ledger, sinks, `/metrics` and the page's curves follow from it.
 """
@@ -136,6 +136,21 @@ class Row:
     score: float | None = _metric(
         "eval/score", "held-out score, on the steps that evaluate", None, exported="held_out_score"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One answer, to be read by a person.
+
+    Example:
+        Sample(step=20, prompt="12+9=", answer="22", reward=0.0, fate="dropped: no_signal")
+    """
+
+    step: int
+    prompt: str
+    answer: str
+    reward: float | None
+    fate: str  # "buffered", or why it was dropped
 
 
 ROW_METRICS: Mapping[str, RowMetric] = {f.name: f.metadata["metric"] for f in fields(Row) if f.metadata}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -12,7 +14,6 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,7 +70,7 @@ class TooLongError(HeadraceError):
         super().__init__(*(text or ("it runs longer than it may",)))
 
 
-@contextmanager
+@contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TooLongError inside the block after `seconds`, at the next Python instruction.
 
@@ -99,6 +100,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 def names_file(place: str) -> bool:
     """Whether the part before the colon is a file, not a module."""
     return place.endswith(".py") or "/" in place or os.sep in place
+
+
+def source_hash(spec: str) -> str:
+    """A digest of the function's file; empty if `spec` names no readable file."""
+    place, _, _ = spec.rpartition(":")
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(place).read_bytes()).hexdigest() if names_file(place) else ""
+    return ""
 
 
 def short_traceback(error: BaseException) -> str:

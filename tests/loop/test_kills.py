@@ -16,6 +16,7 @@ from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 
 from headrace import api
 from headrace.config_file import load_config
+from headrace.ledger.files import SUMMARY, prepare_run_dir
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.row import Row
 from headrace.runs.audit import audit, books
@@ -42,10 +43,10 @@ def num_kills_that_hit(workshop: Workshop, name: str, settings: list[str], kills
     """SIGKILL the process after each of these many seconds and start another; the last one runs to the end."""
     directory, log = workshop.directory / name, workshop.directory / f"{name}.log"
     for num_hit, most_s in enumerate([*kills_s, 300.0]):
-        summary = directory / api.SUMMARY
+        summary = directory / SUMMARY
         if summary.exists() and json.loads(summary.read_text())["finished"]:  # killed on its way out
             return num_hit
-        if (directory / api.SETTINGS).exists():
+        if (directory / "config.toml").exists():
             process = forked.start(log, api.resume, directory)
         else:
             process = forked.start(log, train, settings)
@@ -162,7 +163,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(workshop: Workshop, unbroken
 @pytest.mark.parametrize("content", ["absent", "empty", "without tables"])
 def test_a_run_that_died_while_its_ledger_was_made_starts_anew(workshop: Workshop, unbroken: Path, content: str):
     config = workshop.config(f"unborn-{content.split()[0]}", *SETTINGS)
-    run = api.prepare_run_dir(config)
+    run = prepare_run_dir(config)
     if content != "absent":
         (run / "ledger.sqlite").touch()
     if content == "without tables":

@@ -88,12 +88,12 @@ async def test_a_reward_that_always_fails_stalls_and_says_why(workshop: Workshop
 async def test_a_run_ends_when_the_reward_has_come_far_enough(workshop: Workshop, max_lag: int):
     settings = (f"loop.max_lag={max_lag}", "loop.steps=14")
     unhurried = workshop.directory / f"unhurried{max_lag}"
-    assert not (await play(workshop.config(unhurried.name, *settings, reward="dense"))).ending.solved
+    assert not (await play(workshop.config(unhurried.name, *settings, reward="dense"))).ending.early
     rewards = [row.reward_mean for row in rows_of(unhurried)]
     assert len(rewards) == 14
     name = f"enough{max_lag}"
     loop = await play(workshop.config(name, *settings, "loop.target_reward=-1", reward="dense"))
-    assert loop.ending.solved
+    assert loop.ending.early
     assert loop.version == len(rows_of(workshop.directory / name)) == TARGET_STEPS
     assert_all_accounted_for(workshop.directory / name)
     if max_lag:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_runs import Workshop, rank_of, rows_of
 
-from headrace import api
 from headrace.config import Config
+from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.resume import resume
@@ -81,9 +81,9 @@ def test_trained_booked_killed_resumed_and_shown(workshop: Workshop, drawn: list
             name, f"loop.steps={STEPS}", "recovery.every_steps=2", "run.overwrite=true", "buffer.drop_no_signal=false"
         )
 
-    unbroken = api.prepare_run_dir(config("pieces-unbroken"))
+    unbroken = prepare_run_dir(config("pieces-unbroken"))
     expected = asyncio.run(run(config("pieces-unbroken"), unbroken, drawn, resumed=False))
-    broken = api.prepare_run_dir(config("pieces-broken"))
+    broken = prepare_run_dir(config("pieces-broken"))
     assert asyncio.run(run(config("pieces-broken"), broken, drawn, resumed=False, die_at=die_at)) != expected
     assert asyncio.run(run(config("pieces-broken"), broken, drawn, resumed=True)) == expected
     for run_dir in (unbroken, broken):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from headrace.errors import RewardError
-from headrace.reward.function import Mode, read_verdict, read_verdicts, resolve, source_hash
+from headrace.reward.function import Mode, read_verdict, read_verdicts, resolve
 from headrace.types import DropReason
+from headrace.user_code import source_hash
 
 
 def test_a_file_is_loaded_by_its_path(rewards: str) -> None:

@@ -23,12 +23,13 @@ from headrace import __version__
 from headrace.config import Config
 from headrace.config_file import DEMO, load_config
 from headrace.errors import HeadraceError, HungError
-from headrace.runs.report import Report, Table
+from headrace.runs.report import Report, Table, printable
 
 # For terminals that know no other characters than these.
 ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
 # Of the commands in the help: train, look, understand, plan. The others follow.
 ORDER = ("train", "resume", "eval", "export", "show", "runs", "audit", "dash", "triage", "trace", "plan", "simulate")
+SAMPLE_CHARS = 600  # of a prompt or an answer
 TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
 
 
@@ -110,11 +111,13 @@ def headrace(
 
 
 def prepare_process() -> None:
-    """SIGTERM, with which clusters preempt, does what Ctrl-C does; for commands, not for who imports us."""
+    """SIGTERM, with which clusters preempt, and SIGHUP do what Ctrl-C does; for commands, not for who imports us."""
     with suppress(ValueError):  # not in the main thread
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def settings_from(words: list[str] | None) -> Config:
@@ -193,6 +196,14 @@ class Paper:
     def line(self, text: str, *, style: str = "") -> None:
         """One line, however narrow the terminal is."""
         self.print(Text(text, style=style), one_line=True)
+
+    def sample(self, title: str, texts: Mapping[str, str]) -> None:
+        """An answer to look at, as far as it is short."""
+        self.indented(Text(title, style="dim"))
+        for name, text in texts.items():
+            text = printable(text)
+            text = text if len(text) <= SAMPLE_CHARS else f"{text[:SAMPLE_CHARS]}... ({len(text):,} characters)"
+            self.indented(Text(f"{name}  {text}", style="dim", overflow="fold"), 4)
 
     def commands(self, commands: Mapping[str, str]) -> None:
         """What to type next, and what each command does."""

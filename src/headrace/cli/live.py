@@ -22,7 +22,7 @@ from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
-from headrace.row import Row
+from headrace.row import Row, Sample
 from headrace.runs.report import count, duration
 from headrace.types import STAGES, StageTimes
 
@@ -112,6 +112,11 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             self._draw(text, row.step, total)
         elif chosen or len(self._rows) == 1 or row.score is not None:
             self.paper.line("  ".join((text, *self._texts())))
+
+    def sample(self, sample: Sample) -> None:
+        reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
+        texts = {"prompt": sample.prompt, "answer": sample.answer}
+        self.paper.sample(f"sample of step {sample.step}: {reward}, {sample.fate}", texts)
 
     def note(self, text: str) -> None:
         self.paper.print(Text(f"note: {text}"))
@@ -216,6 +221,8 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             "took": duration(float(summary["wall_s"])),
             "kept in": str(run_dir),
         }
+        if summary.get("best_step"):
+            facts["best"] = f"held-out score {summary['best_score']:.3f} at step {summary['best_step']}"
         self.paper.section("run")
         self.paper.facts(facts.items())
         if summary.get("reward_failure"):

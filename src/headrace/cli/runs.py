@@ -18,6 +18,7 @@ from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount, Books, Ledger
+from headrace.ledger.origin import Change, changes
 from headrace.row import Row
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
@@ -105,26 +106,37 @@ def show_run(paper: Paper, run_dir: Path) -> None:
     more = {f"resume {run_dir}": ""} if facts.can_be_resumed else {}
     if (run_dir / FILE_NAME).exists():
         newest = shown.newest_ids(run_dir)
-        with Ledger.open(run_dir) as ledger:
-            books, restarts = ledger.totals(), list(map(_restart, ledger.restarts()))
-            rows = list(map(_row, ledger.rows(after_step=facts.steps - LAST_ROWS)))
-        if restarts:
-            paper.section("restarts", "what each found, and did again")
-            paper.table(Table.of(restarts))
-        paper.section("accounts", "what became of every sampled token")
-        paper.table(_accounts(books, newest))
-        found = [account for account in shown.accounts(books) if account.amount != Amount()]
-        dropped = [f"{account.reason}: {account.explanation}." for account in found if account.reason]
-        if dropped:
-            paper.print()
-        for text in dropped:
-            paper.paragraph(text, hang=2)
-        if rows:
-            paper.section("last rows")
-            paper.table(Table.of(rows, numeric=range(1, 8)))
-        if newest:  # an example: a trained one, if there is any
-            more[f"show {run_dir} --trajectory {newest[max(newest)]}"] = ""
+        _show_books(paper, run_dir, facts, newest)
+        if newest:
+            paper.section("samples", "the newest answer of each kind")
+            more[f"show {run_dir} --trajectory {newest[max(newest)]}"] = ""  # a trained one, if there is any
+        for account, id in sorted(newest.items(), reverse=True):
+            _show_sample(paper, run_dir, account, id)
     paper.commands(more)
+
+
+def _show_books(paper: Paper, run_dir: Path, facts: RunFacts, newest: Mapping[str, str]) -> None:
+    with Ledger.open(run_dir) as ledger:
+        books, restarts = ledger.totals(), list(map(_restart, ledger.restarts()))
+        changed_since = list(map(_change, changes(ledger)))
+        rows = list(map(_row, ledger.rows(after_step=facts.steps - LAST_ROWS)))
+    if restarts:
+        paper.section("restarts", "what each found, and did again")
+        paper.table(Table.of(restarts))
+    if changed_since:
+        paper.section("changes", "settings that a restart changed")
+        paper.table(Table.of(changed_since))
+    paper.section("accounts", "what became of every sampled token")
+    paper.table(_accounts(books, newest))
+    found = [account for account in shown.accounts(books) if account.amount != Amount()]
+    dropped = [f"{account.reason}: {account.explanation}." for account in found if account.reason]
+    if dropped:
+        paper.print()
+    for text in dropped:
+        paper.paragraph(text, hang=2)
+    if rows:
+        paper.section("last rows")
+        paper.table(Table.of(rows, numeric=range(1, 8)))
 
 
 def _standing(facts: RunFacts) -> str:
@@ -147,6 +159,23 @@ def _restart(r: Restart) -> dict[str, str]:
         "lost": f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
         "in flight": r.rule,
     }
+
+
+def _change(change: Change) -> dict[str, str]:
+    return {"after step": str(change.step), "setting": change.key, "before": change.before, "since then": change.after}
+
+
+def _show_sample(paper: Paper, run_dir: Path, account: str, id: str) -> None:
+    found = shown.read_trajectory(run_dir, id)
+    if found.whole is None:
+        return
+    with Ledger.open(run_dir) as ledger:
+        asked = ledger.prompt(found.whole.prompt_id)
+    expected = asked.get("fields", {}).get(run_config(run_dir).reward.answer_field)
+    texts = {"prompt": asked.get("text", "(not kept)"), "answer": found.whole.text}
+    texts |= {} if expected is None else {"expected": str(expected)}
+    reward = "no reward" if found.whole.reward is None else f"reward {found.whole.reward:.3f}"
+    paper.sample(f"{id}: {reward}, {account.replace(':', ': ', 1)}", texts)
 
 
 def _row(row: Row) -> dict[str, str]:

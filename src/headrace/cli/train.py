@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 import headrace  # its functions load torch when they are first called
 from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from, user_path
 from headrace.cli.live import LiveDisplay
+from headrace.cli.plot_svg import write_plot
 from headrace.config_file import explain, to_toml
 from headrace.ledger.files import scale as scale_run
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
 OutDir = Annotated[Path, Argument(metavar="OUT", help="directory to make", parser=user_path)]
 Workers = Annotated[int, Argument(help="how many rollout workers it is to have")]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[section.key=value ...]", help="settings that differ from the run's")
+]
+Best = Annotated[bool, Option("--best", help="the weights with the best held-out score (loop.keep_best)")]
 Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt")]
 
 
@@ -25,21 +31,28 @@ def train(settings: Settings = None, quiet: Quiet = False) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
     prepare_process()
     with LiveDisplay(Console(quiet=quiet)) as display:
-        display.summary(headrace.train(settings_from(settings), display))
+        _concluded(display, headrace.train(settings_from(settings), display))
 
 
 @app.command()
 def resume(
     run: RunDir,
-    where: Annotated[
-        list[str] | None, Argument(metavar="[section.key=value ...]", help="where it goes on, if elsewhere")
-    ] = None,
+    changes: Overrides = None,
     quiet: Quiet = False,
 ) -> None:
-    """Go on with a run that was interrupted, killed, or stopped by an error."""
+    """Go on with a run that was interrupted, killed, or stopped by an error; or with more loop.steps."""
     prepare_process()
     with LiveDisplay(Console(quiet=quiet)) as display:
-        display.summary(headrace.resume(run, display, where or ()))
+        _concluded(display, headrace.resume(run, display, changes or ()))
+
+
+def _concluded(display: LiveDisplay, summary: dict[str, Any]) -> None:
+    """Show how the run went; an interrupted one ends the command with 130, as Ctrl-C does."""
+    write_plot(summary)
+    display.summary(summary)
+    if not summary["finished"]:
+        print(f"interrupted; `headrace resume {summary['run_dir']}` goes on", file=sys.stderr)
+        raise Exit(130)
 
 
 @app.command()
@@ -49,17 +62,18 @@ def scale(run: RunDir, workers: Workers) -> None:
 
 
 @app.command("eval")
-def evaluate(run: RunDir, samples: Samples = None) -> None:
-    """The held-out score of a run's weights."""
+def evaluate(run: RunDir, changes: Overrides = None, samples: Samples = None, best: Best = False) -> None:
+    """The held-out score of a run's weights, also on other data: prompts.eval_source=FILE."""
     prepare_process()
-    score = headrace.evaluate_run(run, samples=samples)
+    of_samples = [] if samples is None else [f"loop.eval_samples={samples}"]
+    score = headrace.evaluate_run(run, [*(changes or ()), *of_samples], best=best)
     print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
 
 
 @app.command()
-def export(run: RunDir, out: OutDir) -> None:
+def export(run: RunDir, out: OutDir, best: Best = False) -> None:
     """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
-    print(f"wrote {headrace.export(run, out)}")
+    print(f"wrote {headrace.export(run, out, best=best)}")
 
 
 @app.command()

@@ -19,6 +19,7 @@ FILE_NAME = "ledger.sqlite"
 LOCK_NAME = "lock"
 LOCK_WAIT_S = 5.0  # another program that reads the file may lock it for a moment
 _SIDE_FILES = ("-wal", "-shm", "-journal")
+DATABASE = tuple(FILE_NAME + suffix for suffix in ("", *_SIDE_FILES))  # its files
 
 
 def create_database(run_dir: Path) -> sqlite3.Connection:
@@ -68,8 +69,8 @@ def is_complete(run_dir: Path) -> bool:
 
 
 def remove_database(run_dir: Path) -> None:
-    for suffix in ("", *_SIDE_FILES):
-        (run_dir / f"{FILE_NAME}{suffix}").unlink(missing_ok=True)
+    for name in DATABASE:
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def close_database(connection: sqlite3.Connection) -> None:
@@ -79,6 +80,18 @@ def close_database(connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()
+
+
+def rescue_database(connection: sqlite3.Connection, path: Path) -> RunError:
+    """Copy a database whose file was deleted while it is open; returns what to tell the user."""
+    copy = path.with_name("ledger.rescued.sqlite")
+    told = f"What it held is in {copy}: rename that to {path.name}, and `headrace resume {path.parent}` goes on"
+    try:
+        with contextlib.closing(sqlite3.connect(copy)) as target:
+            connection.backup(target)
+    except sqlite3.Error as error:
+        told = f"What it held could not be copied ({error})"
+    return RunError(f"{path} was deleted or replaced while the run was writing it, so the run stops. {told}.")
 
 
 @contextlib.contextmanager
@@ -174,8 +187,8 @@ def _claim(path: Path) -> None:
             told = f"{path.parent} already holds a run. {another}, or set run.overwrite=true"
             raise RunError(f"{told} to replace it.") from error
         raise RunError(f"Cannot {doing}: {error.strerror}. {another}.") from error
-    for suffix in _SIDE_FILES:  # a log left by a deleted ledger would be replayed into the new one
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed into the new one
+        path.with_name(name).unlink(missing_ok=True)
 
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:
@@ -183,7 +196,7 @@ def _check_version(connection: sqlite3.Connection, path: Path) -> None:
     query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"
     if not connection.execute(query).fetchone():
         raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
-    meta = dict(connection.execute("SELECT key, value FROM meta"))
+    meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'headrace')"))
     if meta.get("schema") != SCHEMA_VERSION:
         raise RunError(
             f"{path} was written by headrace {meta.get('headrace', '?')} with ledger layout {meta.get('schema', '?')}; "

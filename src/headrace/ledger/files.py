@@ -1,22 +1,132 @@
-"""The files of a run directory besides the ledger: settings, summary, lock, wanted workers."""
+"""The files of a run directory besides the ledger: settings, summary, lock, wanted workers.
+
+A new run that replaces another (`run.overwrite`) sets the old one's files aside, in `replaced/`. They
+are deleted once the new run has its first checkpoint, and come back if it fails before that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
-from headrace.config_file import load_config
-from headrace.errors import RunError
-from headrace.ledger.database import FILE_NAME, LOCK_NAME
+from headrace.config_file import dump, load_config
+from headrace.errors import HungError, RunError
+from headrace.ledger.database import DATABASE, FILE_NAME, LOCK_NAME, claimed, is_complete
 
 SETTINGS, SUMMARY = "config.toml", "summary.json"
-WEIGHTS, START, CHECKPOINTS, REFERENCE = "model", "start", "checkpoints", "reference"  # directories
+WEIGHTS, BEST, START, CHECKPOINTS, REFERENCE = "model", "best", "start", "checkpoints", "reference"  # directories
 WANTED_WORKERS = "rollout_workers"  # the number that `scale` asked for
+PLOT = "reward.svg"
+STACKS = "stacks.txt"  # of a hung run
+REPLACED = "replaced"
+MOVING = "replaced.moving"  # its name while not all is in it
+# all that a run leaves behind, besides its lock
+PARTS = (
+    *DATABASE,
+    *(SETTINGS, SUMMARY, WANTED_WORKERS, STACKS, "rows.jsonl", "samples.jsonl", PLOT),
+    *(WEIGHTS, BEST, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"),
+)
+
+
+def prepare_run_dir(config: Config) -> Path:
+    """The directory of a new run. An earlier run in it is set aside, if `run.overwrite` allows that."""
+    run_dir = Path(config.run.dir or "runs")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not config.run.dir:
+            run_dir = _new_run_dir(run_dir)
+        with claimed(run_dir):
+            if (run_dir / REPLACED).exists() or (run_dir / MOVING).exists():  # that start was killed
+                undo_start(run_dir)
+            if (run_dir / FILE_NAME).exists():
+                _set_aside(run_dir, config)
+            save_settings(config, run_dir)
+    except OSError as error:
+        raise RunError(f"run.dir = '{run_dir}' cannot be written: {error.strerror}") from error
+    return run_dir
+
+
+def _new_run_dir(runs: Path) -> Path:
+    """A directory that was not there before, even if several runs start within one second."""
+    name, number = f"{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        run_dir = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            run_dir.mkdir()
+            return run_dir
+        except FileExistsError:
+            number += 1
+
+
+def _set_aside(run_dir: Path, config: Config) -> None:
+    if not config.run.overwrite:
+        raise RunError(
+            f"{run_dir} holds an earlier run. Go on with it by `headrace resume {run_dir}`, "
+            "choose another run.dir, or replace it with run.overwrite=true"
+        )
+    for key in ("path", "tokenizer"):
+        path = Path(getattr(config.model, key)).resolve()
+        if any(path.is_relative_to((run_dir / name).resolve()) for name in PARTS):
+            told = f"model.{key} = '{path}' is a part of the run that run.overwrite=true would replace"
+            raise RunError(f"{told}: choose another run.dir")
+    (run_dir / MOVING).mkdir()
+    _move(run_dir, run_dir / MOVING)
+    (run_dir / MOVING).rename(run_dir / REPLACED)
+
+
+def undo_start(run_dir: Path) -> None:
+    """Take back the start of a run that has no first checkpoint; what it replaced comes back.
+
+    May be killed at any moment, and called again.
+    """
+    aside, moving = run_dir / REPLACED, run_dir / MOVING
+    if not moving.exists():  # else all that is here belongs to the earlier run
+        if is_complete(run_dir):
+            shutil.rmtree(aside, ignore_errors=True)
+            return
+        for name in PARTS:
+            if (run_dir / name).is_dir():
+                shutil.rmtree(run_dir / name, ignore_errors=True)
+            else:
+                (run_dir / name).unlink(missing_ok=True)
+        if not aside.exists():
+            return
+        aside.rename(moving)
+    _move(moving, run_dir)
+    moving.rmdir()
+
+
+def _move(source: Path, target: Path) -> None:
+    for name in PARTS:
+        if (source / name).exists():
+            (source / name).rename(target / name)
+
+
+@contextlib.contextmanager
+def starting(run_dir: Path) -> Iterator[None]:
+    """A failed start leaves nothing behind that looks like a run, not even an empty directory."""
+    try:
+        yield
+    except BaseException as error:
+        begun = is_complete(run_dir) or any((run_dir / CHECKPOINTS).glob("step-*"))
+        if not begun and not isinstance(error, HungError):
+            undo_start(run_dir)
+            if {path.name for path in run_dir.iterdir()} <= {LOCK_NAME}:
+                shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+def save_settings(config: Config, run_dir: Path) -> None:
+    """Write them for `resume`. Leave to replace a run is given once: it is not among them."""
+    kept = config.run.model_copy(update={"overwrite": False})
+    dump(config.model_copy(update={"run": kept}), run_dir / SETTINGS)
 
 
 def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:

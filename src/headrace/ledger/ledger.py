@@ -20,7 +20,10 @@ from headrace.ledger import database, journal
 from headrace.ledger.clock import StageClock
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.row import Row
-from headrace.types import Attempt, Drop, DropReason, Group, Score, StageSpan, Trajectory
+from headrace.types import Attempt, Drop, DropReason, Group, Prompt, Score, StageSpan, Trajectory
+
+PROMPT = "prompt:"  # key of a prompt in the table `meta`
+MAX_PROMPT_CHARS = 1 << 16  # with its fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class Ledger:
 
     def __init__(self, connection: sqlite3.Connection, path: Path, clock: StageClock | None) -> None:
         self.connection, self._path, self._clock = connection, path, clock
+        self._file = path.stat().st_ino
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._verdicts: dict[bytes, Score] = {}  # not written yet
 
@@ -140,11 +144,13 @@ class Ledger:
             for t in group.trajectories:
                 journal.insert(connection, "trajectories", journal.columns(t) | of)
                 self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, t.id)
-                connection.execute("INSERT INTO journal VALUES (?, ?)", (t.id, journal.encode(t)))
+                self._keep(t)
+            self._ask(group.prompt)
 
     def step_begins(self, step: int, groups: Sequence[Group]) -> None:
         """The weights are about to change: if the process dies, a restart takes this step again."""
         named = json.dumps([[int(group.serial), int(group.attempt)] for group in groups])
+        self._check_file()
         with self.writing():
             self.connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
 
@@ -162,12 +168,14 @@ class Ledger:
         *,
         source: Literal["in_flight", "buffered"],
         trajectories: Sequence[Trajectory] = (),
+        prompt: Prompt | None = None,
         of: tuple[int, int] | None = None,
     ) -> None:
         """Book `drops`. `trajectories` are those that were finished but never buffered.
 
-        `of` is the serial and attempt of their group. If an earlier attempt at the same trajectory
-        was dropped, this one is booked as redone: it was generated again only because of a restart.
+        `of` is the serial and attempt of their group, `prompt` what they answer. If an earlier
+        attempt at the same trajectory was dropped, this one is booked as redone: it was generated
+        again only because of a restart.
         """
         records = {trajectory.id: trajectory for trajectory in trajectories}
         with self.writing():
@@ -186,6 +194,9 @@ class Ledger:
                 values |= {} if of is None else {"serial": of[0], "attempt": of[1]}
                 journal.insert(self.connection, "trajectories", values)
                 self.transfer(source, f"{DROPPED}{drop.reason}", drop.num_tokens, 1, id, lag=lag)
+                if known:  # to be read by people: no restart needs it
+                    self._keep(replace(known, replay=None))
+            self._ask(prompt)
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
         names = "stage, start_s, end_s, worker, version, detail"
@@ -254,8 +265,8 @@ class Ledger:
         return self._clock
 
     def remembered(self) -> dict[str, str]:
-        facts = self.read("SELECT key, value FROM meta")
-        return {k.removeprefix("run:"): v for k, v in facts if k.startswith("run:")}
+        facts = self.read("SELECT key, value FROM meta WHERE key GLOB 'run:*'")
+        return {key.removeprefix("run:"): value for key, value in facts}
 
     def restarts(self) -> list[journal.Restart]:
         names = [field.name for field in fields(journal.Restart)]
@@ -298,6 +309,13 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             raise database.explain(error, self._path) from error
 
+    def _check_file(self) -> None:
+        """A deleted file can still be written: nobody would notice before the end."""
+        with suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._file:
+                return
+        raise database.rescue_database(self.connection, self._path)
+
     def _dropped_before(self, trajectory: Trajectory | None, of: tuple[int, int] | None) -> bool:
         if trajectory is None or of is None or of[1] == 1:
             return False
@@ -311,6 +329,22 @@ class Ledger:
         self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=lag)
         query = "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?"
         self.connection.execute(query, (str(reason), lag, id))
+
+    def _keep(self, trajectory: Trajectory) -> None:
+        self.connection.execute("INSERT INTO journal VALUES (?, ?)", (trajectory.id, journal.encode(trajectory)))
+
+    def _ask(self, prompt: Prompt | None) -> None:
+        """Keep a prompt's text and fields, the expected answer among them, for people to read."""
+        if prompt is not None:
+            told = json.dumps({"text": prompt.text, "fields": dict(prompt.fields)}, default=str)
+            if len(told) > MAX_PROMPT_CHARS:
+                told = json.dumps({"text": prompt.text})
+            self.connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"{PROMPT}{prompt.id}", told))
+
+    def prompt(self, id: str) -> dict[str, Any]:
+        """The `text` and `fields` of a prompt that was answered; empty if they were not kept."""
+        found = self.read("SELECT value FROM meta WHERE key = ?", (f"{PROMPT}{id}",))
+        return json.loads(found[0][0]) if found else {}
 
     def open_attempt(self, a: Attempt) -> None:
         values = (a.serial, a.number, a.prompt_id, a.wave, a.version)

@@ -15,8 +15,8 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from headrace.ledger.sinks import scalars
-from headrace.row import Row
+from headrace.ledger.sinks import as_text, scalars
+from headrace.row import Row, Sample
 
 
 class TensorboardSink:
@@ -28,6 +28,9 @@ class TensorboardSink:
 
     def write(self, row: Row) -> None:
         self._add(row.step, [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars(row).items()])
+
+    def sample(self, sample: Sample) -> None:
+        self._add(sample.step, [_text("sample", as_text(sample))])
 
     def close(self) -> None:
         self._writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import wandb
 
-from headrace.ledger.sinks import scalars
-from headrace.row import Row
+from headrace.ledger.sinks import as_text, scalars
+from headrace.row import Row, Sample
 
 
 class WandbSink:
@@ -32,6 +33,11 @@ class WandbSink:
 
     def write(self, row: Row) -> None:
         self._run.log(scalars(row), step=row.step)
+
+    def sample(self, sample: Sample) -> None:
+        self._run.log(
+            {"sample": wandb.Html(f"<pre>{html.escape(as_text(sample))}</pre>", inject=False)}, step=sample.step
+        )
 
     def close(self) -> None:
         self._run.finish()

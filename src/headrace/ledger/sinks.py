@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from headrace.config import LedgerSection
 from headrace.ledger.journal import row_to_json
 from headrace.roles import Sink
-from headrace.row import ROW_METRICS, Row
+from headrace.row import ROW_METRICS, Row, Sample
 from headrace.types import STAGES
 from headrace.user_code import load_optional
 
 
 class JsonlSink:
-    """Writes rows to `rows.jsonl`, one JSON object per line."""
+    """Writes `rows.jsonl` and `samples.jsonl`, one JSON object per line."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._rows = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._samples = (run_dir / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Row) -> None:
-        self._file.write(row_to_json(row) + "\n")
+        self._rows.write(row_to_json(row) + "\n")
+
+    def sample(self, sample: Sample) -> None:
+        self._samples.write(json.dumps(asdict(sample)) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        self._rows.close()
+        self._samples.close()
 
 
 def open_sinks(
@@ -54,6 +61,12 @@ def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Ma
     if name == "tensorboard":
         return module.TensorboardSink(run_dir, config_dict)  # type: ignore[no-any-return]
     return module.WandbSink(run_dir, config_dict, section.wandb_project)  # type: ignore[no-any-return]
+
+
+def as_text(sample: Sample) -> str:
+    """For sinks that show text."""
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+    return f"reward {reward}, {sample.fate}\n\nprompt\n{sample.prompt}\n\nanswer\n{sample.answer}"
 
 
 def scalars(row: Row) -> dict[str, float]:

@@ -6,28 +6,39 @@ Of each trajectory whether it was trained on or dropped, and of each step one ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.rollout.pool import RolloutPool
-from headrace.row import Row
-from headrace.types import Drop, DropReason, Group, StepStats, Trajectory
+from headrace.row import Row, Sample
+from headrace.types import Drop, DropReason, Group, Prompt, StepStats, Trajectory
 
 Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 
 
 class Bookkeeper:
-    """Books trajectories as trained on or dropped, with their lag (staleness) behind `version`."""
+    """Books trajectories as buffered, trained on or dropped, with their lag (staleness) behind `version`.
 
-    def __init__(self, ledger: Ledger) -> None:
+    Of one group in `sample_every`, `on_sample` gets the answers with the highest and lowest reward.
+    """
+
+    def __init__(
+        self, ledger: Ledger, *, sample_every: int = 0, on_sample: Callable[[Sample], None] = lambda sample: None
+    ) -> None:
         self.version = 0
         self._ledger = ledger
+        self._sample_every, self._on_sample = sample_every, on_sample
+        self._num_groups = 0
 
     def reached(self, version: int) -> None:
         self.version = version
+
+    def buffered(self, group: Group) -> None:
+        self._ledger.buffered(group)
+        self._sample(group.prompt, [(t, "buffered") for t in group.trajectories])
 
     def trained(self, groups: Sequence[Group], *, step: int, skipped: bool) -> None:
         """Book the groups of the step that led to `version`; if it was `skipped`, as dropped."""
@@ -44,17 +55,29 @@ class Bookkeeper:
         if was_buffered:
             self.drop_buffered(dropped)
         else:
-            self.drop_in_flight(dropped, of=(group.serial, group.attempt))
+            self.drop_in_flight(dropped, group.prompt, of=(group.serial, group.attempt))
 
     def drop_buffered(self, dropped: Dropped) -> None:
         if dropped:
             self._ledger.dropped(_drops(dropped, self.version), source="buffered")
 
-    def drop_in_flight(self, dropped: Dropped, *, of: tuple[int, int]) -> None:
-        """Book trajectories that never reached the buffer, `of` a group's serial and attempt."""
+    def drop_in_flight(self, dropped: Dropped, prompt: Prompt, *, of: tuple[int, int]) -> None:
+        """Book answers to `prompt` that never reached the buffer, `of` a group's serial and attempt."""
         if dropped:
             drops, trajectories = _drops(dropped, self.version), [t for t, _ in dropped]
-            self._ledger.dropped(drops, source="in_flight", trajectories=trajectories, of=of)
+            self._ledger.dropped(drops, source="in_flight", trajectories=trajectories, prompt=prompt, of=of)
+            whole = [(t, reason) for t, reason in dropped if reason != DropReason.RUN_ENDED]
+            self._sample(prompt, [(t, f"dropped: {reason}") for t, reason in whole])
+
+    def _sample(self, prompt: Prompt, answers: Dropped) -> None:
+        self._num_groups += bool(answers)
+        if not answers or not self._sample_every or (self._num_groups - 1) % self._sample_every:
+            return
+        ranked = sorted(answers, key=lambda answer: (answer[0].reward is None, -(answer[0].reward or 0.0)))
+        shown = [ranked[0]] if ranked[0][0].reward == ranked[-1][0].reward else [ranked[0], ranked[-1]]
+        for t, fate in shown:
+            step = self.version + 1
+            self._on_sample(Sample(step=step, prompt=prompt.text, answer=t.text, reward=t.reward, fate=fate))
 
 
 def _drops(dropped: Dropped, version: int) -> list[Drop]:

@@ -76,7 +76,12 @@ class Checkpoints:
     @property
     def oldest_version(self) -> int:
         """What a resumed run starts from if all newer checkpoints are damaged."""
-        return int(self._complete()[-1].name.removeprefix("step-"))
+        return self.versions[-1]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of every complete checkpoint, newest first."""
+        return [int(path.name.removeprefix("step-")) for path in self._complete()]
 
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
         """The newest undamaged checkpoint; `on_damage` is told of damaged ones."""

@@ -1,7 +1,7 @@
 """How a run ends: one state, and what each end leaves behind.
 
-    TRAINING ──► COMPLETE      all steps are done, or `loop.target_reward` is reached
-             ──► INTERRUPTED   Ctrl-C or SIGTERM; an optimizer step under way is finished
+    TRAINING ──► COMPLETE      all steps are done, or one of `early`'s reasons holds
+             ──► INTERRUPTED   Ctrl-C, SIGTERM or SIGHUP; an optimizer step under way is finished
              ──► FAILED        a stage raised
     any      ──► ABANDONED     cancelled from outside: at once, as by a kill
 
@@ -11,8 +11,12 @@ stay, and groups in flight get another attempt.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from enum import Enum, auto
+
+from headrace.config import LoopSection
+from headrace.row import Row
 
 TARGET_STEPS = 8  # their mean reward must reach `loop.target_reward`
 
@@ -28,14 +32,16 @@ class State(Enum):
 
 
 class Ending:
-    """The state of one run, and whether its target is reached."""
+    """The state of one run, and why it ends before its last step."""
 
-    def __init__(self, target_reward: float) -> None:
+    def __init__(self, section: LoopSection) -> None:
         self.state = State.TRAINING
         self.asked = False  # whether `ask` was called, even after the last step
-        self.solved = False  # whether the target is reached
-        self._target_reward = target_reward
+        self.early = ""  # why no more steps are needed
+        self.best_score, self.best_step = -math.inf, 0  # of the evaluations during training
+        self._section = section
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
+        self._num_worse = 0  # evaluations since the best
 
     @property
     def orderly(self) -> bool:
@@ -59,8 +65,17 @@ class Ending:
         if self.state is State.TRAINING:
             self.state = State.FAILED
 
-    def rewarded(self, reward_mean: float) -> None:
-        """Note a step's mean reward; `solved` if the mean of the last steps reaches the target."""
-        self._rewards.append(reward_mean)
-        latest = self._rewards
-        self.solved = len(latest) == latest.maxlen and sum(latest) / len(latest) >= self._target_reward
+    def row(self, row: Row) -> None:
+        """Note a step: it may be the last that is needed, or have the best held-out score so far."""
+        latest, target, patience = self._rewards, self._section.target_reward, self._section.eval_patience
+        latest.append(row.reward_mean)
+        if row.score is not None:
+            self._num_worse += 1
+            if row.score > self.best_score:
+                self.best_score, self.best_step, self._num_worse = row.score, row.step, 0
+        self.early = ""
+        if len(latest) == latest.maxlen and sum(latest) / len(latest) >= target:
+            self.early = f"the reward has reached {target:g} (loop.target_reward)"
+        elif patience and self._num_worse >= patience:
+            best = f"the best held-out score, {self.best_score:.3f}, was at step {self.best_step}"
+            self.early = f"{best}, {self._num_worse} evaluations ago (loop.eval_patience)"

@@ -108,7 +108,7 @@ class Groups:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
-        self._stages.books.drop_in_flight(failed, of=of)
+        self._stages.books.drop_in_flight(failed, prompt, of=of)
         buffered = False
         if scored:
             group = Group(serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=number)

@@ -18,6 +18,7 @@ from typing import TypeVar
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
 from headrace.ledger.clock import STALL
+from headrace.ledger.files import BEST
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.groups import Again, Groups, evaluate
@@ -45,7 +46,7 @@ class Loop:
     ) -> None:
         self.config, self.stages = config, stages
         self.on_row, self._on_note = on_row, on_note
-        self.ending = Ending(config.loop.target_reward)
+        self.ending = Ending(config.loop)
         self.rows = RowMaker(stages.ledger, stages.clock, stages.pool)
         self.groups = Groups(config, stages, self.rows, self.ending)
         self._again: list[Again] = []  # groups that a resumed run starts first
@@ -61,8 +62,8 @@ class Loop:
 
     @property
     def over(self) -> bool:
-        """Whether every step is done, or the target reward is reached."""
-        return self.ending.solved or self.version >= self.config.loop.steps
+        """Whether every step is done, or no more are needed."""
+        return bool(self.ending.early) or self.version >= self.config.loop.steps
 
     async def run(self) -> None:
         """Train until the steps are done, `interrupt` is called or a stage fails; book what is left."""
@@ -201,7 +202,9 @@ class Loop:
         with self.stages.ledger.writing():
             self.stages.books.trained(taken, step=step, skipped=stats.skipped)
             row = self.rows.make(step, self.version, taken, stats, end_s=now, moved_bytes=moved, score=score)
-        self.ending.rewarded(row.reward_mean)
+        self.ending.row(row)
+        if self.config.loop.keep_best and row.score is not None and self.ending.best_step == step:
+            await self.stages.device.run(self.stages.ranks.save, self.stages.ledger.run_dir / BEST)
         return row
 
     async def _score(self, step: int) -> float | None:
@@ -223,9 +226,9 @@ class Loop:
 
     def _check_skipped(self, row: Row) -> None:
         self._skipped = self._skipped + 1 if row.skipped else 0
-        if self._skipped == SKIPPED_STEPS:
+        if row.skipped and self._skipped == min(SKIPPED_STEPS, self.config.loop.steps):
             raise StalledError(
-                f"the last {SKIPPED_STEPS} steps were skipped because their gradients were not finite: "
+                f"the last {self._skipped} steps were skipped because their gradients were not finite: "
                 "training is stuck. Look at the rewards (very large ones overflow), lower learner.lr, "
                 "or set model.dtype=float32"
             )

@@ -74,7 +74,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     rows = {row.step: row for row in ledger.rows()}
     loop.rows.restore(recovery.scored_since_row())
     for known in rows.values():
-        loop.ending.rewarded(known.reward_mean)
+        loop.ending.row(known)
     redone = []
     for step, named in recovery.steps_after(loop.version):
         groups = [_group(loop, serial, attempt) for serial, attempt in named]

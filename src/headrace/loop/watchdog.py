@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from headrace.errors import HungError
 from headrace.ledger.clock import StageClock
+from headrace.ledger.files import STACKS
 
-STACKS = "stacks.txt"
 ROUNDS = 20  # looks at `progress` within the limit
 MOST_S = 5.0  # between two looks
 

@@ -21,8 +21,9 @@ from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
-from headrace.ledger.files import REFERENCE, START
+from headrace.ledger.files import REFERENCE, START, undo_start
 from headrace.ledger.ledger import Ledger
+from headrace.ledger.origin import book_origin
 from headrace.loop.books import Bookkeeper
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
@@ -40,7 +41,7 @@ from headrace.reward.scorer import Scorer
 from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
-from headrace.row import Row
+from headrace.row import Row, Sample
 from headrace.types import Score
 
 WARM_STEPS_AT_ONCE = 8
@@ -115,7 +116,11 @@ class Place:
             for worker in self._engines or await self.device.run(self._rollout_workers):
                 self.pool.join(worker)
 
-    async def loop(self, on_row: Callable[[Row], None] = lambda row: None) -> Loop:
+    async def loop(
+        self,
+        on_row: Callable[[Row], None] = lambda row: None,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
+    ) -> Loop:
         """The loop, once the ranks have met and every rollout worker has the first weights."""
         config = self.config
         await self.device.run(self.ranks.meet)
@@ -124,12 +129,15 @@ class Place:
         if self.ledger is None:  # a ledger means that the run can be resumed
             await asyncio.to_thread(self._first_checkpoint, checkpoints)
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
+            book_origin(self.ledger, config)
+            undo_start(self.run_dir)  # this one stays: a run that it replaces goes
         self.scorer.remember(self.ledger.verdicts())
         await self.start_engines()
         self.elastic.start(watch=not self._colocated)
         if begins:  # a restart publishes the version that it continues from
             await self.device.run(self.publisher.commit, 0)
-        books = Bookkeeper(self.ledger)
+        sample_every = config.ledger.samples_every * config.loop.groups_per_step
+        books = Bookkeeper(self.ledger, sample_every=sample_every, on_sample=on_sample)
         self._buffer = Buffer(
             LagPolicy(
                 max_lag=config.loop.max_lag,
@@ -140,7 +148,7 @@ class Place:
             ),
             self._sieve,
             patience=config.buffer.patience,
-            on_buffered=self.ledger.buffered,
+            on_buffered=books.buffered,
             on_drop=books.drop_group,
         )
         asked = self.prompts.held_out[0].token_ids

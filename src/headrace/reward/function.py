@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-import hashlib
 import inspect
 import math
 import re
@@ -16,12 +15,11 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from headrace.errors import RewardError, UnavailableError
 from headrace.types import Completion, DropReason, Score
-from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, names_file, short_traceback
+from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback
 
 Reward = Callable[[Completion], float]
 
@@ -86,14 +84,6 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
         f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
         "an own function is named 'module:function' or 'path/to/file.py:function'"
     )
-
-
-def source_hash(spec: str) -> str:
-    """A digest of the function's file; empty if `spec` names no readable file."""
-    place, _, _ = spec.rpartition(":")
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(Path(place).read_bytes()).hexdigest() if names_file(place) else ""
-    return ""
 
 
 def read_verdict(verdict: Any, name: str) -> Score:

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from headrace.config import RewardSection
-from headrace.reward.function import RewardFunction, failure_of, resolve, source_hash
+from headrace.reward.function import RewardFunction, failure_of, resolve
 from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
 from headrace.roles import Judge
 from headrace.types import Completion, FinishReason, Score
+from headrace.user_code import source_hash
 
 MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
 

@@ -1,0 +1,78 @@
+"""What a run computes with: its settings and its users' code, as the ledger knows them.
+
+A restart that finds something else refuses to mix the two, unless the change was asked for by an
+override; then the ledger books the change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from headrace.config import Config
+from headrace.config_file import values
+from headrace.errors import RunError
+from headrace.ledger.ledger import Ledger
+from headrace.user_code import source_hash
+
+# where and on how many workers: free to change
+WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.", "ledger.")
+FIXED = ("run.", "warmstart.", "learner.lora_rank")  # the steps so far depend on them for good
+_ORIGIN, _CHANGES = "origin", "changes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A setting that a restart changed. Example: Change(step=40, key="learner.lr", before="0.001", after="0.0001")."""
+
+    step: int
+    key: str
+    before: str
+    after: str
+
+
+def origin_of(config: Config) -> dict[str, str]:
+    """By key, every setting that decides what is computed; of functions also a digest of their file."""
+    found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
+    for key, specs in {"reward.function": [config.reward.function], "buffer.filters": config.buffer.filters}.items():
+        if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:
+            found[key] += f" with code {' '.join(code)}"
+    return found
+
+
+def book_origin(ledger: Ledger, config: Config) -> None:
+    ledger.remember(_ORIGIN, json.dumps(origin_of(config)))
+
+
+def changes(ledger: Ledger) -> list[Change]:
+    return [Change(**change) for change in json.loads(ledger.remembered().get(_CHANGES, "[]"))]
+
+
+def check_origin(ledger: Ledger, config: Config, overrides: Sequence[str]) -> list[Change]:
+    """Book what `overrides` change, and refuse every other change; returns the changes."""
+    known = ledger.remembered().get(_ORIGIN)
+    if known is None:  # of a version that did not book it
+        book_origin(ledger, config)
+        return []
+    before, after = json.loads(known), origin_of(config)
+    asked = {override.partition("=")[0].strip() for override in overrides}
+    step = ledger.step - 1
+    found = [
+        Change(step=step, key=key, before=before.get(key, ""), after=after[key])
+        for key in after
+        if before.get(key, after[key]) != after[key]  # a setting that is new has its default
+    ]
+    if silent := [change for change in found if change.key not in asked]:
+        told = "".join(f"\n  {c.key} was {c.before}, and is {c.after}" for c in silent)
+        words = " ".join(f"{c.key}={values(config)[c.key]}" for c in silent)
+        raise RunError(
+            f"{ledger.run_dir} has changed since step {step}:{told}\nTake that back, or ask for it: "
+            f"headrace resume {ledger.run_dir} {words}"
+        )
+    if found:
+        booked = [asdict(change) for change in (*changes(ledger), *found)]
+        with ledger.writing():
+            ledger.remember(_CHANGES, json.dumps(booked))
+            book_origin(ledger, config)
+    return found
