@@ -57,6 +57,7 @@ class ModelSection(SettingsSection):
     """The policy."""
 
     path: Home = setting("demo", "directory, .gguf file, or 'demo' (a small model made on the spot)")
+    allow_download: bool = setting(False, "fetch a path owner/name that is not here from the Hugging Face hub")
     tokenizer: Home = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"

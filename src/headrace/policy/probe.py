@@ -172,11 +172,22 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     # in half precision unlikely tokens' log-probs are mostly noise: weigh by probability
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
+    if not torch.isfinite(expected).all():
+        raise ModelError(_why_not_finite(policy))
     if not gap.item() < TOLERANCE[policy.dtype]:
         raise ModelError(
             f"{policy.name} computes something that Headrace's attention does not: "
             f"its log-probs differ by {gap.item():.2g} from ours {where}"
         )
+
+
+def _why_not_finite(policy: Policy) -> str:
+    broken = [name for name, weight in policy.model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        num, which = len(broken), broken[0]
+        return f"{num} of the weights of {policy.name} hold NaN or infinity, such as {which}: the checkpoint is broken"
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return f"the log-probs of {policy.name} are not finite numbers in {dtype}; try another model.dtype"
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
@@ -205,7 +216,13 @@ def refusing(what: str) -> Iterator[None]:
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {error}") from error
+        told = " ".join(str(error).split())
+        if "trust_remote_code" in told:  # advice of `transformers` that cannot be followed here
+            told = (
+                "it comes with Python code of its own, and Headrace does not run code that comes with a model; "
+                "take a model of an architecture that transformers has"
+            )
+        raise ModelError(f"{what}: {told}") from error
 
 
 class _ProbePlan(PackedPlan):
