@@ -29,7 +29,7 @@ from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.hub import located
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
-from headrace.policy.quiet_transformers import quiet_transformers
+from headrace.policy.quiet_transformers import quiet_transformers, save_model
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
 from headrace.roles import AttentionPlan
@@ -182,7 +182,6 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
-    @quiet_transformers()
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a model directory, with `weights` in place of sharded ones. Adapters are merged."""
         with self.stock_attention():
@@ -193,8 +192,7 @@ class Policy:
                 # and what is saved besides: buffers such as the bias of DeepSeek's routers
                 names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
                 weights = weights | {k: v for k, v in self.model.state_dict().items() if k not in names}
-            self.model.save_pretrained(directory, state_dict=weights)
-        self.tokenizer.save_pretrained(directory)
+            save_model(self.model, self.tokenizer, directory, weights)
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:

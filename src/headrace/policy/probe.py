@@ -205,6 +205,11 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
             f"the layers of {name} have keys and values of different shapes (heads, key size, "
             f"value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
+    if len(plan.num_heads) > 1:
+        numbers = ", ".join(map(str, sorted(plan.num_heads)))
+        raise ModelError(
+            f"the layers of {name} have different numbers of attention heads ({numbers}); Headrace needs one"
+        )
     return shapes.pop()
 
 
@@ -231,16 +236,18 @@ class _ProbePlan(PackedPlan):
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
         self.kept: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layer
+        self.num_heads: set[int] = set()
 
     def attend(self, layer: int, *given: Any) -> Tensor:
-        self._note(layer, *given[1:3])
+        self._note(layer, *given[:3])
         return super().attend(layer, *given)
 
     def attend_exact(self, layer: int, *given: Any) -> Tensor:
-        self._note(layer, *given[1:3])
+        self._note(layer, *given[:3])
         return super().attend_exact(layer, *given)
 
-    def _note(self, layer: int, k_TJD: Tensor, v_TJD: Tensor) -> None:
+    def _note(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
+        self.num_heads.add(q_THD.shape[1])
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
             raise ModelError(
