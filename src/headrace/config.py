@@ -74,7 +74,7 @@ class PromptsSection(SettingsSection):
 
     source: Home = setting(
         "arithmetic",
-        "'arithmetic', 'reasoning-gym:TASK', a .jsonl or .parquet file, or a datasets directory",
+        "'arithmetic', 'reasoning-gym:TASK', a .jsonl, .json, .csv or .parquet file, or a datasets directory",
     )
     count: PositiveInt = setting(20_000, "prompts made by arithmetic or reasoning-gym", most=10**7)
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
