@@ -78,7 +78,7 @@ def walls(directory: Path) -> None:
     for name, case in CASES.items():
         runs[name] = run = train(directory, name, case)
         found = triage(run)
-        move = found.moves[0]
+        move = next(move for move in found.moves if move.settings)  # others want another device
         moved = train(directory, f"{name}, moved", case, move.settings)
         gain = goodput(moved) / goodput(run)
         named = str(found.bottleneck)

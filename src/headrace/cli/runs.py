@@ -14,6 +14,7 @@ from headrace.cli.app import Paper, RunDir, app, user_path
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
 from headrace.errors import RunError
+from headrace.insight.equation import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
@@ -159,7 +160,7 @@ def _row(row: Row) -> dict[str, str]:
         "trained": f"{row.trained_tokens:,}",
         "dropped": f"{sum(row.dropped_tokens.values()):,}",
         "seconds": f"{row.wall_s:.2f}",
-        "wall": "step skipped" if row.skipped else row.stage_s.wall,
+        "wall": "step skipped" if row.skipped else BOTTLENECK_OF_STAGE[row.stage_s.wall],
     }
 
 
