@@ -84,7 +84,7 @@ def walls(directory: Path) -> None:
         named = str(found.bottleneck)
         if found.bottleneck is not case.bottleneck:
             named += f" (built to be {case.bottleneck})"
-        change = f"`{' '.join(move.settings)}`" if move.settings else move.text
+        change = f"`{' '.join(move.settings)}`"
         print(
             f"| {name} | {named} | {change} | {move.gain:.2f}x | {gain:.2f}x | {move.gain / gain - 1:+.0%} |",
             flush=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -13,13 +14,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from click.testing import Result
 from huggingface_hub import constants
+from tiny_runs import Workshop
+from typer.testing import CliRunner
 
 from headrace import api
+from headrace.cli import app
 from headrace.config import ModelSection
 from headrace.config_file import load_config
 from headrace.errors import ModelError
-from headrace.policy.hub import located
+from headrace.policy.hub import located, model_card
 from headrace.policy.policy import Policy, load_policy
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -31,6 +36,9 @@ class FakeHub(BaseHTTPRequestHandler):
 
     directory: Path
     asked: list[str]
+    created: list[dict[str, Any]]
+    pushed: dict[str, bytes]
+    refuses = False  # to be written to
 
     def do_GET(self) -> None:
         """The list of files, or one of them."""
@@ -56,12 +64,36 @@ class FakeHub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """A new repository, or a commit to it: every file comes inside the commit."""
+        self.asked.append(self.path)
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.refuses:
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif self.path == "/api/repos/create":
+            self.created.append(json.loads(content))
+            self._answer(json.dumps({"url": f"/{REPOSITORY}", "name": REPOSITORY, "id": REPOSITORY}).encode())
+        elif self.path.endswith("/preupload/main"):
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            files = [{"path": file["path"], **plain} for file in json.loads(content)["files"]]
+            self._answer(json.dumps({"files": files}).encode())
+        elif self.path.endswith("/commit/main"):
+            url = f"http://{self.headers['Host']}/{REPOSITORY}/commit/{SHA}"
+            for line in map(json.loads, content.splitlines()):
+                if line["key"] == "file":
+                    self.pushed[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self._answer(json.dumps({"commitUrl": url, "commitOid": SHA, "success": True}).encode())
+        else:
+            self._answer(b"{}")
+
     def _answer(self, content: bytes, **headers: str) -> None:
         self.send_response(200)
         for name, value in ({"Content-Length": str(len(content))} | headers).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
@@ -76,7 +108,8 @@ def etag(name: str) -> str:
 def hub(tmp_path: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     make_policy().save(tmp_path / "served")
     (tmp_path / "served" / "own.py").write_text("raise SystemExit('it ran')\n")
-    kind = type("Hub", (FakeHub,), {"directory": tmp_path / "served", "asked": []})
+    kept = {"asked": [], "created": [], "pushed": {}}
+    kind = type("Hub", (FakeHub,), {"directory": tmp_path / "served", **kept})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     use_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", tmp_path / "cache")
@@ -152,3 +185,69 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
     assert told.startswith(f"model.path = '{REPOSITORY}' cannot be fetched from http://127.0.0.1:1: ")
     assert "Connection refused" in told
     assert "\n" not in told
+
+
+# ---- pushing
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one step."""
+    workshop = Workshop(tmp_path_factory.mktemp("pushed"))
+    api.train(workshop.config("run", "loop.steps=1", reward="dense"))
+    return workshop.directory / "run"
+
+
+def headrace(*words: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, [str(word) for word in words])
+
+
+def test_a_model_is_pushed_with_its_card(run: Path, hub: FakeHub, tmp_path: Path):
+    result = headrace("export", run, "--push", REPOSITORY)
+    assert result.output == f"wrote {REPOSITORY}\n", hub.asked
+    assert hub.created[0].get("private") or hub.created[0]["visibility"] == "private"  # by the version of the library
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    assert hub.pushed["model.safetensors"] == weights
+    assert hub.pushed.keys() == {file.name for file in (run / "model").iterdir()} | {"README.md"}
+    result = headrace("export", run, tmp_path / "out", "--push", REPOSITORY)
+    assert result.output.split() == f"wrote {tmp_path / 'out'}, and pushed it to {REPOSITORY}".split()
+    assert (tmp_path / "out" / "README.md").read_bytes() == hub.pushed["README.md"]
+
+
+def test_a_model_card_says_what_was_trained_how_and_with_what_result(run: Path, tmp_path: Path):
+    api.export(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "# tiny, trained by reinforcement learning" in card
+    assert f"| before | {summary['score_before']:.4f} |\n| after | {summary['score_after']:.4f} |" in card
+    assert "    learner.lr=0.001\n" in card
+    assert '    reward.function="rewards.py:dense"\n' in card
+    assert str(run.parent) not in card  # directories of this machine are nobody's business
+    of_hub = load_config(None, [f"model.path={REPOSITORY}", "model.allow_download=true"])
+    assert model_card(of_hub, {}).startswith(f"---\nbase_model: {REPOSITORY}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "where to? Give a directory OUT, or --push owner/name"),
+        (["--push", "tiny"], "'tiny' is not the name of a repository of the hub: write owner/name"),
+        (["--push", REPOSITORY], f"cannot be pushed to {REPOSITORY} at http://127.0.0.1:1"),
+    ],
+)
+def test_a_push_that_fails_is_one_sentence(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], message: str
+):
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path)
+    result = headrace("export", run, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_push_without_permission_names_the_token(run: Path, hub: FakeHub):
+    hub.refuses = True
+    result = headrace("export", run, "--push", REPOSITORY)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("; set HF_TOKEN to a token that may write there\n")

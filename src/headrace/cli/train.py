@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from rich.console import Console
@@ -12,10 +13,12 @@ import headrace  # its functions load torch when they are first called
 from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from, user_path
 from headrace.cli.live import LiveDisplay
 from headrace.config_file import explain, to_toml
+from headrace.errors import ConfigError
 from headrace.ledger.files import scale as scale_run
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
-OutDir = Annotated[Path, Argument(metavar="OUT", help="directory to make", parser=user_path)]
+OutDir = Annotated[Path | None, Argument(metavar="[OUT]", help="directory to make", parser=user_path)]
+Push = Annotated[str, Option(metavar="OWNER/NAME", help="repository of the Hugging Face hub; a new one is private")]
 Workers = Annotated[int, Argument(help="how many rollout workers it is to have")]
 Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt")]
 
@@ -57,9 +60,13 @@ def evaluate(run: RunDir, samples: Samples = None) -> None:
 
 
 @app.command()
-def export(run: RunDir, out: OutDir) -> None:
-    """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
-    print(f"wrote {headrace.export(run, out)}")
+def export(run: RunDir, out: OutDir = None, push: Push = "") -> None:
+    """Copy a run's model, with a model card, into a directory that transformers and engines load, or to a hub."""
+    if out is None and not push:
+        raise ConfigError("where to? Give a directory OUT, or --push owner/name")
+    with TemporaryDirectory() as scratch:
+        made = headrace.export(run, out or scratch, push=push)
+    print(f"wrote {made if out else push}" + f", and pushed it to {push}" * bool(out and push))
 
 
 @app.command()

@@ -1,18 +1,28 @@
-"""Where a model is: a path of this machine, or a repository of the Hugging Face hub, if downloads are allowed."""
+"""Models of the Hugging Face hub: fetched if that is allowed, and pushed, with a model card, when asked for.
+
+Nothing else in Headrace asks the network for a model.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, create_repo, snapshot_download, upload_folder
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from headrace.config import ModelSection
-from headrace.config_file import did_you_mean
+from headrace import __version__
+from headrace.config import Config, ModelSection
+from headrace.config_file import changed, did_you_mean
 from headrace.errors import ModelError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
+CARD = "README.md"
+PATHS = ("model.tokenizer=", "prompts.source=", "prompts.eval_source=", "reward.function=", "buffer.filters=")
+DIRECTORY = r'[^"\s]*/'
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model: no code, no other formats
 
 
@@ -48,3 +58,44 @@ def _fetched(name: str, told: str) -> str:
     except Exception as error:  # of many types: no network, a full disk
         why, cause = error.__cause__ or error, error
     raise ModelError(f"{told} cannot be fetched from {constants.ENDPOINT}: {' '.join(str(why).split())}") from cause
+
+
+def push(directory: Path, repository: str) -> None:
+    """Upload a model directory. A repository that does not exist yet is made, as a private one."""
+    if ID.fullmatch(repository) is None:
+        raise ModelError(f"'{repository}' is not the name of a repository of the hub: write owner/name")
+    try:
+        create_repo(repository, private=True, exist_ok=True)
+        upload_folder(repo_id=repository, folder_path=directory, commit_message=f"Trained with Headrace {__version__}")
+    except Exception as error:  # of many types: no network, no permission
+        why = " ".join(str(error.__cause__ or error).split())
+        if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
+            why += "; set HF_TOKEN to a token that may write there"
+        raise ModelError(f"the model cannot be pushed to {repository} at {constants.ENDPOINT}: {why}") from error
+
+
+def model_card(config: Config, summary: Mapping[str, Any]) -> str:
+    """What a model was trained from, how, and what came of it; without the directories of this machine."""
+    path, of_hub = config.model.path, config.model.allow_download and ID.fullmatch(config.model.path)
+    base = path if of_hub else Path(path).name
+    scores = [(when, summary.get(f"score_{when}")) for when in ("before", "after")]
+    settings = [text for text in changed(config) if not text.startswith(("run.", "model.path="))]
+    lines = [
+        "---",
+        *([f"base_model: {base}"] if of_hub else []),
+        "library_name: transformers",
+        "tags: [reinforcement-learning, headrace]",
+        "---",
+        f"# {base}, trained by reinforcement learning",
+        "",
+        f"With Headrace {__version__}, in {summary.get('steps', 0)} steps.",
+        "",
+        "| | held-out score |",
+        "|---|---|",
+        *(f"| {when} | {'not measured' if score is None else f'{score:.4f}'} |" for when, score in scores),
+        "",
+        "Settings that differ from the defaults:",
+        "",
+        *(f"    {re.sub(DIRECTORY, '', text) if text.startswith(PATHS) else text}" for text in settings),
+    ]
+    return "\n".join(lines) + "\n"
