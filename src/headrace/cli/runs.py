@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 from typer import Argument, Option
 
-from headrace.cli.app import Paper, RunDir, app, user_path
+from headrace.cli.app import Paper, RunDir, app
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
 from headrace.errors import RunError
@@ -45,7 +45,7 @@ def audit(run: RunDir) -> None:
 
 @app.command()
 def runs(
-    directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are", parser=user_path)] = Path("runs"),
+    directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
 ) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
     paper, found = Paper(), read_runs(directory)
@@ -77,8 +77,7 @@ def show(
 @app.command()
 def dash(
     run: Annotated[
-        Path,
-        Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare", parser=user_path),
+        Path, Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare")
     ] = Path("runs"),
     port: Annotated[int, Option(min=1, max=65535, help="where the page is")] = 8080,
     host: Annotated[str, Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",

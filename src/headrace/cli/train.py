@@ -10,14 +10,14 @@ from rich.console import Console
 from typer import Argument, Option
 
 import headrace  # its functions load torch when they are first called
-from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from, user_path
+from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from
 from headrace.cli.live import LiveDisplay
 from headrace.config_file import explain, to_toml
 from headrace.errors import ConfigError
 from headrace.ledger.files import scale as scale_run
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
-OutDir = Annotated[Path | None, Argument(metavar="[OUT]", help="directory to make", parser=user_path)]
+OutDir = Annotated[Path | None, Argument(metavar="[OUT]", help="directory to make")]
 Push = Annotated[str, Option(metavar="OWNER/NAME", help="repository of the Hugging Face hub; a new one is private")]
 Workers = Annotated[int, Argument(help="how many rollout workers it is to have")]
 Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt")]

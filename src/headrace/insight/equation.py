@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.insight.workload import has_full_engines
 from headrace.types import STAGES, StageTimes
 
 STAGE_WORDS = {
@@ -81,7 +82,7 @@ ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _TEXTS.items()}
 
 # Advice that names one of these is given only where it would change something.
 _USEFUL: dict[str, Callable[[Config], bool]] = {
-    "rollout.max_running": lambda config: has_full_engines(config),
+    "rollout.max_running": has_full_engines,
     "rollout.speculate": lambda config: config.rollout.speculate == 0,
     "rollout.on_wall": lambda config: config.rollout.on_wall == "cut",
     "loop.max_lag=1": lambda config: config.loop.max_lag < 1,
@@ -97,12 +98,6 @@ def advice_for(bottleneck: Bottleneck, config: Config) -> Advice:
     sign, moves = ADVICE[bottleneck]
     fitting = [m for m in moves if all(useful(config) for key, useful in _USEFUL.items() if key in m)]
     return Advice(sign, fitting)
-
-
-def has_full_engines(config: Config) -> bool:
-    """Whether a step has more answers than the engines decode at a time."""
-    answers = config.loop.groups_per_step * config.rollout.samples * (config.loop.max_lag + 1)
-    return config.rollout.max_running * config.rollout.workers < answers
 
 
 # Stages that follow each other; the longest of these chains is the step.

@@ -16,18 +16,10 @@ from typing import Any
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.calibration import Calibration, calibrate
-from headrace.insight.equation import (
-    BOTTLENECK_OF_STAGE,
-    PLACEMENT_WORDS,
-    Bottleneck,
-    Placement,
-    exposed,
-    has_full_engines,
-    step_s,
-)
+from headrace.insight.equation import BOTTLENECK_OF_STAGE, PLACEMENT_WORDS, Bottleneck, Placement, exposed, step_s
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.workload import LogNormal
+from headrace.insight.workload import LogNormal, has_full_engines
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6

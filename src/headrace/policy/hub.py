@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, create_repo, snapshot_download, upload_folder
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from headrace import __version__
 from headrace.config import Config, ModelSection
@@ -20,7 +20,7 @@ from headrace.config_file import changed, did_you_mean
 from headrace.errors import ModelError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
-CARD = "README.md"
+CARD, TEMPLATE = "README.md", Path(__file__).with_name("model_card.md")
 PATHS = ("model.tokenizer=", "prompts.source=", "prompts.eval_source=", "reward.function=", "buffer.filters=")
 DIRECTORY = r'[^"\s]*/'
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model: no code, no other formats
@@ -36,28 +36,23 @@ def located(section: ModelSection) -> ModelSection:
 def _find(name: str, setting: str, section: ModelSection) -> str:
     if os.path.isdir(name) or (os.path.isfile(name) and name.endswith(".gguf")):
         return name
-    told = f"{setting} = '{name}'"
+    told, may_be_id = f"{setting} = '{name}'", ID.fullmatch(name) is not None
     if os.path.exists(name):
         raise ModelError(f"{told} is a file, but not a .gguf file; name the directory of a model")
-    if ID.fullmatch(name) is None:
-        raise ModelError(f"{told}: no such directory or file{did_you_mean(name)}")
-    if not section.allow_download:
-        hint = "If it is a model of the Hugging Face hub, set model.allow_download=true"
-        raise ModelError(f"{told}: no such directory or file{did_you_mean(name)}. {hint}")
-    return _fetched(name, told)
+    if may_be_id and section.allow_download:
+        return _fetched(name, told)
+    hint = ". If it is a model of the Hugging Face hub, set model.allow_download=true" if may_be_id else ""
+    raise ModelError(f"{told}: no such directory or file{did_you_mean(name)}{hint}")
 
 
 def _fetched(name: str, told: str) -> str:
     try:
         return str(snapshot_download(name, allow_patterns=FILES))
-    except GatedRepoError as error:
-        why: str | BaseException = "its owner wants you to accept conditions first, and HF_TOKEN to be yours"
-        cause: Exception = error
-    except RepositoryNotFoundError as error:
-        why, cause = "there is no such model, or only for others (HF_TOKEN says who you are)", error
-    except Exception as error:  # of many types: no network, a full disk
-        why, cause = error.__cause__ or error, error
-    raise ModelError(f"{told} cannot be fetched from {constants.ENDPOINT}: {' '.join(str(why).split())}") from cause
+    except Exception as error:  # of many types: no network, no permission, a full disk
+        why = " ".join(str(error.__cause__ or error).split())
+        if isinstance(error, RepositoryNotFoundError):  # or one with conditions that nobody has accepted
+            why = "there is no such model, or it is not for everybody; HF_TOKEN says who you are"
+        raise ModelError(f"{told} cannot be fetched from {constants.ENDPOINT}: {why}") from error
 
 
 def push(directory: Path, repository: str) -> None:
@@ -78,24 +73,13 @@ def model_card(config: Config, summary: Mapping[str, Any]) -> str:
     """What a model was trained from, how, and what came of it; without the directories of this machine."""
     path, of_hub = config.model.path, config.model.allow_download and ID.fullmatch(config.model.path)
     base = path if of_hub else Path(path).name
-    scores = [(when, summary.get(f"score_{when}")) for when in ("before", "after")]
+    known = [summary.get(f"score_{when}") for when in ("before", "after")]
+    before, after = ("not measured" if score is None else f"{score:.4f}" for score in known)
     settings = [text for text in changed(config) if not text.startswith(("run.", "model.path="))]
-    lines = [
-        "---",
-        *([f"base_model: {base}"] if of_hub else []),
-        "library_name: transformers",
-        "tags: [reinforcement-learning, headrace]",
-        "---",
-        f"# {base}, trained by reinforcement learning",
-        "",
-        f"With Headrace {__version__}, in {summary.get('steps', 0)} steps.",
-        "",
-        "| | held-out score |",
-        "|---|---|",
-        *(f"| {when} | {'not measured' if score is None else f'{score:.4f}'} |" for when, score in scores),
-        "",
-        "Settings that differ from the defaults:",
-        "",
-        *(f"    {re.sub(DIRECTORY, '', text) if text.startswith(PATHS) else text}" for text in settings),
-    ]
-    return "\n".join(lines) + "\n"
+    listed = (re.sub(DIRECTORY, "", text) if text.startswith(PATHS) else text for text in settings)
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        base_model=f"base_model: {base}\n" if of_hub else "",
+        **{"base": base, "before": before, "after": after, "version": __version__},
+        steps=summary.get("steps", 0),
+        settings="\n".join(f"    {text}" for text in listed),
+    )

@@ -34,13 +34,14 @@ def open_lines(path: Path) -> IO[bytes]:
     try:
         if path.suffix == ".jsonl":
             return path.open("rb")
-        with contextlib.ExitStack() as undo, _unpacked(path) as file:
+        opened = gzip.open if path.suffix == PACKED else open
+        with contextlib.ExitStack() as undo, opened(path, "rb") as file:
             plain = undo.enter_context(tempfile.TemporaryFile())
             if kind_of(path) == ".jsonl":
                 shutil.copyfileobj(file, plain)
             else:
                 lines = _csv_lines if kind_of(path) == ".csv" else _json_lines
-                plain.writelines(line.encode() for line in lines(path, _text(path, file.read())))
+                plain.writelines(map(str.encode, lines(path, _text(path, file.read()))))
             plain.seek(0)
             undo.pop_all()
             return plain
@@ -48,16 +49,12 @@ def open_lines(path: Path) -> IO[bytes]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _unpacked(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == PACKED else path.open("rb")  # type: ignore[return-value]
-
-
 def _text(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
+        raise DataError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
 
 
 def _csv_lines(path: Path, text: str) -> Iterator[str]:
