@@ -78,13 +78,13 @@ def walls(directory: Path) -> None:
     for name, case in CASES.items():
         runs[name] = run = train(directory, name, case)
         found = triage(run)
-        move = found.moves[0]
+        move = next(move for move in found.moves if move.settings)  # others want another device
         moved = train(directory, f"{name}, moved", case, move.settings)
         gain = goodput(moved) / goodput(run)
         named = str(found.bottleneck)
         if found.bottleneck is not case.bottleneck:
             named += f" (built to be {case.bottleneck})"
-        change = f"`{' '.join(move.settings)}`" if move.settings else move.text
+        change = f"`{' '.join(move.settings)}`"
         print(
             f"| {name} | {named} | {change} | {move.gain:.2f}x | {gain:.2f}x | {move.gain / gain - 1:+.0%} |",
             flush=True,

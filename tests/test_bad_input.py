@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from headrace import api
 from headrace.config_file import load_config
-from headrace.errors import ConfigError, DataError, ModelError
+from headrace.errors import ConfigError, DataError, ModelError, RunError
 from headrace.learner import learner
+from headrace.roles import Watcher
 from headrace.rollout import engine
+from headrace.row import Row
+from headrace.testing import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +242,7 @@ def test_a_chat_template_that_fails_is_refused_with_the_prompt(
         ("model.device=mps", r"model\.device = 'mps' is not supported; use auto, cpu, cuda or cuda:0"),
         ("model.device=meta", r"model\.device = 'meta' is not supported"),
         ("model.path=" + "x" * 5000, r"x+': no such directory"),
-        ("model.tokenizer=/", r"the tokenizer of model\.tokenizer = '/' cannot be loaded"),
+        ("model.tokenizer=/", r"model\.tokenizer = '/' has no tokenizer"),
     ],
 )
 def test_a_model_that_is_not_there(workshop: Workshop, word: str, message: str):
@@ -269,3 +272,23 @@ def test_a_config_that_is_no_model(workshop: Workshop, changes: dict[str, Any], 
     (directory / "config.json").write_text(text.replace(nested(900), nested(5000)))
     with pytest.raises(ModelError, match=message):
         api.train(workshop.config("config", f"model.path={directory}", "run.overwrite=true"))
+
+
+class Stopper(Watcher):
+    """Ends a run as Ctrl-C outside of training does."""
+
+    def row(self, row: Row) -> None:
+        """After the second step."""
+        if row.step == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"intermediate_size": 24}], ids=str)
+def test_a_run_cannot_go_on_with_another_model(tmp_path: Path, change: dict[str, int]):
+    own = Workshop(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        api.train(own.config("run", "recovery.every_steps=1", reward="dense"), Stopper())
+    tiny_model(own.model, **change)
+    with pytest.raises(RunError, match=r"step-\d+ does not fit .* Has the model at model\.path changed") as caught:
+        api.resume(tmp_path / "run")
+    assert "\n" not in str(caught.value)

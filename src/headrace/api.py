@@ -45,6 +45,7 @@ from headrace.loop.watchdog import Watchdog
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place
 from headrace.place.places import open_place
+from headrace.policy import hub
 from headrace.roles import Sink, Watcher
 from headrace.row import Row, Sample
 from headrace.types import STAGES, StageTimes
@@ -189,12 +190,21 @@ def evaluate_run(run_dir: Path | str, overrides: Sequence[str] = (), *, best: bo
     return _run_events(lambda: _evaluate(config.model_copy(update=sections), run_dir))
 
 
-def export(run_dir: Path | str, out: Path | str, *, best: bool = False) -> Path:
-    """Copy a run's weights and tokenizer to the directory `out`, in the format of `transformers`."""
-    source, out = weights_dir(Path(run_dir), best=best), Path(out)
+def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
+    """Copy a run's model to the directory `out`, in the format of `transformers`, with a model card.
+
+    `best`: the weights with the best held-out score. `push` is a repository of the Hugging Face hub,
+    owner/name, that gets it too.
+    """
+    run_dir, out = Path(run_dir), Path(out)
+    source = weights_dir(run_dir, best=best)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is not an empty directory")
     shutil.copytree(source, out, dirs_exist_ok=True)
+    card = hub.model_card(run_config(run_dir), read_summary(run_dir))
+    (out / hub.CARD).write_text(card, encoding="utf-8")
+    if push:
+        hub.push(out, push)
     return out
 
 

@@ -57,6 +57,7 @@ class ModelSection(SettingsSection):
     """The policy."""
 
     path: Home = setting("demo", "directory, .gguf file, or 'demo' (a small model made on the spot)")
+    allow_download: bool = setting(False, "fetch a path owner/name that is not here from the Hugging Face hub")
     tokenizer: Home = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "precision of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -73,7 +74,7 @@ class PromptsSection(SettingsSection):
 
     source: Home = setting(
         "arithmetic",
-        "'arithmetic', 'reasoning-gym:TASK', a .jsonl or .parquet file, or a datasets directory",
+        "'arithmetic', 'reasoning-gym:TASK', a .jsonl, .json, .csv or .parquet file, or a datasets directory",
     )
     count: PositiveInt = setting(20_000, "prompts made by arithmetic or reasoning-gym", most=10**7)
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")

@@ -8,7 +8,7 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -277,6 +277,24 @@ def _nearest(key: str) -> str:
     best = max(scores.values())
     nearest = [known for known, score in scores.items() if score > best - 0.01][:3]
     return " or ".join(nearest) if best >= 0.6 else ""
+
+
+def did_you_mean(missing: str) -> str:
+    """`; did you mean 'that path'?`, of the existing path that is most like a missing one, if any is."""
+    near = _nearest_path(Path(missing))
+    return f"; did you mean '{near}'?" if near else ""
+
+
+def _nearest_path(missing: Path) -> Path | None:
+    """Each part of the path may be mistyped."""
+    if missing.parent == missing:
+        return None
+    parent = missing.parent if os.path.isdir(missing.parent) else _nearest_path(missing.parent)
+    try:
+        close = get_close_matches(missing.name, os.listdir(parent), n=1) if parent else []
+    except OSError:  # not a directory, or not ours to read
+        return None
+    return parent / close[0] if parent and close else None
 
 
 def _similarity(one: str, other: str) -> float:

@@ -9,13 +9,15 @@ import pytest
 from insight_runs import made_up_run
 
 from headrace.config import Config, LearnerSection, LoopSection, RolloutSection
+from headrace.config_file import load_config
 from headrace.errors import ConfigError, RunError
 from headrace.insight.calibration import Calibration
-from headrace.insight.equation import Bottleneck, Placement
+from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, advice_for
+from headrace.insight.reports import triage_report
 from headrace.insight.simulator import simulate
-from headrace.insight.triage import Move, _moves, _ranked, triage, triage_typed
+from headrace.insight.triage import Move, _moves, _ranked, _setting_moves, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
-from headrace.types import StageTimes
+from headrace.types import STAGES, StageTimes
 
 # A step as it is made up: 0.2 s to generate, 8 ms to score, some 20 ms to train, 1 ms to publish.
 SLOW: dict[Bottleneck, dict[str, Any]] = {
@@ -89,10 +91,64 @@ def test_of_like_moves_the_smallest_that_is_as_good_stays() -> None:
 
     found = _ranked([move(1.5, "a=1"), move(1.51, "a=2"), move(1.0, "b=1"), move(1.52, "a=1", "b=1"), move(1.2)])
     assert [one.settings for one in found] == [("a=1",), ()]
-    found = _ranked([move(1.9), move(1.2, "a=1")])  # what can be done now comes before what must be bought
-    assert [one.settings for one in found] == [("a=1",), ()]
+    found = _ranked([move(1.2, "a=1"), move(1.9), move(1.9, "b=1")])  # by what they bring; what costs nothing first
+    assert [one.settings for one in found] == [("b=1",), (), ("a=1",)]
     found = _ranked([move(1.5, "a=1"), move(1.7, "a=2"), move(1.3, "b=1"), move(2.0, "a=2", "b=1")])
     assert [one.settings for one in found] == [("a=2", "b=1"), ("a=2",), ("b=1",)]
+
+
+def told(*words: str, bottleneck: Bottleneck = Bottleneck.GENERATION) -> str:
+    return " ".join(advice_for(bottleneck, load_config(None, words)).moves)
+
+
+def test_more_slots_are_proposed_only_where_those_there_are_full() -> None:
+    few = ("rollout.samples=4", "loop.groups_per_step=2")  # 8 answers in 256 slots
+    assert "rollout.max_running" not in told(*few)
+    assert "rollout.max_running" not in told(*few, "rollout.max_running=8")
+    assert "rollout.max_running" in told(*few, "rollout.max_running=7")
+    assert "rollout.max_running" in told(*few, "rollout.max_running=8", "loop.max_lag=1")
+    config = load_config(None, few)
+    assert not any("rollout.max_running" in key for _, keys in _setting_moves(config) for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "setting", "advice"),
+    [
+        (Bottleneck.GENERATION, "rollout.speculate=8", "rollout.speculate"),
+        (Bottleneck.GENERATION, "loop.max_lag=1", "loop.max_lag"),
+        (Bottleneck.TAIL, "loop.max_lag=2", "loop.max_lag"),
+        (Bottleneck.SYNC, "publish.encoding=delta", "publish.encoding"),
+        (Bottleneck.SYNC, "place.cluster=local", "place.cluster"),
+    ],
+)
+def test_advice_that_is_followed_already_is_not_given(bottleneck: Bottleneck, setting: str, advice: str) -> None:
+    assert advice not in told("place.cluster=ray", setting, bottleneck=bottleneck)
+    assert advice in told("place.cluster=ray", bottleneck=bottleneck)
+
+
+def test_recomputed_activations_are_advised_against_only_where_they_are() -> None:
+    off = "learner.checkpoint_activations=true"
+    assert "learner.checkpoint_activations" in told(off, bottleneck=Bottleneck.LEARNER)
+    assert "learner.checkpoint_activations" not in told(bottleneck=Bottleneck.LEARNER)
+
+
+def test_the_report_of_a_run_gives_advice_that_fits_it(tmp_path: Path) -> None:
+    """Four groups of four answers, in 256 slots."""
+    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.GENERATION]))
+    assert found.bottleneck is Bottleneck.GENERATION
+    text = str(triage_report(found))
+    assert "Against rollout in general" in text
+    assert "rollout.max_running" not in text
+    gains = [move.gain for move in found.moves]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_a_bottleneck_has_the_name_of_its_stage() -> None:
+    """The terminal names stages, triage and the page name bottlenecks: one word for both."""
+    assert {stage: str(name) for stage, name in BOTTLENECK_OF_STAGE.items()} == {
+        **{stage: stage for stage in STAGES},
+        "reference": "train",  # the learner computes it
+    }
 
 
 def test_fuller_passes_are_proposed_where_passes_cost_more_than_tokens() -> None:

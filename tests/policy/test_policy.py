@@ -162,7 +162,16 @@ def test_a_path_that_computes_something_else_is_noticed(policy: Policy, monkeypa
 def test_refuses_weights_that_are_not_finite(policy: Policy):
     with torch.no_grad():
         policy.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ModelError):
+    with pytest.raises(
+        ModelError, match=r"1 of the weights .* hold NaN or infinity, such as .*layers\.1\.mlp\.down_proj"
+    ):
+        Policy(policy.model, policy.tokenizer)
+
+
+def test_a_precision_that_overflows_is_not_a_broken_checkpoint(policy: Policy):
+    with torch.no_grad():
+        policy.model.model.norm.weight.fill_(3e38)
+    with pytest.raises(ModelError, match=r"are not finite numbers in float32; try another model\.dtype"):
         Policy(policy.model, policy.tokenizer)
 
 
@@ -295,5 +304,37 @@ def test_code_that_comes_with_a_model_is_not_run(directory: Path):
     (directory / "own.py").write_text("raise SystemExit('it ran')\n")
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     edit_config(directory, model_type="own", architectures=["OwnModel"], auto_map=own)
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(
+        ModelError, match=r"cannot be loaded: .* Headrace does not run code that comes with a model"
+    ) as caught:
         load_policy(ModelSection(path=str(directory), device="cpu"))
+    assert "trust_remote_code" not in str(caught.value)
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(directory: Path, tmp_path: Path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "own.py").write_text("raise SystemExit('it ran')\n")
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"^the tokenizer of model\.tokenizer = .* cannot be loaded") as caught:
+        load_policy(ModelSection(path=str(directory), tokenizer=str(own), device="cpu"))
+    assert "trust_remote_code" not in str(caught.value)
+
+
+TOKENIZERS: dict[str, Callable[[Path], object]] = {
+    "nothing there": lambda path: None,
+    "a file": lambda path: path.write_text("x"),
+    "an empty directory": lambda path: path.mkdir(),
+    "a directory with something else": lambda path: (path.mkdir(), (path / "config.json").write_text("{}")),
+    "a broken one": lambda path: (path.mkdir(), (path / "tokenizer.json").write_text("{")),
+}
+
+
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def test_a_bad_tokenizer_is_not_the_models_fault(directory: Path, tmp_path: Path, make: Callable[[Path], object]):
+    make(tmp_path / "words")
+    with pytest.raises(ModelError, match=rf"model\.tokenizer = '{tmp_path}/words'") as caught:
+        load_policy(ModelSection(path=str(directory), tokenizer=str(tmp_path / "words"), device="cpu"))
+    assert "model.path" not in str(caught.value)
+    assert "\n" not in str(caught.value)

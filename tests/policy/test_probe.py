@@ -121,6 +121,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Youtu": (SMALL | LATENT, "latent attention, .* the two must be equal"),
     "DiffLlama": (SMALL, "asks for attention 2 times in one layer"),
     "GPTNeoXJapanese": (SMALL | {"intermediate_multiple_size": 2}, "does not take its attention from outside"),
+    "Laguna": (
+        SMALL | {"num_attention_heads_per_layer": [4, 8], "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        r"have different numbers of attention heads \(4, 8\)",
+    ),
     "Qwen3": (SMALL | {"num_hidden_layers": 0}, "has no layers"),
 }
 

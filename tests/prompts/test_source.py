@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 import sys
@@ -108,10 +109,98 @@ def test_missing(tmp_path, name):
         opened(tmp_path / name)
 
 
+def test_a_path_that_is_like_another_one(tmp_path):
+    write_jsonl(tmp_path / "problems.jsonl", ['{"prompt": "a"}'])
+    with pytest.raises(DataError, match=rf"is not there; did you mean '{tmp_path}/problems\.jsonl'\?"):
+        opened(tmp_path / "problem.jsonl")
+
+
 def test_unknown_kind(tmp_path):
-    (tmp_path / "a.csv").write_text("prompt\n")
+    (tmp_path / "a.txt").write_text("prompt\n")
     with pytest.raises(DataError, match=r"not of a known kind; use 'arithmetic'"):
-        opened(tmp_path / "a.csv")
+        opened(tmp_path / "a.txt")
+
+
+# ---- JSON and CSV
+
+
+def write_csv(path, records):
+    with path.open("w", encoding="utf-8-sig", newline="") as file:  # as spreadsheets write it
+        writer = csv.DictWriter(file, records[0])
+        writer.writeheader()
+        writer.writerows(records)
+    return path
+
+
+LONG = [{"prompt": 'say "hi",\nthen\r\nstop', "answer": ""}, {"prompt": "x" * 200_000, "answer": "ä, ö"}]
+
+
+@pytest.mark.parametrize("records", [RECORDS, LONG], ids=["plain", "quoted and long"])
+def test_csv(tmp_path, records):
+    limit = csv.field_size_limit()
+    path = write_csv(tmp_path / "a.csv", records)
+    assert everything(opened(path)) == records
+    packed = tmp_path / "b.csv.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert everything(opened(packed)) == records
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('prompt,answer\n"a\nb",1\n\nc,2,3\n', r"line 5: 3 fields, and the header has 2"),
+        ("prompt,answer\na,1\nb\n", "line 3: 1 fields, and the header has 2"),
+        ('prompt,answer\na,1\n"b,2\n', "line 3: not CSV"),
+        ("question,answer\na,1\n", r"line 2: no field 'prompt' .*has: answer, question"),
+        ("prompt;answer\na;1\n", r"line 2: no field 'prompt' .*has: prompt;answer"),
+        ("prompt,a,a\nx,1,2\n", "two fields of the header have one name: prompt, a, a"),
+        ("prompt,answer\n", "is empty"),
+        ("", "is empty"),
+    ],
+)
+def test_bad_csv(tmp_path, text, message):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"a\.csv.* ?{message}"):
+        opened(path)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json"])
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path, name):
+    (tmp_path / name).write_bytes("prompt\nä\n".encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{name}, line 2: not UTF-8 text; save the file as UTF-8"):
+        opened(tmp_path / name)
+
+
+@pytest.mark.parametrize("whole", [RECORDS, {"version": 3, "data": RECORDS}], ids=["a list", "in an object"])
+def test_json(tmp_path, whole):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(whole, indent=1, ensure_ascii=False).encode())
+    assert everything(opened(path)) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "a"},\n{"prompt": ]', r"a\.json, line 2: not JSON"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', r"a\.json, line 2: not JSON .*one object per line, call it \.jsonl"),
+        ('[{"prompt": "a"}, 7]', "record 2: a JSON object is needed, not int"),
+        ('[{"prompt": "a"}, {"question": "b"}]', r"record 2: no field 'prompt' .*has: question"),
+        ('{"train": [], "test": []}', "one such list; it is an object with 2 lists"),
+        ('{"prompt": "a"}', "one such list; it is an object with 0 lists"),
+        ("7", "one such list; it is a single value"),
+        ('[{"prompt": "a", "x": ' + "[" * 150 + "]" * 150 + "}]", "record 1: .*nested more than 100 deep"),
+        ("[" * 50_000, "nested too deep|not JSON"),
+        ("[]", "is empty"),
+        ("", "is empty"),
+    ],
+)
+def test_bad_json(tmp_path, text, message):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        opened(path)
 
 
 def test_parquet(tmp_path):

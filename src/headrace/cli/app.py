@@ -39,6 +39,11 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """~ is the home directory, also where a shell leaves it: `--out=~/file`."""
+        parts = [word.rpartition("=") if word.startswith("--") else ("", "", word) for word in args]
+        return super().parse_args(ctx, [option + equals + os.path.expanduser(value) for option, equals, value in parts])
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             try:
@@ -84,13 +89,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-
-def user_path(text: str) -> Path:
-    """A path as typed: the shell leaves the ~ of `--out=~/file` to us."""
-    return Path(text).expanduser()
-
-
-RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory", parser=user_path)]
+RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
 Settings = Annotated[list[str] | None, Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
 Json = Annotated[bool, Option("--json", help="for programs")]
 
@@ -127,7 +126,7 @@ def settings_from(words: list[str] | None) -> Config:
     """
     words = list(words or [])
     if words and "=" not in words[0]:
-        return load_config(user_path(words.pop(0)), words)
+        return load_config(Path(words.pop(0)), words)
     own_prompts = any(word.startswith("prompts.source=") for word in words)
     return load_config(None if own_prompts else DEMO, words)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from, user_path
+from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
 from headrace.errors import ConfigError
 from headrace.insight.equation import ADVICE, Placement
 from headrace.insight.frameworks import others_that_fit
@@ -29,14 +29,12 @@ from headrace.runs.report import Report
 from headrace.types import STAGES, StageTimes
 
 Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
-HardwareFile = Annotated[
-    Path | None, Option("--hardware", help="TOML file with devices and prices of your own", parser=user_path)
-]
+HardwareFile = Annotated[Path | None, Option("--hardware", help="TOML file with devices and prices of your own")]
 
 
 @app.command("triage")
 def triage_command(
-    run: Annotated[Path | None, Argument(metavar="[RUN]", help="a run directory", parser=user_path)] = None,
+    run: Annotated[Path | None, Argument(metavar="[RUN]", help="a run directory")] = None,
     tau_r: Seconds = None,
     tau_v: Seconds = None,
     tau_ref: Seconds = None,
@@ -117,9 +115,7 @@ def plan_command(
 @app.command()
 def simulate(
     settings: Settings = None,
-    run: Annotated[
-        Path | None, Option("--from", metavar="RUN", help="answers and speeds of this run", parser=user_path)
-    ] = None,
+    run: Annotated[Path | None, Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
     max_lag: Annotated[str, Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
     params: Annotated[str, Option(help="speeds of a model of this size, 7B, or of this config.json")] = "",
     gpus: Annotated[str, Option(help="in all, 1024 or 64xH200; H100 if it matters and nobody says")] = "1",
@@ -180,9 +176,7 @@ def simulate(
 @app.command()
 def trace(
     run: RunDir,
-    out: Annotated[
-        Path | None, Option(metavar="FILE", help="file to write; by default RUN/trace.json", parser=user_path)
-    ] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a timeline of every stage and worker, to look at in a browser."""

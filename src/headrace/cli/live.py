@@ -21,7 +21,7 @@ from rich.text import Text
 from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
-from headrace.insight.equation import ADVICE, BOTTLENECK_OF_STAGE, STAGE_WORDS
+from headrace.insight.equation import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
 from headrace.row import Row, Sample
 from headrace.runs.report import count, duration
 from headrace.types import STAGES, StageTimes
@@ -61,6 +61,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._rows: list[Row] = []
         self._score: float | None = None
         self._run_dir: Path | str = ""
+        self._config = Config()
         self._bar: _ProgressLine | None = None
         self._quarter = 0
 
@@ -75,7 +76,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
 
     def header(self, config: Config, run_dir: Path | str, facts: Mapping[str, str]) -> None:
         self._started_s = self._clock()
-        self._run_dir, self._steps = run_dir, config.loop.steps
+        self._run_dir, self._steps, self._config = run_dir, config.loop.steps, config
         loop = config.loop
         lag = f"tokens up to {count(loop.max_lag, 'version')} old" if loop.max_lag else "strictly on-policy"
         a_step = f"{loop.groups_per_step} prompts x {config.rollout.samples} answers"
@@ -160,7 +161,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             f"lag {row.lag_mean:.1f}/{row.lag_max}",
             f"{sum(r.trained_tokens for r in recent) / wall_s if wall_s else 0:,.0f} tok/s",
             f"dropped {dropped / generated if generated else 0:.0%}",
-            f"wall: {busy.wall}",
+            f"wall: {BOTTLENECK_OF_STAGE[busy.wall]}",
             f"preempted {row.preemptions}" if row.preemptions else "",
             "step skipped" if row.skipped else "",
         ]
@@ -195,8 +196,9 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             line = f"{mark} {stage:<9} {shown}  {STAGE_WORDS[stage]}"
             paper.print(Text(line, style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
-            advice = ADVICE[BOTTLENECK_OF_STAGE[slowest]]
-            paper.paragraph(f"The wall is {slowest}: {advice.sign}. What helps: {'; '.join(advice.moves)}.")
+            advice = advice_for(BOTTLENECK_OF_STAGE[slowest], self._config)
+            helps = f" What helps: {'; '.join(advice.moves)}." if advice.moves else ""
+            paper.paragraph(f"The wall is {BOTTLENECK_OF_STAGE[slowest]}: {advice.sign}.{helps}")
 
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:
         self.paper.section("tokens", "every sampled token is accounted for")

@@ -10,10 +10,11 @@ import typer
 from rich.text import Text
 from typer import Argument, Option
 
-from headrace.cli.app import Paper, RunDir, app, user_path
+from headrace.cli.app import Paper, RunDir, app
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
 from headrace.errors import RunError
+from headrace.insight.equation import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
@@ -45,7 +46,7 @@ def audit(run: RunDir) -> None:
 
 @app.command()
 def runs(
-    directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are", parser=user_path)] = Path("runs"),
+    directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
 ) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
     paper, found = Paper(), read_runs(directory)
@@ -77,8 +78,7 @@ def show(
 @app.command()
 def dash(
     run: Annotated[
-        Path,
-        Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare", parser=user_path),
+        Path, Argument(metavar="[RUN]", help="a run, or a directory of runs to choose from and compare")
     ] = Path("runs"),
     port: Annotated[int, Option(min=1, max=65535, help="where the page is")] = 8080,
     host: Annotated[str, Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",
@@ -188,7 +188,7 @@ def _row(row: Row) -> dict[str, str]:
         "trained": f"{row.trained_tokens:,}",
         "dropped": f"{sum(row.dropped_tokens.values()):,}",
         "seconds": f"{row.wall_s:.2f}",
-        "wall": "step skipped" if row.skipped else row.stage_s.wall,
+        "wall": "step skipped" if row.skipped else BOTTLENECK_OF_STAGE[row.stage_s.wall],
     }
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Argument, Exit, Option
 
 import headrace  # its functions load torch when they are first called
-from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from, user_path
+from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from
 from headrace.cli.live import LiveDisplay
 from headrace.cli.plot_svg import write_plot
 from headrace.config_file import explain, to_toml
+from headrace.errors import ConfigError
 from headrace.ledger.files import scale as scale_run
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
-OutDir = Annotated[Path, Argument(metavar="OUT", help="directory to make", parser=user_path)]
+OutDir = Annotated[Path | None, Argument(metavar="[OUT]", help="directory to make")]
+Push = Annotated[str, Option(metavar="OWNER/NAME", help="repository of the Hugging Face hub; a new one is private")]
 Workers = Annotated[int, Argument(help="how many rollout workers it is to have")]
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[section.key=value ...]", help="settings that differ from the run's")
@@ -71,9 +74,13 @@ def evaluate(run: RunDir, changes: Overrides = None, samples: Samples = None, be
 
 
 @app.command()
-def export(run: RunDir, out: OutDir, best: Best = False) -> None:
-    """Copy a run's weights and tokenizer into a directory that transformers and engines load."""
-    print(f"wrote {headrace.export(run, out, best=best)}")
+def export(run: RunDir, out: OutDir = None, best: Best = False, push: Push = "") -> None:
+    """Copy a run's model, with a model card, into a directory that transformers and engines load, or to a hub."""
+    if out is None and not push:
+        raise ConfigError("where to? Give a directory OUT, or --push owner/name")
+    with TemporaryDirectory() as scratch:
+        made = headrace.export(run, out or scratch, best=best, push=push)
+    print(f"wrote {made if out else push}" + f", and pushed it to {push}" * bool(out and push))
 
 
 @app.command()

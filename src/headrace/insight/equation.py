@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.insight.workload import has_full_engines
 from headrace.types import STAGES, StageTimes
 
 STAGE_WORDS = {
@@ -47,12 +50,12 @@ PLACEMENT_WORDS = {
 
 
 class Bottleneck(StrEnum):
-    """What holds a run back."""
+    """What holds a run back: a stage, by the name it has everywhere, or what no single stage is to blame for."""
 
-    GENERATION = "generation"
-    SYNC = "weight sync"
-    LEARNER = "learner"
-    REWARD = "reward latency"
+    GENERATION = "rollout"
+    SYNC = "publish"
+    LEARNER = "train"
+    REWARD = "reward"
     TAIL = "long tail"
     SPARSE = "sparse reward"
     OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
@@ -76,6 +79,26 @@ class Advice(NamedTuple):
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _TEXTS.items()}
+
+# Advice that names one of these is given only where it would change something.
+_USEFUL: dict[str, Callable[[Config], bool]] = {
+    "rollout.max_running": has_full_engines,
+    "rollout.speculate": lambda config: config.rollout.speculate == 0,
+    "rollout.on_wall": lambda config: config.rollout.on_wall == "cut",
+    "loop.max_lag=1": lambda config: config.loop.max_lag < 1,
+    "loop.max_lag=2": lambda config: config.loop.max_lag < 2,
+    "learner.checkpoint_activations": lambda config: config.learner.checkpoint_activations,
+    "publish.encoding": lambda config: config.publish.encoding == "full",
+    "place.cluster": lambda config: config.place.cluster != "local",
+}
+
+
+def advice_for(bottleneck: Bottleneck, config: Config) -> Advice:
+    """The advice against a bottleneck that a run with these settings has not taken yet."""
+    sign, moves = ADVICE[bottleneck]
+    fitting = [m for m in moves if all(useful(config) for key, useful in _USEFUL.items() if key in m)]
+    return Advice(sign, fitting)
+
 
 # Stages that follow each other; the longest of these chains is the step.
 _CHAINS: dict[Placement, tuple[tuple[str, ...], ...]] = {

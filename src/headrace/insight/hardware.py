@@ -176,7 +176,7 @@ def model_shape(text: str) -> ModelShape:
     """The shape that is meant by a size, or that a config.json or its directory has."""
     if SIZE.fullmatch(text.strip()):
         return sized_shape(text)
-    if not (path := Path(text).expanduser()).exists():
+    if not (path := Path(text)).exists():
         either = "neither a size, such as 7B or 235B-A22B, nor a model's directory or config.json"
         raise ModelError(f"{text!r} is {either}")
     file = path / "config.json" if path.is_dir() else path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 
-from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Placement
+from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Placement, advice_for
 from headrace.insight.frameworks import Framework
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
@@ -33,13 +33,13 @@ def _sign(bottleneck: Bottleneck) -> str:
     return f"{bottleneck}: {ADVICE[bottleneck].sign}."
 
 
-def _in_general(bottleneck: Bottleneck) -> str:
-    return f"Against {bottleneck} in general: {'; '.join(ADVICE[bottleneck].moves)}."
+def _in_general(bottleneck: Bottleneck, moves: Sequence[str]) -> str:
+    return f"Against {bottleneck} in general: {'; '.join(moves)}."
 
 
 def triage_report(found: Triage | TypedTriage) -> Report:
     """What holds a run, or a step of five stage times, back, and what to change first."""
-    signs, basis = [_sign(found.bottleneck)], list[str]()
+    signs, basis, advice = [_sign(found.bottleneck)], list[str](), ADVICE[found.bottleneck]
     if isinstance(found, TypedTriage):
         now_s, rows = found.step_s[found.placement], []
         for placement, step_s in found.step_s.items():
@@ -49,6 +49,7 @@ def triage_report(found: Triage | TypedTriage) -> Report:
         more = [Section(tables=(table,))]
     else:
         reading, now_s, without = found.reading, found.simulated_s, found.without
+        advice = advice_for(found.bottleneck, reading.config)
         first, last = reading.measured_steps[0], reading.measured_steps[-1]
         goodput = reading.goodput_tokens_per_s
         speed = f", {goodput:,.0f} trained tokens a second" if goodput else ""
@@ -67,7 +68,8 @@ def triage_report(found: Triage | TypedTriage) -> Report:
             Section(title="losses and health", sentences=health),
         ]
     held_up = Section(title="the bottleneck", sentences=tuple(signs))
-    moves = _moves(found.moves, found.bottleneck, now_s, *basis)
+    general = [_in_general(found.bottleneck, advice.moves)] if advice.moves else []
+    moves = _moves(found.moves, now_s, *general, *basis)
     return Report(title=title, sections=(held_up, moves, *more))
 
 
@@ -83,7 +85,7 @@ def _stage_table(reading: Reading) -> Table:
     return _table(("stage", "mean", "p50", "p95", "of the step"), rows)
 
 
-def _moves(moves: Sequence[Move], bottleneck: Bottleneck, now_s: float, *more: str) -> Section:
+def _moves(moves: Sequence[Move], now_s: float, *more: str) -> Section:
     rows = [("as it is", seconds(now_s), "1.00x")]
     for move in moves:
         text = f"{move.text}: {' '.join(move.settings)}" if move.settings else move.text
@@ -91,7 +93,7 @@ def _moves(moves: Sequence[Move], bottleneck: Bottleneck, now_s: float, *more: s
     return Section(
         title="what to change, the best first",
         tables=(_table(("change", "a step takes", "goodput"), rows),) if moves else (),
-        sentences=(*(() if moves else (NO_MOVES,)), _in_general(bottleneck), *more),
+        sentences=(*(() if moves else (NO_MOVES,)), *more),
     )
 
 
@@ -143,7 +145,7 @@ def _health(reading: Reading) -> Iterator[str]:
 def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> Report:
     """The layout to take, what it comes to, and who else was made for such a workload."""
     best, lengths, samples = found[0], question.lengths, question.num_samples
-    held_up = (_sign(best.bottleneck), _in_general(best.bottleneck))
+    held_up = (_sign(best.bottleneck), _in_general(best.bottleneck, ADVICE[best.bottleneck].moves))
     stages = ((f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES)
     times = _table(("stage", "seconds a step"), stages)
     systems = ((other.name, f"{other.fits}. But {other.mind}.") for other in others[:OTHERS_SHOWN])

@@ -19,7 +19,7 @@ from headrace.insight.calibration import Calibration, calibrate
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, PLACEMENT_WORDS, Bottleneck, Placement, exposed, step_s
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.workload import LogNormal
+from headrace.insight.workload import LogNormal, has_full_engines
 from headrace.types import STAGES, StageTimes
 
 MOVES_SHOWN = 6
@@ -144,13 +144,13 @@ def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]
 
 
 def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    workers, lag, rows = config.reward.workers, config.loop.max_lag, config.rollout.max_running
+    workers, lag = config.reward.workers, config.loop.max_lag
     for factor in (2, 4):
         yield "more processes that score", (f"reward.workers={workers * factor}",)
     for more in sorted({1, 2, 4} - set(range(lag + 1))):
         yield "let generation run ahead of training", (f"loop.max_lag={more}",)
-    if rows < config.loop.groups_per_step * config.rollout.samples * (lag + 1):
-        yield "decode more sequences at a time", (f"rollout.max_running={rows * 2}",)
+    if has_full_engines(config):
+        yield "decode more sequences at a time", (f"rollout.max_running={config.rollout.max_running * 2}",)
     fuller = config.learner.micro_batch_tokens * 4
     yield "fuller passes of the learner", (f"learner.micro_batch_tokens={fuller}",)
     if lag == 0:
@@ -159,14 +159,14 @@ def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _ranked(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Settings before other devices, the best first; of like ones the smallest that is as good."""
+    """The best first; of like ones the smallest that is as good."""
     kept: list[Move] = []
     for move in moves:  # of the same settings the smallest comes first, and two after each alone
         changed = _keys(move)
         least = max((k.gain for k in kept if _keys(k) and _keys(k) <= changed), default=1.0) * LEAST_GAIN
         if move.gain >= (least if changed else LEAST_GAIN):
             kept = [k for k in kept if not changed or _keys(k) != changed] + [move]
-    return tuple(sorted(kept, key=lambda move: (not move.settings, -move.gain))[:MOVES_SHOWN])
+    return tuple(sorted(kept, key=lambda move: (-move.gain, not move.settings))[:MOVES_SHOWN])
 
 
 def _keys(move: Move) -> set[str]:

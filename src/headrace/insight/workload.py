@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from headrace.config import Config
 from headrace.errors import ConfigError
 
 Numbers = npt.NDArray[np.float64]
@@ -160,3 +161,9 @@ class Machine:
         if step_s < 0 or row_s < 0 or step_s + row_s <= 0:
             takes = f"{step_s:g} s and {row_s:g} s for each row"
             raise ConfigError(f"a decode step takes {takes}; it takes some time")
+
+
+def has_full_engines(config: Config) -> bool:
+    """Whether a step has more answers than the engines decode at a time."""
+    answers = config.loop.groups_per_step * config.rollout.samples * (config.loop.max_lag + 1)
+    return config.rollout.max_running * config.rollout.workers < answers

@@ -5,11 +5,13 @@ The ranks of a sharded learner write their shards into one directory, for any nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -42,7 +44,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
         where = broken[0] if broken else "a part on another rank"
         raise ValueError(f"{where} holds what is not a finite number")
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    with quiet(*QUIET):
+    with _plain_errors():
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
@@ -50,8 +52,20 @@ def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place. Parts of sharded ones are filled with what belongs there."""
     reader = HuggingFaceStorageReader(str(directory))
     try:
-        with quiet(*QUIET):
+        with _plain_errors():
             load(dict(tensors), storage_reader=reader, no_dist=True)
     except Exception as error:  # of many types, by what does not fit
-        where = f"the checkpoint {directory.parent}"
-        raise RunError(f"{where} does not fit this model and optimizer: {error}") from error
+        raise RunError(
+            f"the checkpoint {directory.parent} does not fit this model and optimizer: {error}. "
+            "Has the model at model.path changed since the run began?"
+        ) from error
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong on the first rank: torch's own error, no `Exception`, has the traces of all in its text."""
+    try:
+        with quiet(*QUIET):
+            yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None

@@ -10,6 +10,7 @@ from headrace.config import Config
 from headrace.ledger.files import START
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Ends, Place, uses_gpus
+from headrace.policy.hub import located
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.roles import Cluster
@@ -25,6 +26,7 @@ def open_place(
     resumed: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> Place:
+    config = config.model_copy(update={"model": located(config.model)})  # fetched once, before there are workers
     cluster: Cluster
     if config.place.cluster == "local":
         cluster, ends = InlineCluster(), None

@@ -8,14 +8,13 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from headrace.policy.quiet_transformers import quiet_transformers
+from headrace.policy.quiet_transformers import save_model
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 MAX_POSITIONS = 1024
 
 
-@quiet_transformers()
 def build_demo(directory: Path, seed: int) -> None:
     """Write a Qwen3 model of 0.4 million random weights, and its character tokenizer."""
     tokenizer = character_tokenizer()
@@ -37,8 +36,7 @@ def build_demo(directory: Path, seed: int) -> None:
         model = Qwen3ForCausalLM(config).to(torch.float32)
     model.generation_config = GenerationConfig(**ends, do_sample=True)
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save_model(model, tokenizer, directory)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from headrace.policy.attention import NAME, PackedPlan
 from headrace.policy.exact import ExactBody, check_rows, use_batch_invariant_gemms
 from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
+from headrace.policy.hub import located
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
-from headrace.policy.quiet_transformers import quiet_transformers
+from headrace.policy.quiet_transformers import quiet_transformers, save_model
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
 from headrace.roles import AttentionPlan
@@ -41,6 +43,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
 # no downloads, and no code that comes with a model
 NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
+TOKENIZER_FILE = re.compile("tok|vocab|spm|spiece|sentencepiece|tekken")  # in names of files
 GGUF = "headrace.policy.gguf_file", "gguf", "gguf"
 PEFT = "headrace.policy.adapters_peft", "peft", "lora"
 
@@ -179,7 +182,6 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
-    @quiet_transformers()
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a model directory, with `weights` in place of sharded ones. Adapters are merged."""
         with self.stock_attention():
@@ -190,8 +192,7 @@ class Policy:
                 # and what is saved besides: buffers such as the bias of DeepSeek's routers
                 names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
                 weights = weights | {k: v for k, v in self.model.state_dict().items() if k not in names}
-            self.model.save_pretrained(directory, state_dict=weights)
-        self.tokenizer.save_pretrained(directory)
+            save_model(self.model, self.tokenizer, directory, weights)
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
@@ -246,9 +247,8 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
     device = resolve_device(section.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
+    section = located(section)
     path = Path(section.path)
-    if not os.path.exists(path):  # false too for a name that is too long, or has a zero byte
-        raise ModelError(f"model.path = '{section.path}': no such directory or file")
     if section.exact and device.type == "cuda":
         use_batch_invariant_gemms()
     _check_architecture(path)
@@ -266,6 +266,8 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
 
 def _check_architecture(path: Path) -> None:
     """Refuse what `transformers` has no causal LM for: its own message would list all it knows."""
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"model.path = '{path}' has no config.json: it is not the directory of a model")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
@@ -281,13 +283,16 @@ def _check_architecture(path: Path) -> None:
 
 @quiet_transformers()
 def load_tokenizer(section: ModelSection) -> Any:
+    section = located(section)
     path, key = Path(section.tokenizer or section.path), "tokenizer" if section.tokenizer else "path"
-    with refusing(f"the tokenizer of model.{key} = '{path}' cannot be loaded"):
+    told = f"model.{key} = '{path}'"
+    if path.is_dir() and not any(map(TOKENIZER_FILE.search, os.listdir(path))):
+        raise ModelError(f"{told} has no tokenizer; name a directory that has one in model.tokenizer")
+    with refusing(f"the tokenizer of {told} cannot be loaded"):
         load = load_optional(*GGUF).gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
         tokenizer = load(path, **NOTHING_FOREIGN)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        # `transformers` makes an empty one up where there is none
-        raise ModelError(f"{path} has no tokenizer; name one with model.tokenizer")
+        raise ModelError(f"the tokenizer of {told} has no tokens")
     return tokenizer
 
 

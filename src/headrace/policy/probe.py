@@ -172,11 +172,22 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     # in half precision unlikely tokens' log-probs are mostly noise: weigh by probability
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
+    if not torch.isfinite(expected).all():
+        raise ModelError(_why_not_finite(policy))
     if not gap.item() < TOLERANCE[policy.dtype]:
         raise ModelError(
             f"{policy.name} computes something that Headrace's attention does not: "
             f"its log-probs differ by {gap.item():.2g} from ours {where}"
         )
+
+
+def _why_not_finite(policy: Policy) -> str:
+    broken = [name for name, weight in policy.model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        num, which = len(broken), broken[0]
+        return f"{num} of the weights of {policy.name} hold NaN or infinity, such as {which}: the checkpoint is broken"
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return f"the log-probs of {policy.name} are not finite numbers in {dtype}; try another model.dtype"
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
@@ -194,6 +205,11 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
             f"the layers of {name} have keys and values of different shapes (heads, key size, "
             f"value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
+    if len(plan.num_heads) > 1:
+        numbers = ", ".join(map(str, sorted(plan.num_heads)))
+        raise ModelError(
+            f"the layers of {name} have different numbers of attention heads ({numbers}); Headrace needs one"
+        )
     return shapes.pop()
 
 
@@ -205,7 +221,13 @@ def refusing(what: str) -> Iterator[None]:
     except (HeadraceError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {error}") from error
+        told = " ".join(str(error).split())
+        if "trust_remote_code" in told:  # advice of `transformers` that cannot be followed here
+            told = (
+                "it comes with Python code of its own, and Headrace does not run code that comes with a model; "
+                "take a model of an architecture that transformers has"
+            )
+        raise ModelError(f"{what}: {told}") from error
 
 
 class _ProbePlan(PackedPlan):
@@ -214,16 +236,18 @@ class _ProbePlan(PackedPlan):
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
         self.kept: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layer
+        self.num_heads: set[int] = set()
 
     def attend(self, layer: int, *given: Any) -> Tensor:
-        self._note(layer, *given[1:3])
+        self._note(layer, *given[:3])
         return super().attend(layer, *given)
 
     def attend_exact(self, layer: int, *given: Any) -> Tensor:
-        self._note(layer, *given[1:3])
+        self._note(layer, *given[:3])
         return super().attend_exact(layer, *given)
 
-    def _note(self, layer: int, k_TJD: Tensor, v_TJD: Tensor) -> None:
+    def _note(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
+        self.num_heads.add(q_THD.shape[1])
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
             raise ModelError(

@@ -1,25 +1,22 @@
-"""Prompt sources: the built-in task, a JSON-lines file, a data set or a reasoning-gym task.
+"""Prompt sources: the built-in task, a file of records, a data set or a reasoning-gym task.
 
-A JSON-lines file is checked when it is opened, then read by an index of offsets.
+A file is checked when it is opened, then read by an index of offsets.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import json
 import os
-import shutil
-import tempfile
 import weakref
-import zlib
 from array import array
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
+from headrace.config_file import did_you_mean
 from headrace.errors import DataError
 from headrace.prompts import arithmetic
+from headrace.prompts.lines import KINDS, kind_of, open_lines
 from headrace.roles import PromptSource
 from headrace.user_code import load_optional
 
@@ -36,16 +33,18 @@ def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt
         room = load_optional(module, "reasoning_gym", "tasks")
         return cast(PromptSource, room.ReasoningGymSource(task, count=count, seed=seed))
     path = Path(spec).expanduser()
-    if path.name.endswith((".jsonl", ".jsonl.gz")) and os.path.isfile(path):
-        source: PromptSource = JsonlSource(path, prompt_field=prompt_field)
+    if kind_of(path) in KINDS and os.path.isfile(path):
+        source: PromptSource = RecordFile(path, prompt_field=prompt_field)
     elif (path.suffix == ".parquet" and os.path.isfile(path)) or os.path.isdir(path):
         room = load_optional("headrace.prompts.source_datasets", "datasets", "data")
         source = room.DatasetsSource(path, prompt_field=prompt_field)
     else:
-        raise DataError(
-            f"prompts.source = '{spec}' is {'not of a known kind' if os.path.exists(path) else 'not there'}; use "
-            "'arithmetic', a .jsonl, .jsonl.gz or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
+        is_there = os.path.exists(path)
+        use = (
+            "; use 'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
         )
+        hint = use if is_there else did_you_mean(str(path)) or use
+        raise DataError(f"prompts.source = '{spec}' is {'not of a known kind' if is_there else 'not there'}{hint}")
     if len(source) == 0:
         raise DataError(f"{path} is empty: it has no records")
     return source
@@ -72,14 +71,14 @@ def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
     raise DataError(f"{where}: no field '{prompt_field}' (prompts.prompt_field); the record has: {has}")
 
 
-class JsonlSource:
-    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}; blank lines are skipped."""
+class RecordFile:
+    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}, or what can be made so (lines.py)."""
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
         self._path, self._prompt_field = path, prompt_field
         # Three integers per record, so that memory stays small however long the prompts are.
         self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
-        with _open(path) as file:
+        with open_lines(path) as file:
             start = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -101,7 +100,7 @@ class JsonlSource:
         return self._parse(line, self._lines[i])
 
     def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
-        where = f"{self._path}, line {number}"
+        where = f"{self._path}, {'record' if kind_of(self._path) == '.json' else 'line'} {number}"
         try:
             record = json.loads(line)
             is_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record)
@@ -123,18 +122,3 @@ def _is_deep(value: Any) -> bool:
         inner = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
         level = [x for values in inner for x in values]
     return bool(level)
-
-
-def _open(path: Path) -> IO[bytes]:
-    """The file; a compressed one as a temporary file, for cheap random access."""
-    try:
-        if path.suffix != ".gz":
-            return path.open("rb")
-        with contextlib.ExitStack() as undo, gzip.open(path, "rb") as packed:
-            plain = undo.enter_context(tempfile.TemporaryFile())
-            shutil.copyfileobj(packed, plain)
-            plain.seek(0)
-            undo.pop_all()
-            return plain
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
