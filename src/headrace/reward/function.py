@@ -128,7 +128,8 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
-    return Score(failure=reason, detail=detail[-MAX_DETAIL_CHARS:])
+    shown = detail[-MAX_DETAIL_CHARS:].encode(errors="replace").decode()  # lone surrogates cannot be printed
+    return Score(failure=reason, detail=shown)
 
 
 def failure_of(error: BaseException) -> Score:
