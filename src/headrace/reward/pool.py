@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from headrace.errors import RewardError
-from headrace.reward.function import Mode, failure
+from headrace.errors import ConfigError, RewardError
+from headrace.reward.function import Judged, Mode, failure
 from headrace.reward.worker import HEADER, Setup, frame, score_of
 from headrace.types import Completion, DropReason, Score
 from headrace.user_code import search_path
@@ -99,12 +99,13 @@ class JudgeProcess:
                 if self._loop.time() > deadline:
                     raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
             if isinstance(ready.get("error"), str):
-                raise RewardError(ready["error"])
+                raise (ConfigError if setup.is_filter else RewardError)(ready["error"])
             if ready.get("mode") not in list(Mode):
                 raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
             self.mode, self._is_ready = Mode(ready["mode"]), True
         except JudgeLostError as lost:
-            raise RewardError(f"reward.function = '{setup.function}' cannot be loaded: {lost}") from lost
+            setting = "buffer.filters" if setup.is_filter else "reward.function"
+            raise RewardError(f"{setting} = '{setup.function}' cannot be loaded: {lost}") from lost
         finally:
             if not self._is_ready:
                 await self.stop()
@@ -248,13 +249,14 @@ class JudgePool:
         self._broken = None
         self._servers = [asyncio.create_task(self._serve(slot)) for slot in range(self._num_workers)]
 
-    async def run(self, completion: Completion) -> Score:
+    async def run(self, completion: Judged) -> Score:
+        blob = pickled(completion)
+        return await self.judge(blob) if isinstance(blob, bytes) else blob
+
+    async def judge(self, blob: bytes) -> Score:
+        """The verdict on what was `pickled`."""
         if self._broken is not None:
             raise self._broken
-        try:  # each by itself: a field that cannot be pickled fails only this one
-            blob = pickle.dumps(replace(completion, fields=dict(completion.fields)))
-        except Exception as error:  # pickling runs the fields' own code
-            return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
         job = Job(blob, asyncio.get_running_loop().create_future())
         self._unfinished.add(job)
         try:
@@ -390,6 +392,21 @@ class JudgePool:
         for job in self._unfinished:
             if not job.done.done():
                 job.done.set_exception(error)
+
+
+def own_copy(judged: Judged) -> Judged:
+    """A copy for user code: it cannot change the fields, and they are no read-only view, which cannot be pickled."""
+    if isinstance(judged, Completion):
+        return replace(judged, fields=dict(judged.fields))
+    return replace(judged, prompt=replace(judged.prompt, fields=dict(judged.prompt.fields)))
+
+
+def pickled(judged: Judged) -> bytes | Score:
+    """What workers are sent, each by itself: a field that cannot be pickled is a failure of this one only."""
+    try:
+        return pickle.dumps(own_copy(judged))
+    except Exception as error:  # pickling runs the fields' own code
+        return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
 
 
 def _replies_in(buffer: bytearray) -> Iterator[dict[str, Any]]:

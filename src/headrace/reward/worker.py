@@ -26,8 +26,17 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from headrace.errors import HeadraceError
-from headrace.reward.function import Mode, RewardFunction, failure, failure_of, read_verdict, resolve
+from headrace.errors import HeadraceError, RewardError
+from headrace.reward.function import (
+    Mode,
+    RewardFunction,
+    failure,
+    failure_of,
+    filter_function,
+    own_function,
+    read_verdict,
+    resolve,
+)
 from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!Q")
@@ -41,9 +50,21 @@ class Setup:
     """The first message to a worker: the function's name, and the settings of built-in functions."""
 
     function: str  # 'exact', or 'rewards.py:score'
-    answer_field: str
-    pattern: str
+    answer_field: str = "answer"
+    pattern: str = ""
     timeout_s: float
+    pickled: bytes = b""  # the function itself; its name then says nothing
+    is_filter: bool = False  # of `buffer.filters`
+
+    def load(self) -> RewardFunction:
+        if self.is_filter:
+            return filter_function(self.function)
+        if not self.pickled:
+            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
+        try:
+            return own_function(pickle.loads(self.pickled))
+        except Exception as error:  # unpickling runs the user's code
+            raise RewardError(f"it cannot be unpickled ({error!r})") from error
 
 
 def frame(payload: bytes) -> bytes:
@@ -83,7 +104,7 @@ def main(fd: int) -> None:
             return
         setup: Setup = pickle.loads(first)
         try:
-            function = resolve(setup.function, answer_field=setup.answer_field, pattern=setup.pattern)
+            function = setup.load()
         except HeadraceError as error:
             sock.sendall(frame(json.dumps({"error": str(error)}).encode()))
             return
