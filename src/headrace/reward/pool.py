@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -204,8 +204,9 @@ class JudgeProcess:
 
     async def _exited(self, timeout_s: float | None) -> None:
         """Wait until the process has ended. It is not reaped yet, so nothing else can have its id."""
-        process, options = self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT
-        look = partial(os.waitid, os.P_PID, process.pid, options) if hasattr(os, "waitid") else process.poll
+        look: Callable[[], object] = self.process.poll
+        if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+            look = partial(os.waitid, os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         with contextlib.suppress(TimeoutError, ChildProcessError):
             async with asyncio.timeout(timeout_s):
                 while look() is None:
@@ -215,8 +216,8 @@ class JudgeProcess:
         """Why the process is lost. Stops it first, so that its exit code is known."""
         await self.stop()
         code = self.process.returncode
-        ended = f"the worker process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}'})"
-        return self._wrong or ended
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return self._wrong or f"the worker process ended ({how})"
 
 
 class JudgePool:

@@ -57,12 +57,10 @@ class Scorer:
         for spec in filters:
             asked = replace(setup, function=spec, is_filter=True)
             self._filters[spec] = pool(asked, num_workers=1) if section.workers else InlineJudges(asked)
-        self._own, why_not = function, ""
-        if function is not None:
-            setup, why_not = shipped(function, setup)
-        self._setup, self.function = setup, setup.function
-        self._why_here = why_not  # the function is called in this process, though it should not be
-        if why_not or not (judges or section.workers):
+        # `_why_here`: why `function` is called in this process, though `section.workers` is not 0
+        setup, self._why_here = (setup, "") if function is None else shipped(function, setup)
+        self._own, self._setup, self.function = function, setup, setup.function
+        if self._why_here or not (judges or section.workers):
             self._pool: Judge = InlineJudges(setup, function)
         else:
             self._pool = judges(setup) if judges else pool(setup, num_workers=section.workers)
@@ -94,12 +92,7 @@ class Scorer:
             await self.close()
             raise
         if self._section.cache:
-            settings = [
-                self.function,
-                digest(self._setup, self._own),
-                self._section.answer_field,
-                self._section.pattern,
-            ]
+            settings = [self.function, digest(self._setup, self._own), self._setup.answer_field, self._setup.pattern]
             self._cache = VerdictCache(json.dumps(settings), self._verdicts, self._on_verdict)
 
     async def _start_rewards(self) -> None:
@@ -152,8 +145,7 @@ class Scorer:
     async def close(self) -> None:
         """Stop judging; calls of `score` that still wait raise RewardError."""
         self._trouble.close()
-        for judge in (self._pool, *self._filters.values()):
-            await judge.close()
+        await asyncio.gather(*(judge.close() for judge in (self._pool, *self._filters.values())))
 
     def _note_trouble(self, failure: DropReason | None, detail: str) -> None:
         num_replaced = self.num_workers_replaced - self._num_replaced
