@@ -1,4 +1,4 @@
-"""Reward functions in child processes (workers), so that they may hang or crash and can be killed.
+"""Reward functions and filters in child processes (workers), so that they may hang or crash and can be killed.
 
 A worker is started with `python -c`, not by multiprocessing: its spawn method would run the
 trainer's main script again in every worker, which imports torch and, without a main guard, trains.
