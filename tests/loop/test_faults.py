@@ -70,6 +70,14 @@ def test_an_asynchronous_run_outlasts_a_failed_stage_too(
     assert [row.step for row in rows_of(run)] == list(range(1, STEPS + 1))
 
 
+def test_a_filter_that_keeps_every_group_changes_no_bit(workshop: Workshop, unbroken4: Path):
+    path = workshop.directory / "keeping.py"
+    path.write_text("import time\ndef keep(group):\n    time.sleep(0.02 * (group.serial % 3))\n    return True\n")
+    run = workshop.directory / "keeping"
+    assert api.train(workshop.config("keeping", *SETTINGS, f'buffer.filters=["{path}:keep"]'))["finished"] is True
+    assert same_bits(weights(run), weights(unbroken4))
+
+
 def test_a_run_outlasts_a_filter_that_fails_now_and_then(workshop: Workshop):
     path = workshop.directory / "fragile.py"
     path.write_text(
