@@ -187,3 +187,21 @@ def test_plot_takes_any_values(values, fine):
     lines = plot(list(enumerate(values)), 50, fine=fine)
     assert len(lines) == 11
     assert max(map(len, lines)) <= 50
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/someone/a/rather/long/path/to/the/rewards/of/this/project/rewards.py", line 4, in score
+    return float(completion.text) / len(completion.fields["the name of a field that is long"])
+ValueError: could not convert string to float: 'überall'"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_traceback_keeps_its_lines(encoding):
+    shown, text = terminal(60, encoding=encoding)
+    lines = TRACEBACK.encode(encoding, errors="replace").decode(encoding).splitlines()
+    shown.note(f"1 verdict failed: {TRACEBACK}")
+    assert text().splitlines()[-3:] == lines[1:]
+    shown.summary(SUMMARY | {"reward_failure": TRACEBACK})
+    printed = text().splitlines()
+    start = printed.index(f"  {lines[1]}")
+    assert printed[start : start + 3] == [f"  {line}" for line in lines[1:]]

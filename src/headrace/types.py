@@ -49,6 +49,7 @@ class DropReason(StrEnum):
     SKIPPED_STEP = "skipped_step"
     RUN_ENDED = "run_ended"
     REDONE = "redone"  # lost with a process that died; its prompt was started again
+    FILTER_ERROR = "filter_error"  # a user's filter failed on its group
     CRASHED = "crashed"  # lost with a process that died; its prompt was not started again
 
 

@@ -110,6 +110,23 @@ def source_hash(spec: str) -> str:
     return ""
 
 
+def search_path() -> list[str]:
+    """The module search path for a process with user code, as absolute paths.
+
+    The standard library comes first, the working directory and the folder of the main script come
+    last. So a `types.py` of the user hides no library.
+    """
+    library, home = (os.path.dirname(os.path.realpath(path)) for path in (os.__file__, os.path.dirname(__file__)))
+    script = getattr(sys.modules["__main__"], "__file__", None) or home
+    users = {os.path.realpath(os.getcwd()), os.path.dirname(os.path.realpath(script))} - {home}
+
+    def rank(folder: str) -> int:
+        folder = os.path.realpath(folder)
+        return 0 if folder in (library, os.path.join(library, "lib-dynload")) else 1 + (folder in users)
+
+    return sorted(map(os.path.abspath, sys.path), key=rank)
+
+
 def short_traceback(error: BaseException) -> str:
     """The last frames of a traceback: enough to find the line."""
     return "".join(traceback.format_exception(error, limit=-3)).strip()[-MAX_DETAIL_CHARS:]

@@ -1,20 +1,28 @@
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hand_made import group, group_of, trajectory
 
 from headrace.buffer.buffer import Sieve
-from headrace.config import BufferSection
-from headrace.errors import ConfigError, HeadraceError
+from headrace.config import BufferSection, RewardSection
+from headrace.errors import ConfigError
+from headrace.reward.scorer import Scorer
 from headrace.types import DropReason, FinishReason, Group
+
+WriteFilters = Callable[[str], Path]
 
 
 @pytest.fixture
-def filter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def filter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteFilters:
     monkeypatch.setattr("sys.path", list(sys.path))  # loading a file adds its folder
 
     def write(code: str) -> Path:
@@ -25,10 +33,30 @@ def filter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     return write
 
 
-def reasons(sieve: Sieve, candidate: Group) -> tuple[list[int], list[tuple[int, str]]]:
+def reasons(sieve: Sieve, candidate: Group, refusal: str | None = None) -> tuple[list[int], list[tuple[int, str]]]:
     """Indices of the answers that stay, and of those that go with why."""
-    kept, dropped = sieve.sift(candidate)
+    kept, dropped = sieve.sift(candidate, refusal)
     return [t.index for t in kept.trajectories] if kept else [], [(t.index, str(reason)) for t, reason in dropped]
+
+
+@asynccontextmanager
+async def filters(*specs: str, workers: int = 0, **reward: Any) -> AsyncIterator[Sieve]:
+    """A sieve with filters of the user, in this process or in their own."""
+    section = RewardSection(workers=workers, function="exact", **reward)
+    scorer = Scorer(section, max_new_tokens=10, filters=specs)
+    await scorer.start()
+    try:
+        yield Sieve(BufferSection(filters=specs), scorer.keeps)
+    finally:
+        await scorer.close()
+
+
+async def verdicts(
+    *groups: Group, specs: Sequence[str], workers: int = 0, **reward: Any
+) -> list[list[tuple[int, str]]]:
+    """What is dropped of each group, and why."""
+    async with filters(*specs, workers=workers, **reward) as sieve:
+        return [reasons(sieve, each, await sieve.refusal(each))[1] for each in groups]
 
 
 def test_groups_of_equal_rewards_have_no_signal():
@@ -62,32 +90,70 @@ def test_signal_is_looked_for_in_what_is_left():
     assert reasons(Sieve(BufferSection(drop_overlong=True)), group_of(cut, *rest)) == ([], expected)
 
 
-def test_own_filter_is_booked_under_its_name(filter_file: Callable[[str], Path]):
+IN_BOTH = pytest.mark.parametrize("workers", [0, 1])
+
+
+@IN_BOTH
+async def test_own_filter_is_booked_under_its_name(filter_file: WriteFilters, workers: int):
     path = filter_file("def not_too_easy(group):\n    return min(t.reward for t in group.trajectories) < 0.5\n")
-    sieve = Sieve(BufferSection(filters=(f"{path}:not_too_easy",)))
-    assert reasons(sieve, group(rewards=[0.6, 0.9])) == ([], [(0, "filter:not_too_easy"), (1, "filter:not_too_easy")])
-    assert reasons(sieve, group(rewards=[0.2, 0.9])) == ([0, 1], [])
+    asked = group(rewards=[0.6, 0.9]), group(rewards=[0.2, 0.9])
+    dropped = await verdicts(*asked, specs=[f"{path}:not_too_easy"], workers=workers)
+    assert dropped == [[(0, "filter:not_too_easy"), (1, "filter:not_too_easy")], []]
 
 
-def test_the_first_filter_that_objects_gives_the_reason(filter_file: Callable[[str], Path]):
+@IN_BOTH
+async def test_a_filter_sees_the_whole_group(filter_file: WriteFilters, workers: int):
+    asked = group(3, rewards=[0.25, 0.75], version=2)
+    asked = replace(asked, prompt=replace(asked.prompt, fields=MappingProxyType({"level": 7})))
+    path = filter_file(
+        "import numpy\nfrom headrace.types import Group\n"
+        "def same(group):\n    assert isinstance(group, Group)\n"
+        "    assert (group.serial, group.version, group.prompt.fields) == (3, 2, {'level': 7})\n"
+        "    assert [t.reward for t in group.trajectories] == [0.25, 0.75]\n"
+        f"    return numpy.array_equal(group.trajectories[1].token_ids, {asked.trajectories[1].token_ids.tolist()})\n"
+    )
+    assert await verdicts(asked, specs=[f"{path}:same"], workers=workers) == [[]]
+
+
+async def test_the_first_filter_that_objects_gives_the_reason(filter_file: WriteFilters):
     path = filter_file("def one(group):\n    return False\n\ndef two(group):\n    raise AssertionError('not asked')\n")
-    sieve = Sieve(BufferSection(filters=(f"{path}:one", f"{path}:two")))
-    assert reasons(sieve, group(rewards=[0.5, 0.5]))[1] == [(0, "filter:one"), (1, "filter:one")]
+    dropped = await verdicts(group(rewards=[0.5, 0.5]), specs=[f"{path}:one", f"{path}:two"])
+    assert dropped == [[(0, "filter:one"), (1, "filter:one")]]
 
 
-def test_filter_from_a_module():
-    assert reasons(Sieve(BufferSection(filters=("operator:truth",))), group(rewards=[0.2, 0.9])) == ([0, 1], [])
+async def test_filters_are_not_asked_about_cut_answers(filter_file: WriteFilters):
+    path = filter_file("def one(group):\n    return len(group.trajectories) == 1\n")
+    scorer = Scorer(RewardSection(workers=0, function="exact"), max_new_tokens=10, filters=[f"{path}:one"])
+    await scorer.start()
+    sieve = Sieve(BufferSection(filters=(f"{path}:one",), drop_overlong=True), scorer.keeps)
+    cut = [trajectory(index=i, finish=FinishReason.LENGTH, reward=float(i)) for i in range(2)]
+    assert await sieve.refusal(group_of(*cut)) is None
+    assert await sieve.refusal(group_of(*cut, trajectory(index=2))) is None
+    assert await sieve.refusal(group_of(*cut, trajectory(index=2), trajectory(index=3))) == "filter:one"
 
 
-def test_filter_from_a_module_in_the_working_directory(
-    filter_file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+async def test_a_filter_sees_groups_one_after_the_other(filter_file: WriteFilters):
+    """A filter may keep something in mind, as it would in this process."""
+    path = filter_file("seen = []\ndef new(group):\n    seen.append(group.serial)\n    return len(seen) % 2\n")
+    async with filters(f"{path}:new", workers=2) as sieve:
+        asked = [sieve.refusal(group(serial)) for serial in range(8)]
+        assert await asyncio.gather(*asked) == [None, "filter:new"] * 4
+
+
+async def test_filter_from_a_module():
+    assert await verdicts(group(rewards=[0.2, 0.9]), specs=["operator:truth"]) == [[]]
+
+
+@IN_BOTH
+async def test_filter_from_a_module_in_the_working_directory(
+    filter_file: WriteFilters, monkeypatch: pytest.MonkeyPatch, workers: int
 ):
     path = filter_file("def never(group):\n    return False\n")
     monkeypatch.chdir(path.parent)
     monkeypatch.delitem(sys.modules, "own_filters", raising=False)  # another test's
     monkeypatch.syspath_prepend(path.parent)
-    sieve = Sieve(BufferSection(filters=("own_filters:never",)))
-    assert reasons(sieve, group(rewards=[0.2, 0.9]))[1] == [(0, "filter:never"), (1, "filter:never")]
+    dropped = await verdicts(group(rewards=[0.2, 0.9]), specs=["own_filters:never"], workers=workers)
+    assert dropped == [[(0, "filter:never"), (1, "filter:never")]]
 
 
 @pytest.mark.parametrize(
@@ -101,34 +167,57 @@ def test_filter_from_a_module_in_the_working_directory(
         ("math:pi", ": 'pi' in 'math' is a float, not a function"),
     ],
 )
-def test_bad_filter_specs(spec: str, message: str):
+@IN_BOTH
+async def test_bad_filter_specs(spec: str, message: str, workers: int):
     with pytest.raises(ConfigError) as caught:
-        Sieve(BufferSection(filters=(spec,)))
+        await verdicts(specs=[spec], workers=workers)
     assert str(caught.value).startswith(f"buffer.filters{message}")
 
 
 @pytest.mark.parametrize(("code", "hint"), [("def keep(group:\n", "never closed"), ("1 / 0\n", "division by zero")])
-def test_filter_file_that_cannot_be_imported(filter_file: Callable[[str], Path], code: str, hint: str):
+async def test_filter_file_that_cannot_be_imported(filter_file: WriteFilters, code: str, hint: str):
     path = filter_file(code)
     with pytest.raises(ConfigError, match="cannot be imported") as caught:
-        Sieve(BufferSection(filters=(f"{path}:keep",)))
+        await verdicts(specs=[f"{path}:keep"])
     assert hint in str(caught.value)
 
 
-def test_a_filter_file_may_import_its_neighbour(filter_file: Callable[[str], Path]):
+async def test_a_filter_file_may_import_its_neighbour(filter_file: WriteFilters):
     path = filter_file("from beside_filters import LIMIT\n\ndef low(group):\n    return LIMIT > 1\n")
     (path.parent / "beside_filters.py").write_text("LIMIT = 0.5\n")
-    sieve = Sieve(BufferSection(filters=(f"{path}:low",)))
-    assert reasons(sieve, group(rewards=[0.2, 0.9]))[1] == [(0, "filter:low"), (1, "filter:low")]
+    dropped = await verdicts(group(rewards=[0.2, 0.9]), specs=[f"{path}:low"])
+    assert dropped == [[(0, "filter:low"), (1, "filter:low")]]
 
 
-def test_an_async_filter_is_refused(filter_file: Callable[[str], Path]):
+@IN_BOTH
+async def test_an_async_filter_is_refused(filter_file: WriteFilters, workers: int):
     path = filter_file("async def never(group):\n    return False\n")
     with pytest.raises(ConfigError, match=r"buffer\.filters: .* is an async function"):
-        Sieve(BufferSection(filters=(f"{path}:never",)))
+        await verdicts(specs=[f"{path}:never"], workers=workers)
 
 
-def test_a_filter_that_exits_does_not_end_the_process(filter_file: Callable[[str], Path]):
-    path = filter_file("def leave(group):\n    raise SystemExit(1)\n")
-    with pytest.raises(HeadraceError, match="the filter 'leave' failed on prompt"):
-        Sieve(BufferSection(filters=(f"{path}:leave",))).sift(group(rewards=[0.2, 0.9]))
+MISBEHAVING = """
+import os, time
+def moody(group):
+    match group.serial:
+        case 0: raise SystemExit(1)
+        case 1: 1 / 0
+        case 2: os._exit(3)
+        case 3: time.sleep(600)
+    return True
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "hints"),
+    [(0, ["SystemExit", "ZeroDivisionError"]), (1, ["SystemExit", "Zero", "exit code 3", "in 0.5 s"])],
+)
+async def test_a_filter_that_fails_is_an_error_of_its_group(filter_file: WriteFilters, workers: int, hints: list[str]):
+    path = filter_file(MISBEHAVING)
+    for serial, hint in enumerate(hints):
+        async with filters(f"{path}:moody", workers=workers, timeout_s=0.5, retries=0) as sieve:
+            refusal = await asyncio.wait_for(sieve.refusal(group(serial)), 30)
+            assert reasons(sieve, group(serial), refusal)[1] == [(0, "filter_error"), (1, "filter_error")]
+            assert sieve.first_error.startswith(f"the filter 'moody' failed on prompt 'p{serial}': ")
+            assert hint in sieve.first_error
+            assert await sieve.refusal(group(9)) is None, "the next group is asked about"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, select, weights, worker_of, write_prompts
 
 from headrace import api
-from headrace.errors import HeadraceError, RewardError, StalledError
+from headrace.errors import RewardError, StalledError
 from headrace.ledger.ledger import Amount
 from headrace.loop.ending import TARGET_STEPS
 from headrace.loop.loop import Loop
@@ -305,14 +305,49 @@ async def test_no_steps_at_all(workshop: Workshop):
 # Failures of stages
 
 
-async def test_an_exception_in_a_filter_ends_the_run_with_it(workshop: Workshop):
+@pytest.mark.parametrize(
+    ("code", "why"), [("raise ValueError('it is broken')", "it is broken"), ("os._exit(7)", "code 7")]
+)
+async def test_a_filter_that_always_fails_stalls_and_says_why(workshop: Workshop, code: str, why: str):
     path = workshop.directory / "bad_filters.py"
-    path.write_text("def explode(group):\n    raise ZeroDivisionError('my filter is broken')\n")
-    config = workshop.config("exploded", f'buffer.filters=["{path}:explode"]', reward="dense")
-    with pytest.raises(HeadraceError, match=r"the filter 'explode' failed .*my filter is broken"):
+    path.write_text(f"import os\ndef explode(group):\n    {code}\n")
+    extra = (f'buffer.filters=["{path}:explode"]', "buffer.patience=1", "reward.retries=0")
+    config = workshop.config(f"exploded-{why[-1]}", *extra, reward="dense")
+    with pytest.raises(
+        StalledError, match=rf"4 x filter_error(?s:.)*the filter 'explode' failed on prompt(?s:.)*{why}"
+    ):
         async with asyncio.timeout(PATIENT_S):
             await play(config)
-    assert audit(workshop.directory / "exploded") == []
+    run = workshop.directory / f"exploded-{why[-1]}"
+    assert_all_accounted_for(run)
+    assert drop_reasons(run)["filter_error"] >= 16
+
+
+@pytest.mark.parametrize("rule", ["requeue", "resume", "drop"])
+def test_an_interrupt_while_filters_are_asked(workshop: Workshop, rule: str):
+    path, run = workshop.directory / f"sleepy_{rule}.py", workshop.directory / f"sleepy-{rule}"
+    path.write_text("import time\ndef sleepy(group):\n    return group.serial < 9 or time.sleep(600)\n")
+    extra = (f'buffer.filters=["{path}:sleepy"]', "loop.max_lag=2", f"recovery.in_flight={rule}", "loop.steps=4")
+    config = workshop.config(run.name, *extra, "reward.timeout_s=300", "buffer.drop_no_signal=false", reward="dense")
+
+    def meddle(place: Place, loop: Loop) -> None:
+        loop.on_row = lambda row: loop.interrupt() if row.step == 2 else None
+
+    asyncio.run(asyncio.wait_for(play(config, meddle), PATIENT_S))
+    assert audit(run) == []
+    path.write_text("def sleepy(group):\n    return True\n")
+    assert api.resume(run)["finished"] is True
+    assert_all_accounted_for(run)
+    assert [row.step for row in rows_of(run)] == [1, 2, 3, 4]
+
+
+async def test_a_run_is_complete_while_filters_are_asked(workshop: Workshop):
+    path = workshop.directory / "endless.py"
+    path.write_text("import time\ndef endless(group):\n    return group.serial < 9 or time.sleep(600)\n")
+    extra = (f'buffer.filters=["{path}:endless"]', "loop.max_lag=2", "loop.steps=2", "reward.timeout_s=300")
+    async with asyncio.timeout(PATIENT_S):
+        await play(workshop.config("asked", *extra, "buffer.drop_no_signal=false", reward="dense"))
+    assert_all_accounted_for(workshop.directory / "asked")
 
 
 async def test_reward_workers_that_cannot_be_replaced_end_the_run_with_a_message(workshop: Workshop):

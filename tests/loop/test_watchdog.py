@@ -99,14 +99,15 @@ def test_stages_that_wait_for_each_other_are_a_hang_too(
     assert_resumes_to(run, unbroken4)
 
 
-def test_a_filter_that_does_not_return_is_told(workshop: Workshop, unbroken4: Path):
+def test_a_filter_in_this_process_that_does_not_return_is_told(workshop: Workshop, unbroken4: Path):
     path = workshop.directory / "slow_filter.py"
     path.write_text(
         "import time\nslept = []\n"
         "def slow(group):\n    if not slept:\n        slept.append(1)\n        time.sleep(2.5)\n    return True\n"
     )
     notes = Notes()
-    config = workshop.config("slow-filter", *SETTINGS, *IMPATIENT, f'buffer.filters=["{path}:slow"]')
+    here = ("reward.workers=0", f'buffer.filters=["{path}:slow"]')
+    config = workshop.config("slow-filter", *SETTINGS, *IMPATIENT, *here)
     assert api.train(config, notes)["finished"], "it came back in the end, and nothing hangs any more"
     (told,) = notes.texts
     assert "something has held up the whole run for 1.5 s (recovery.hang_s)" in told

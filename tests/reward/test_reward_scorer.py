@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from reward_completions import MakeScorer, completion
 
+import headrace
 from headrace.config import RewardSection
 from headrace.errors import RewardError
 from headrace.reward.pool import JudgePool
@@ -308,18 +309,69 @@ async def test_a_cancelled_caller_does_not_stop_the_pool(make_scorer: MakeScorer
     assert (await scorer.score(completion("abc"))).reward == 3.0
 
 
-def test_workers_end_when_the_trainer_is_killed(rewards: str) -> None:
+@pytest.mark.parametrize("ending", ["await pool.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_workers_and_what_they_started_end_with_the_trainer(tmp_path: Path, ending: str) -> None:
+    """At once: the worker is idle."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "import atexit, subprocess\n"
+        "def score(completion):\n"
+        "    subprocess.Popen(['sleep', '600'])\n"
+        "    atexit.register(print, 'its own end')\n"
+        "    return 1.0\n"
+    )
     code = f"""
 import asyncio, os, signal
 from headrace.reward.pool import JudgePool
 from headrace.reward.worker import Setup
+from headrace.types import Completion
 async def main():
-    setup = Setup(function={rewards + ":score"!r}, answer_field="", pattern="", timeout_s=60.0)
+    setup = Setup(function="{rewards}:score", answer_field="", pattern="", timeout_s=60.0)
     pool = JudgePool(setup, num_workers=1, retries=0)
     await pool.start()
-    os.kill(os.getpid(), signal.SIGKILL)
+    await pool.run(Completion(prompt="", text="", fields={{}}, num_tokens=1, finish="eos"))
+    {ending}
 asyncio.run(main())
 """
-    # The worker holds the other end of these pipes, so reading them to their end means that it has ended too.
+    # All of them hold the other end of these pipes, so reading them to their end means that they have ended too.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert done.stdout == b"its own end\n", "a worker may clear up"
+
+
+async def test_what_a_worker_started_ends_when_it_is_replaced(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    (tmp_path / "rewards.py").write_text(
+        "import os, subprocess\n"
+        "def score(completion):\n"
+        f"    subprocess.Popen(['sleep', '600'], stdout=open({str(fifo)!r}, 'w'))\n"
+        "    os._exit(3)\n"
+    )
+    scorer = Scorer(RewardSection(function=f"{tmp_path}/rewards.py:score", retries=0), max_new_tokens=10)
+    await scorer.start()
+    assert "exit code 3" in (await scorer.score(completion())).detail
+    await scorer.close()
+    ended = asyncio.get_running_loop().run_in_executor(None, os.read, reader, 1)
+    assert await asyncio.wait_for(ended, 30) == b"", "nobody holds the other end any more"
+    os.close(reader)
+
+
+@pytest.mark.parametrize("first", ["", "."])
+async def test_files_of_the_user_hide_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    for name in ("json", "types", "re", "random", "asyncio", "numpy", "atexit"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')\n")
+    (tmp_path / "user_neighbour.py").write_text("HALF = 0.5\n")
+    (tmp_path / "user_rewards.py").write_text(
+        "import json, random, re, types, numpy\nfrom user_neighbour import HALF\ndef score(c):\n    return HALF\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(first)
+    monkeypatch.setenv("PYTHONPATH", str(Path(headrace.__file__).parents[1]))
+    for function in ("user_rewards:score", "user_rewards.py:score"):
+        scorer = Scorer(RewardSection(function=function), max_new_tokens=10)
+        await scorer.start()
+        assert (await scorer.score(completion())).reward == 0.5
+        await scorer.close()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from headrace.config import BufferSection
-from headrace.errors import ConfigError, HeadraceError, StalledError
-from headrace.types import DropReason, Group, Trajectory
-from headrace.user_code import load_function
+from headrace.errors import StalledError
+from headrace.types import DropReason, Group, Score, Trajectory
 
 Dropped = list[tuple[Trajectory, str]]
 OnDrop = Callable[[Dropped, Group, bool], None]
@@ -114,46 +112,48 @@ class LagPolicy:
 class Sieve:
     """Which trajectories are trained on; every other one is dropped with a reason.
 
-    The filters in order: overlong answers, the user's own, groups without signal.
+    The filters in order: overlong answers, the user's own, groups without signal. `ask(spec, group)`
+    calls a filter of the user: its reward is 1 to keep the group, 0 to drop it.
     """
 
-    def __init__(self, section: BufferSection) -> None:
-        self._section = section
-        self._own: list[tuple[str, Callable[[Group], bool]]] = []
-        for spec in section.filters:
-            function = load_function(spec, "buffer.filters", ConfigError)
-            if inspect.iscoroutinefunction(function):
-                told = f"buffer.filters: '{spec}' is an async function"
-                raise ConfigError(f"{told}; a filter must be an ordinary one")
-            self._own.append((spec.rsplit(":", 1)[-1], function))
+    def __init__(self, section: BufferSection, ask: Callable[[str, Group], Awaitable[Score]] | None = None) -> None:
+        self._section, self._ask = section, ask
+        assert ask is not None or not section.filters
+        self.first_error = ""
 
-    def sift(self, group: Group) -> tuple[Group | None, Dropped]:
-        """What of the group to train on, if anything, and the dropped trajectories with reasons."""
-        dropped: Dropped = []
-        if self._section.drop_overlong:
-            dropped = [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]
-            kept = tuple(t for t in group.trajectories if not t.finish.cut)
-            group = replace(group, trajectories=kept)
-        reason = self._verdict(group)
+    async def refusal(self, group: Group) -> str | None:
+        """Why the user's filters do not keep the group. They may run in other processes, and take long."""
+        group, _ = self._uncut(group)
+        for spec in self._section.filters if group.trajectories else ():
+            assert self._ask is not None
+            name, verdict = spec.rpartition(":")[2], await self._ask(spec, group)
+            if verdict.failure is not None:
+                told = f"the filter '{name}' failed on prompt '{group.prompt.id}': {verdict.detail}"
+                self.first_error = self.first_error or told
+                return DropReason.FILTER_ERROR
+            if not verdict.reward:
+                return f"filter:{name}"
+        return None
+
+    def sift(self, group: Group, refusal: str | None = None) -> tuple[Group | None, Dropped]:
+        """What of the group to train on, if anything, and the dropped trajectories with reasons.
+
+        `refusal` is what the user's filters said about it.
+        """
+        group, dropped = self._uncut(group)
+        reason = refusal if group.trajectories else DropReason.INCOMPLETE
+        if reason is None and self._section.drop_no_signal and len({t.reward for t in group.trajectories}) == 1:
+            reason = DropReason.NO_SIGNAL
         if reason is None:
             return group, dropped
         return None, dropped + [(t, reason) for t in group.trajectories]
 
-    def _verdict(self, group: Group) -> str | None:
-        """The reason to drop the whole group, if there is one."""
-        if not group.trajectories:
-            return DropReason.INCOMPLETE
-        for name, keep in self._own:
-            try:
-                kept = keep(group)
-            except (Exception, SystemExit) as error:
-                raise HeadraceError(f"the filter '{name}' failed on prompt '{group.prompt.id}': {error!r}") from error
-            if not kept:
-                return f"filter:{name}"
-        rewards = {t.reward for t in group.trajectories}
-        if self._section.drop_no_signal and len(rewards) == 1:
-            return DropReason.NO_SIGNAL
-        return None
+    def _uncut(self, group: Group) -> tuple[Group, Dropped]:
+        """The group without the answers that `drop_overlong` drops, and those."""
+        if not self._section.drop_overlong:
+            return group, []
+        kept = tuple(t for t in group.trajectories if not t.finish.cut)
+        return replace(group, trajectories=kept), [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]
 
 
 class Buffer:
@@ -179,7 +179,7 @@ class Buffer:
         self.buffered: list[Group] = []  # sorted by `policy.order`
         self._attempts: dict[int, int] = {}  # serial -> attempt, of the groups in flight
         self._held = False
-        self._sieve, self._patience = sieve, patience
+        self.sieve, self._patience = sieve, patience
         self._on_buffered, self._on_drop = on_buffered, on_drop
         self._committed = 0  # groups admitted and not dropped, plus those that steps did without
         self._taken = 0  # groups of the current step
@@ -232,13 +232,16 @@ class Buffer:
         if serial in self.in_flight and self.in_flight[serial] is None:
             self.in_flight[serial] = version
 
-    async def put(self, group: Group) -> bool:
-        """Whether the scored group was buffered. Ignored if a restart has replaced its attempt."""
+    async def put(self, group: Group, refusal: str | None = None) -> bool:
+        """Whether the scored group was buffered. Ignored if a restart has replaced its attempt.
+
+        `refusal` is what `Sieve.refusal` said; a group stays in flight while the filters are asked.
+        """
         async with self._changed:
             if self._attempts.get(group.serial) != group.attempt:
                 return False
             del self.in_flight[group.serial], self._attempts[group.serial]
-            kept, dropped = self._sieve.sift(group)
+            kept, dropped = self.sieve.sift(group, refusal)
             waits = False
             if dropped:
                 self._on_drop(dropped, group, False)
@@ -336,7 +339,9 @@ class Buffer:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
             hint = "no_signal means that all answers to a prompt got the same reward: the task is too hard "
             hint += "or too easy, or the reward does not distinguish answers. "
+            error = f"\nThe first error: {self.sieve.first_error}" if DropReason.FILTER_ERROR in self._barren else ""
             raise StalledError(
                 f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "
                 f"{hint if DropReason.NO_SIGNAL in self._barren else ''}buffer.patience sets how long to wait."
+                f"{error}"
             )

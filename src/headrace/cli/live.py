@@ -120,7 +120,10 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self.paper.sample(f"sample of step {sample.step}: {reward}, {sample.fate}", texts)
 
     def note(self, text: str) -> None:
-        self.paper.print(Text(f"note: {text}"))
+        first, *rest = self._lines(f"note: {text}")
+        self.paper.print(Text(first))
+        for line in rest:  # of a traceback
+            self.paper.line(line)
 
     def summary(
         self, summary: Mapping[str, Any], *, run_dir: Path | str | None = None, rows: Sequence[Row] | None = None
@@ -131,6 +134,11 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._show_stages(summary)
         self._show_tokens(summary)
         self._show_run(summary, self._run_dir if run_dir is None else run_dir)
+
+    def _lines(self, text: str) -> list[str]:
+        """The lines of what may come from user code, in characters that the terminal has."""
+        encoding = self.paper.console.encoding
+        return text.encode(encoding, errors="replace").decode(encoding).splitlines()
 
     # While it runs
 
@@ -228,7 +236,10 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self.paper.section("run")
         self.paper.facts(facts.items())
         if summary.get("reward_failure"):
-            self.paper.paragraph(f"The first answer without a verdict: {summary['reward_failure']}")
+            first, *rest = self._lines(f"The first answer without a verdict: {summary['reward_failure']}")
+            self.paper.paragraph(first)
+            for line in rest:  # of a traceback
+                self.paper.line(f"  {line}")
         commands = {f"audit {run_dir}": "check the books", f"export {run_dir} OUT": "get the model"}
         if summary.get("finished") is False:
             commands = {f"resume {run_dir}": "go on with it"} | commands

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.config import Config
 from headrace.loop.books import RowMaker
@@ -71,9 +72,10 @@ class Groups:
 
     def __init__(self, config: Config, stages: Stages, rows: RowMaker, ending: Ending) -> None:
         self._stages, self._rows, self._ending = stages, rows, ending
+        self._filtered = bool(config.buffer.filters)
         self._samplings = [sampling_of(config)] * config.rollout.samples
         self._running: dict[int, list[asyncio.Future[Trajectory]]] = {}  # serial -> its answers
-        self._scoring: set[asyncio.Task[Score]] = set()
+        self._scoring: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
 
     def start(
         self, serial: int, prompt: Prompt, attempt: int = 1, so_far: Mapping[int, Trajectory] | None = None
@@ -99,20 +101,22 @@ class Groups:
         """Score each answer as soon as it is complete; then buffer the group, or drop it."""
         serial, number = of = (started.serial, started.number)
         outcomes = await asyncio.gather(*(self._finish(prompt, answer) for answer in answers))
-        del self._running[serial]
         failed = [(o.trajectory, str(o.failure)) for o in outcomes if o.failure is not None]
         scored = tuple(o.trajectory for o in outcomes if o.failure is None)
         # a group that the end of the run cut short is dropped whole: a resumed run repeats it
         cut_short = any(o.failure is DropReason.RUN_ENDED for o in outcomes)
-        if cut_short or len(scored) < min(2, len(answers)):
+        group = Group(serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=number)
+        too_few = len(scored) < min(2, len(answers))
+        refusal = await self._refusal(group) if self._filtered and not (cut_short or too_few) else None
+        del self._running[serial]
+        if cut_short or too_few or refusal is DropReason.RUN_ENDED:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
         self._stages.books.drop_in_flight(failed, prompt, of=of)
         buffered = False
         if scored:
-            group = Group(serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=number)
-            buffered = await self._stages.buffer.put(group)
+            buffered = await self._stages.buffer.put(group, refusal)
         else:
             await self._stages.buffer.lose(serial, failed[0][1])
         resumable = self._ending.orderly and self._ending.state is not State.COMPLETE
@@ -143,6 +147,17 @@ class Groups:
                 return await scoring
             finally:
                 self._scoring.discard(scoring)
+
+    async def _refusal(self, group: Group) -> str | None:
+        """Why the user's filters do not keep the group; RUN_ENDED if the end of the run cut them off."""
+        asking = asyncio.create_task(self._stages.buffer.sieve.refusal(group))
+        self._scoring.add(asking)
+        try:
+            await asyncio.wait([asking])
+            return DropReason.RUN_ENDED if asking.cancelled() else asking.result()
+        finally:
+            asking.cancel()
+            self._scoring.discard(asking)
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have sampled so far."""

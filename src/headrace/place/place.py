@@ -82,14 +82,16 @@ class Place:
         room_tokens = _room_for_prompts(config, self.facts.max_context)
         tokenizer = load_tokenizer(self._model)
         self.prompts = PromptStream(config.prompts, tokenizer, config.run.seed, room_tokens=room_tokens)
-        self._sieve = Sieve(config.buffer)
         self.scorer = Scorer(
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
             judges=judges or (self._reward_hosts if ends and config.reward.workers else None),
             on_verdict=self._on_verdict,
+            on_note=on_note,
+            filters=config.buffer.filters,
         )
+        self._sieve = Sieve(config.buffer, self.scorer.keeps)
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
         self._buffer: Buffer  # made by `loop`, as is the ledger of a new run

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from headrace.errors import RewardError, WorkerLostError
 from headrace.place.device import DeviceThread
-from headrace.reward.pool import JudgePool
+from headrace.reward.pool import JudgePool, pickled
 from headrace.reward.worker import Setup
 from headrace.roles import Worker
 from headrace.types import Completion, Score
@@ -29,9 +28,9 @@ class RewardHost:
     async def begin(self) -> None:
         await self._pool.start()
 
-    async def judge(self, completion: Completion) -> tuple[Score, int, int]:
-        """The score, and the pool's `num_retried` and `num_workers_replaced`."""
-        score = await self._pool.run(completion)
+    async def judge(self, blob: bytes) -> tuple[Score, int, int]:
+        """The score of a pickled completion, and the pool's `num_retried` and `num_workers_replaced`."""
+        score = await self._pool.judge(blob)
         return score, self._pool.num_retried, self._pool.num_workers_replaced
 
 
@@ -73,14 +72,16 @@ class RewardHosts:
         await asyncio.gather(*(host.ask(RewardHost.begin) for host in self._hosts))
 
     async def run(self, completion: Completion) -> Score:
-        plain = replace(completion, fields=dict(completion.fields))  # a read-only view does not pickle
+        blob = pickled(completion)
+        if isinstance(blob, Score):
+            return blob
         places = range(len(self._hosts))
         while True:
             place = min(places, key=lambda i: (i in self._replacing, self._load[i] / self._shares[i]))
             host = self._hosts[place]
             self._load[place] += 1
             try:
-                score, *counts = await host.ask(RewardHost.judge, plain)
+                score, *counts = await host.ask(RewardHost.judge, blob)
             except WorkerLostError as lost:
                 await self._replace(place, host, lost)
                 continue

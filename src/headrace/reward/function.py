@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from headrace.errors import RewardError, UnavailableError
-from headrace.types import Completion, DropReason, Score
+from headrace.errors import ConfigError, RewardError, UnavailableError
+from headrace.types import Completion, DropReason, Group, Score
 from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback
 
 Reward = Callable[[Completion], float]
+Judged = Completion | Group  # by a reward function, or by a filter
 
 BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
 BATCH_PARAMETER = "completions"
@@ -40,13 +41,13 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A reward function, ready to be called."""
+    """A reward function, or a filter, ready to be called."""
 
     name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
     mode: Mode
 
-    def invoke(self, completions: Sequence[Completion]) -> Any:
+    def invoke(self, completions: Sequence[Judged]) -> Any:
         """One call, whose result may be awaitable. Only BATCH takes several completions."""
         return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
 
@@ -55,7 +56,7 @@ class RewardFunction:
             return read_verdicts(verdict, self.name, num_items)
         return [read_verdict(verdict, self.name)]
 
-    async def judge(self, completion: Completion, timeout_s: float) -> Score:
+    async def judge(self, completion: Judged, timeout_s: float) -> Score:
         """One call for one completion; `timeout_s` limits coroutines. Raises what it raises."""
         limit = asyncio.timeout(timeout_s)
         try:
@@ -84,6 +85,21 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
         f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
         "an own function is named 'module:function' or 'path/to/file.py:function'"
     )
+
+
+def own_function(call: Callable[[Any], Any]) -> RewardFunction:
+    """A function, or another object that can be called, as it was given."""
+    name = getattr(call, "__name__", type(call).__name__)
+    return RewardFunction(name=name, call=call, mode=_mode(call, name))
+
+
+def filter_function(spec: str) -> RewardFunction:
+    """A function of `buffer.filters`: its verdict on a group is 1 to keep it, 0 to drop it."""
+    keep = load_function(spec, "buffer.filters", ConfigError)
+    if inspect.iscoroutinefunction(keep):
+        raise ConfigError(f"buffer.filters: '{spec}' is an async function; a filter must be an ordinary one")
+    name = spec.rpartition(":")[2]
+    return RewardFunction(name=name, call=lambda group: bool(keep(group)), mode=Mode.SINGLE)
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
@@ -118,7 +134,8 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
-    return Score(failure=reason, detail=detail[-MAX_DETAIL_CHARS:])
+    shown = detail[-MAX_DETAIL_CHARS:].encode(errors="replace").decode()  # lone surrogates cannot be printed
+    return Score(failure=reason, detail=shown)
 
 
 def failure_of(error: BaseException) -> Score:

@@ -1,4 +1,4 @@
-"""Reward functions in child processes (workers), so that they may hang or crash and can be killed.
+"""Reward functions and filters in child processes (workers), so that they may hang or crash and can be killed.
 
 A worker is started with `python -c`, not by multiprocessing: its spawn method would run the
 trainer's main script again in every worker, which imports torch and, without a main guard, trains.
@@ -13,19 +13,22 @@ import contextlib
 import json
 import os
 import pickle
+import reprlib
 import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from headrace.errors import RewardError
-from headrace.reward.function import Mode, failure
-from headrace.reward.worker import HEADER, Setup, frame, score_from_json
+from headrace.errors import ConfigError, RewardError
+from headrace.reward.function import Judged, Mode, failure
+from headrace.reward.worker import HEADER, Setup, frame, score_of
 from headrace.types import Completion, DropReason, Score
+from headrace.user_code import search_path
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
@@ -34,10 +37,7 @@ MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one w
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from headrace.reward.worker import main; main(int(sys.argv[1]))"
-)
+BOOT = "import sys; sys.path[:] = sys.argv[2:]; from headrace.reward.worker import main; main(int(sys.argv[1]))"
 
 
 class JudgeLostError(Exception):
@@ -68,9 +68,12 @@ class JudgeProcess:
 
     def __init__(self) -> None:
         self.mode = Mode.SINGLE
-        self.ended = False  # the process has closed its end of the socket
+        self.ended = False  # the process has closed its end of the socket, or is not to be heard any more
+        self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
         self.replies: deque[dict[str, Any]] = deque()
+        self._is_ready = False
+        self._wrong = ""  # with what it sent
         self._limit_s = 0.0  # for one reply
         self._heard_s = 0.0  # loop time of the last reply
         self._buffer = bytearray()
@@ -79,7 +82,7 @@ class JudgeProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -89,21 +92,23 @@ class JudgeProcess:
 
     async def prepare(self, setup: Setup) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
-        ready: dict[str, Any] = {}
         deadline = self._loop.time() + START_TIMEOUT_S
         try:
             await self.send(pickle.dumps(setup), START_TIMEOUT_S)
-            while not (ready := await self.receive(deadline) or {}):
+            while (ready := await self.receive(deadline)) is None:
                 if self._loop.time() > deadline:
                     raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
-            if "error" in ready:
-                raise RewardError(ready["error"])
+            if isinstance(ready.get("error"), str):
+                raise (ConfigError if setup.is_filter else RewardError)(ready["error"])
+            if ready.get("mode") not in list(Mode):
+                raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
+            self.mode, self._is_ready = Mode(ready["mode"]), True
         except JudgeLostError as lost:
-            raise RewardError(f"reward.function = '{setup.function}' cannot be loaded: {lost}") from lost
+            setting = "buffer.filters" if setup.is_filter else "reward.function"
+            raise RewardError(f"{setting} = '{setup.function}' cannot be loaded: {lost}") from lost
         finally:
-            if "mode" not in ready:
+            if not self._is_ready:
                 await self.stop()
-        self.mode = Mode(ready["mode"])
         self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
 
     async def send(self, payload: bytes, timeout_s: float) -> None:
@@ -123,7 +128,8 @@ class JudgeProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.woken()
-            self._read()  # if this loop was busy past the deadline, the reply is here already
+            if not self.ended:
+                self._read()  # if this loop was busy past the deadline, the reply is here already
         if self.replies:
             self._heard_s = self._loop.time()
             return self.replies.popleft()
@@ -159,27 +165,33 @@ class JudgeProcess:
         self._hang_up()
         self._socket.close()
         if gently and not self.going:
-            await self._reaped(GRACE_S)
+            await self._exited(GRACE_S)
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
-            await self._reaped(None)
+            await self._exited(None)
+            self.process.wait()
 
     def _read(self) -> None:
-        """Read everything that has arrived, without waiting."""
+        """Read what has arrived, without waiting, and no more at a time than the longest reply."""
         try:
-            while not self.ended:
+            for _ in range(MAX_REPLY_BYTES // READ_BYTES):
                 data = self._socket.recv(READ_BYTES)
                 self._buffer += data
                 if not data:
                     self._hang_up()
+                    break
         except BlockingIOError:
             pass
         except OSError:
             self._hang_up()
         try:
-            self.replies.extend(_replies_in(self._buffer))
-        except ValueError:  # not our protocol: user code wrote to the socket
+            for reply in _replies_in(self._buffer):
+                if len(self.replies) == (len(self.going) if self._is_ready else 1):
+                    raise ValueError("a reply that nobody asked for")
+                self.replies.append(reply)
+        except (ValueError, RecursionError) as error:  # user code wrote to the socket
+            self._wrong = f"the worker process sent something that is no verdict: {error}"
             self._hang_up()
         if self.replies:
             self.wake.set()
@@ -190,17 +202,22 @@ class JudgeProcess:
             self._loop.remove_reader(self._socket)
             self.wake.set()
 
-    async def _reaped(self, timeout_s: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
+    async def _exited(self, timeout_s: float | None) -> None:
+        """Wait until the process has ended. It is not reaped yet, so nothing else can have its id."""
+        look: Callable[[], object] = self.process.poll
+        if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+            look = partial(os.waitid, os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        with contextlib.suppress(TimeoutError, ChildProcessError):
             async with asyncio.timeout(timeout_s):
-                while self.process.poll() is None:
+                while look() is None:
                     await asyncio.sleep(0.005)
 
     async def _epitaph(self) -> str:
-        """How the process ended. Stops it first, so that its exit code is known."""
+        """Why the process is lost. Stops it first, so that its exit code is known."""
         await self.stop()
         code = self.process.returncode
-        return f"the worker process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}'})"
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return self._wrong or f"the worker process ended ({how})"
 
 
 class JudgePool:
@@ -233,13 +250,14 @@ class JudgePool:
         self._broken = None
         self._servers = [asyncio.create_task(self._serve(slot)) for slot in range(self._num_workers)]
 
-    async def run(self, completion: Completion) -> Score:
+    async def run(self, completion: Judged) -> Score:
+        blob = pickled(completion)
+        return await self.judge(blob) if isinstance(blob, bytes) else blob
+
+    async def judge(self, blob: bytes) -> Score:
+        """The verdict on what was `pickled`."""
         if self._broken is not None:
             raise self._broken
-        try:  # each by itself: a field that cannot be pickled fails only this one
-            blob = pickle.dumps(replace(completion, fields=dict(completion.fields)))
-        except Exception as error:  # pickling runs the fields' own code
-            return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
         job = Job(blob, asyncio.get_running_loop().create_future())
         self._unfinished.add(job)
         try:
@@ -300,13 +318,12 @@ class JudgePool:
         judged. Coroutines are concurrent, so new jobs join at any time: one slow verdict does not
         delay others.
         """
-        num_sent = 0
         try:
             while True:
                 if jobs := self._take(worker):
-                    joining = dict(enumerate(jobs, num_sent))
+                    joining = dict(enumerate(jobs, worker.num_sent))
                     worker.going |= joining
-                    num_sent += len(jobs)
+                    worker.num_sent += len(jobs)
                     blobs = {item: job.blob for item, job in joining.items()}
                     await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
                     worker.start_timing(jobs)
@@ -316,8 +333,9 @@ class JudgePool:
                 else:
                     return True
         except JudgeLostError as lost:
-            while worker.replies:  # from before it was lost
-                self._book(worker, worker.replies.popleft())
+            with contextlib.suppress(JudgeLostError):
+                while worker.replies:  # from before it was lost
+                    self._book(worker, worker.replies.popleft())
             left = list(worker.going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
             self._enqueue(left[num_in_progress:], first=True)
@@ -335,8 +353,12 @@ class JudgePool:
             raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
 
     def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
-        item, score = score_from_json(reply)
-        job = worker.going.pop(item)
+        item = reply.get("item")
+        if type(item) is not int or item not in worker.going:  # True and 1.0 are equal to 1
+            worker.replies.clear()
+            detail = f"the worker process sent a verdict on an unknown answer: {reprlib.repr(item)}"
+            raise JudgeLostError(DropReason.REWARD_ERROR, detail)
+        job, score = worker.going.pop(item), score_of(reply)
         if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
             worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
@@ -373,19 +395,32 @@ class JudgePool:
                 job.done.set_exception(error)
 
 
-def _replies_in(buffer: bytearray) -> list[dict[str, Any]]:
+def own_copy(judged: Judged) -> Judged:
+    """A copy for user code: it cannot change the fields, and they are no read-only view, which cannot be pickled."""
+    if isinstance(judged, Completion):
+        return replace(judged, fields=dict(judged.fields))
+    return replace(judged, prompt=replace(judged.prompt, fields=dict(judged.prompt.fields)))
+
+
+def pickled(judged: Judged) -> bytes | Score:
+    """What workers are sent, each by itself: a field that cannot be pickled is a failure of this one only."""
+    try:
+        return pickle.dumps(own_copy(judged))
+    except Exception as error:  # pickling runs the fields' own code
+        return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
+
+
+def _replies_in(buffer: bytearray) -> Iterator[dict[str, Any]]:
     """Remove the complete replies from the front of `buffer`."""
-    replies = []
     while len(buffer) >= HEADER.size:
         (num_bytes,) = HEADER.unpack_from(buffer)
         if num_bytes > MAX_REPLY_BYTES:
-            raise ValueError("reply too large")
+            raise ValueError(f"a reply of {num_bytes:,} bytes, more than {MAX_REPLY_BYTES:,}")
         end = HEADER.size + num_bytes
         if len(buffer) < end:
             break
         reply = json.loads(buffer[HEADER.size : end])
-        if not isinstance(reply, dict):
-            raise ValueError("reply is not an object")
-        replies.append(reply)
         del buffer[:end]
-    return replies
+        if not isinstance(reply, dict):
+            raise ValueError(reprlib.repr(reply))
+        yield reply

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from headrace.config import RewardSection
-from headrace.reward.function import RewardFunction, failure_of, resolve
-from headrace.reward.pool import JudgePool
+from headrace.errors import RewardError
+from headrace.reward.function import Judged, RewardFunction, failure_of, own_function
+from headrace.reward.notes import REPLACED, TroubleNotes
+from headrace.reward.own import digest, shipped
+from headrace.reward.pool import JudgePool, own_copy
 from headrace.reward.worker import Setup
 from headrace.roles import Judge
-from headrace.types import Completion, FinishReason, Score
-from headrace.user_code import source_hash
+from headrace.types import Completion, DropReason, FinishReason, Group, Score
 
 MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
 
@@ -24,9 +26,11 @@ MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
 class Scorer:
     """Scores completions by the settings of one `[reward]` section.
 
-    `judges(setup)` makes what calls the function: without it, a `JudgePool` of child processes, or
-    `InlineJudges` if `section.workers` is 0.
-    `on_verdict(key, score)` is called for every new verdict that may be cached.
+    `function` is used instead of what the section names. `judges(setup)` makes what calls the
+    function: without it, a `JudgePool` of child processes, or `InlineJudges` if `section.workers` is 0.
+    `filters` (of `[buffer]`) are called in the same way, each in one process, so that it sees the
+    groups one after the other. `on_verdict(key, score)` is called for every new verdict that may be
+    cached, `on_note(text)` for what the user should know while it happens.
     """
 
     def __init__(
@@ -35,42 +39,75 @@ class Scorer:
         *,
         max_new_tokens: int,
         default_function: str = "exact",
+        function: Callable[[Any], Any] | None = None,
+        filters: Sequence[str] = (),
         judges: Callable[[Setup], Judge] | None = None,
         on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
+        on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._section, self._max_new_tokens = section, max_new_tokens
-        self.function = section.function or default_function
         setup = Setup(
-            function=self.function,
+            function=section.function or default_function,
             answer_field=section.answer_field,
             pattern=section.pattern,
             timeout_s=section.timeout_s,
         )
-        pool = partial(JudgePool, num_workers=section.workers, retries=section.retries)
-        self._pool: Judge = (judges or (pool if section.workers else InlineJudges))(setup)
+        pool = partial(JudgePool, retries=section.retries)
+        self._filters: dict[str, JudgePool | InlineJudges] = {}
+        for spec in filters:
+            asked = replace(setup, function=spec, is_filter=True)
+            self._filters[spec] = pool(asked, num_workers=1) if section.workers else InlineJudges(asked)
+        # `_why_here`: why `function` is called in this process, though `section.workers` is not 0
+        setup, self._why_here = (setup, "") if function is None else shipped(function, setup)
+        self._own, self._setup, self.function = function, setup, setup.function
+        if self._why_here or not (judges or section.workers):
+            self._pool: Judge = InlineJudges(setup, function)
+        else:
+            self._pool = judges(setup) if judges else pool(setup, num_workers=section.workers)
         self._cache: VerdictCache | None = None
         self._verdicts: dict[bytes, Score] = {}  # by cache key
-        self._on_verdict = on_verdict
-        self.num_scored = self.num_failed = self.num_cached = 0
+        self._on_verdict, self._on_note = on_verdict, on_note
+        self._trouble, self._num_replaced = TroubleNotes(on_note, section.timeout_s), 0
+        self.num_scored = self.num_failed = self.num_cached = self.num_filtered = 0
 
     @property
     def num_retried(self) -> int:
-        return self._pool.num_retried
+        return sum(judge.num_retried for judge in (self._pool, *self._filters.values()))
 
     @property
     def num_workers_replaced(self) -> int:
-        return self._pool.num_workers_replaced
+        return sum(judge.num_workers_replaced for judge in (self._pool, *self._filters.values()))
 
     @property
     def moves(self) -> int:
         """Verdicts and retries so far: while it grows, scoring makes progress."""
-        return self.num_scored + self.num_failed + self.num_retried
+        return self.num_scored + self.num_failed + self.num_filtered + self.num_retried
 
     async def start(self) -> None:
-        await self._pool.start()
+        try:
+            await self._start_rewards()
+            for judge in self._filters.values():
+                await judge.start()
+        except BaseException:
+            await self.close()
+            raise
         if self._section.cache:
-            settings = [self.function, source_hash(self.function), self._section.answer_field, self._section.pattern]
+            settings = [self.function, digest(self._setup, self._own), self._setup.answer_field, self._setup.pattern]
             self._cache = VerdictCache(json.dumps(settings), self._verdicts, self._on_verdict)
+
+    async def _start_rewards(self) -> None:
+        try:
+            await self._pool.start()
+        except RewardError as error:
+            if self._own is None or isinstance(self._pool, InlineJudges):
+                raise
+            await self._pool.close()
+            self._why_here = str(error)
+            self._pool = InlineJudges(self._setup, self._own)
+            await self._pool.start()
+        if self._why_here and self._section.workers:
+            called = f"the reward function '{self.function}' is called in this process, not in one of its own"
+            self._on_note(f"{called}: {self._why_here}. If it hangs or crashes, so does the run")
 
     def remember(self, verdicts: Mapping[bytes, Score]) -> None:
         """Fill the cache with the verdicts of the run so far."""
@@ -81,6 +118,7 @@ class Scorer:
             score, cached = await self._pool.run(completion), False
         else:
             score, cached = await self._cache.fetch(completion, lambda: self._pool.run(completion))
+        self._note_trouble(score.failure, score.detail)
         if score.failure is not None:
             self.num_failed += 1
             return score
@@ -97,9 +135,23 @@ class Scorer:
         parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
         return replace(score, reward=score.reward + taken, parts=parts)
 
+    async def keeps(self, spec: str, group: Group) -> Score:
+        """What one of the filters says: 1 to keep the group, 0 to drop it, or its failure."""
+        score = await self._filters[spec].run(group)
+        self.num_filtered += 1
+        self._note_trouble(score.failure and DropReason.FILTER_ERROR, score.detail)
+        return score
+
     async def close(self) -> None:
         """Stop judging; calls of `score` that still wait raise RewardError."""
-        await self._pool.close()
+        self._trouble.close()
+        await asyncio.gather(*(judge.close() for judge in (self._pool, *self._filters.values())))
+
+    def _note_trouble(self, failure: DropReason | None, detail: str) -> None:
+        num_replaced = self.num_workers_replaced - self._num_replaced
+        self._num_replaced += num_replaced
+        if failure or num_replaced:
+            self._trouble.add(({failure: 1} if failure else {}) | {REPLACED: num_replaced}, detail)
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, penalty: float) -> float:
@@ -121,19 +173,17 @@ class InlineJudges:
     num_retried = 0
     num_workers_replaced = 0
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, function: Callable[[Any], Any] | None = None) -> None:
+        self._setup, self._own = setup, function
         self._function: RewardFunction | None = None
 
     async def start(self) -> None:
-        setup = self._setup
-        self._function = resolve(setup.function, answer_field=setup.answer_field, pattern=setup.pattern)
+        self._function = self._setup.load() if self._own is None else own_function(self._own)
 
-    async def run(self, completion: Completion) -> Score:
+    async def run(self, completion: Judged) -> Score:
         assert self._function is not None, "start() comes first"
-        given = replace(completion, fields=dict(completion.fields))  # a copy, as for a child process
         try:
-            return await self._function.judge(given, self._setup.timeout_s)
+            return await self._function.judge(own_copy(completion), self._setup.timeout_s)
         except (Exception, SystemExit) as error:
             return failure_of(error)
 

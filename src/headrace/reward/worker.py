@@ -8,27 +8,40 @@ runs user code sends. There is no torch here, so that a worker starts in a fract
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import inspect
 import json
 import os
 import pickle
+import reprlib
 import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from headrace.errors import HeadraceError
-from headrace.reward.function import Mode, RewardFunction, failure_of, resolve
+from headrace.errors import HeadraceError, RewardError
+from headrace.reward.function import (
+    Mode,
+    RewardFunction,
+    failure,
+    failure_of,
+    filter_function,
+    own_function,
+    read_verdict,
+    resolve,
+)
 from headrace.types import DropReason, Score
 
-HEADER = struct.Struct("!I")
+HEADER = struct.Struct("!Q")
 LAST_WORDS_S = 5.0
+REASONS = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
 _IN_REPLY = ("reward", "parts", "failure", "detail")
 
 
@@ -37,9 +50,21 @@ class Setup:
     """The first message to a worker: the function's name, and the settings of built-in functions."""
 
     function: str  # 'exact', or 'rewards.py:score'
-    answer_field: str
-    pattern: str
+    answer_field: str = "answer"
+    pattern: str = ""
     timeout_s: float
+    pickled: bytes = b""  # the function itself; its name then says nothing
+    is_filter: bool = False  # of `buffer.filters`
+
+    def load(self) -> RewardFunction:
+        if self.is_filter:
+            return filter_function(self.function)
+        if not self.pickled:
+            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
+        try:
+            return own_function(pickle.loads(self.pickled))
+        except Exception as error:  # unpickling runs the user's code
+            raise RewardError(f"it cannot be unpickled ({error!r})") from error
 
 
 def frame(payload: bytes) -> bytes:
@@ -56,14 +81,22 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return payload if len(payload) == num_bytes else None
 
 
-def score_from_json(reply: dict[str, Any]) -> tuple[int, Score]:
-    reason = None if reply["failure"] is None else DropReason(reply["failure"])
-    return reply["item"], Score(**{name: reply[name] for name in _IN_REPLY} | {"failure": reason})
+def score_of(reply: Mapping[str, Any]) -> Score:
+    """The verdict in a reply. User code can write to the socket, so a reply is checked like any input."""
+    reward, parts, reason, detail = map(reply.get, _IN_REPLY)
+    if isinstance(reason, str) and reason in REASONS and isinstance(detail, str):
+        return failure(detail, DropReason(reason))
+    if reason is None and isinstance(parts, dict) and {type(n) for n in (reward, *parts.values())} <= {int, float}:
+        score = read_verdict(parts, "")
+        if score.reward == reward:
+            return score
+    return failure(f"the worker process sent something that is no verdict: {reprlib.repr(dict(reply))}")
 
 
 def main(fd: int) -> None:
     """Serve the socket `fd` until the other end closes it."""
     os.set_inheritable(fd, False)
+    atexit.register(_end_group)  # before user code can register anything, so it is called last
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as requests, contextlib.suppress(ConnectionError):
         first = read_frame(requests)
@@ -71,7 +104,7 @@ def main(fd: int) -> None:
             return
         setup: Setup = pickle.loads(first)
         try:
-            function = resolve(setup.function, answer_field=setup.answer_field, pattern=setup.pattern)
+            function = setup.load()
         except HeadraceError as error:
             sock.sendall(frame(json.dumps({"error": str(error)}).encode()))
             return
@@ -139,6 +172,14 @@ def _end_with_parent(fd: int) -> None:
     hangup.register(fd, 0)  # no events: only the hang-up is reported
     hangup.poll()
     time.sleep(LAST_WORDS_S)  # an idle worker ends by itself
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # with all that user code started
+    _end_group()
     os._exit(1)
+
+
+def _end_group() -> None:
+    """End this process and all that user code has started in its process group."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # user code may have closed or replaced it
+            stream.flush()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)

@@ -34,6 +34,7 @@ DROP_WORDS = {
     "reward_timeout": "the reward function gave no verdict within reward.timeout_s",
     "reward_error": "the reward function raised an error, or returned something that is no reward",
     "reward_unavailable": "what the reward function needs could not be reached, reward.retries times",
+    "filter_error": "a filter of yours failed on its group, so nobody knows whether to keep it",
     "incomplete": "fewer than two answers of its group were left, and one alone cannot be compared",
     "skipped_step": "the gradient of its step was not finite, so the weights stayed as they were",
     "run_ended": "the run was over before it could be trained on",
