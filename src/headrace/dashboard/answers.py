@@ -191,16 +191,18 @@ def prompt_text(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | No
 def _facts(line: Sequence[Any], several_attempts: bool) -> list[tuple[str, str]]:
     attempt, reward, parts, finish, num_tokens, state, reason, step, lag = line
     facts = [("reward", _reward(reward))]
-    facts += [(name, f"{value:g}" if isinstance(value, int | float) else str(value)) for name, value in _parts(parts)]
+    facts += [
+        (f"part {name}", f"{value:g}" if isinstance(value, int | float) else str(value))
+        for name, value in _parts(parts)
+    ]
     facts += [("ended by", finish or "-"), ("length", count(num_tokens, "token"))]
     fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
     facts.append(("fate", f"{fate}: {why_dropped(reason)}" if reason else fate))
     return [*facts, ("attempt", str(attempt))] if several_attempts else facts
 
 
-def _parts(text: str) -> Sequence[tuple[str, Any]]:
-    found = json.loads(text)
-    return list(found.items()) if isinstance(found, dict) else []
+def _parts(text: str) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in json.loads(text).items() if isinstance(value, int | float)]
 
 
 def _prompt(run_dir: Path, id: str | None) -> str | None:

@@ -106,7 +106,7 @@ def add_points(options: Options, name: str, points: Points, colour: str) -> None
 
 def _list(options: Options, name: str) -> None:
     options["legend"]["data"].append(name)
-    options["legend"]["show"] = True
+    options["legend"] |= {"show": True, "type": "plain"}
     options["grid"] = {"top": 60}
 
 
@@ -223,7 +223,7 @@ def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) 
     several = len(named) > 1
     return {
         "tooltip": {"trigger": "axis", ":valueFormatter": value},
-        "legend": {"type": "scroll", "show": several, "data": named},
+        "legend": {"type": "plain" if len(named) < 3 else "scroll", "show": several, "data": named},
         "grid": {"top": 60 if several else 32},
         "xAxis": x_axis,
         "yAxis": y_axis,

@@ -201,6 +201,7 @@ class Listing(Table):
     wide: Collection[int] = ()
     kinds: Mapping[int, str] = field(default_factory=dict)  # columns of other cells than text, see _CELLS
     sort_by: Mapping[int, Sequence[float | None]] = field(default_factory=dict)  # numbers, where not the text
+    stacked: bool = False  # on a phone: the cells of a row below each other
     below: Section | None = None
     instead: str = ""  # of a table without rows
 
@@ -212,7 +213,7 @@ class Grid:
         self._columns: list[dict[str, Any]] = []
         typed = ui.input(search).classes("search").props("outlined dense clearable debounce=200") if search else None
         self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells virtual-scroll-target=body")
-        self._table.props("hide-no-data hide-selected-banner no-results-label='Nothing here is like that.'")
+        self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
         if typed is not None:
             typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
         self._table.add_slot("body-cell-0", _LINKED)
@@ -237,6 +238,7 @@ class Grid:
             | {f"by{place}": values[number] for place, values in shown.sort_by.items()}
             for number, (row, link) in enumerate(zip(shown.rows, links, strict=True))
         ]
+        self._table.classes("stacked" if shown.stacked else "")
         self._table.props["virtual-scroll"] = len(shown.rows) > MANY_ROWS
         self._table.set_visibility(bool(shown.rows))
         self._instead.set_text(shown.instead)

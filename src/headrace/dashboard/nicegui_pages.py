@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -47,6 +48,7 @@ Builder = Callable[..., Awaitable[None]]
 
 def serve(site: Site, *, host: str, port: int, local: bool) -> None:
     register(site)
+    threading.Thread(target=site.facts, daemon=True).start()  # hundreds of runs: be done before somebody looks
     if local:  # a page of another site must not reach this one under a name of its own
         ours = ["localhost", "127.0.0.1", "::1", "[::1]", host]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=ours)

@@ -196,4 +196,5 @@ def _settings(run_dir: Path, everything: bool) -> page.Listing:
     shown = [setting for setting in known if everything or setting.key in given]
     rows = [(one.key, given.get(one.key, one.default), one.default, one.doc) for one in shown]
     columns = ("setting", "value", "default", "meaning")
-    return page.Listing(columns=columns, rows=rows, wide={2}, instead="Every setting is at its default.")
+    instead = "Every setting is at its default."
+    return page.Listing(columns=columns, rows=rows, wide={2}, stacked=True, instead=instead)
