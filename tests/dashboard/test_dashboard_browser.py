@@ -281,6 +281,7 @@ def test_a_run_that_goes_on_is_followed(browser: Any, server: Server, real_run: 
             shown = f"document.body.innerText.includes('{step}\\nof 6;')"
             tab.page.wait_for_function(shown, timeout=DEADLINE_S * 1000)
     assert "0.188" in text_of(tab.page)  # the mean of both
+    tab.page.wait_for_function("document.querySelector('.nicegui-echart svg').getBoundingClientRect().width > 800")
     tab.close()
 
 

@@ -107,7 +107,7 @@ def add_points(options: Options, name: str, points: Points, colour: str) -> None
 def _list(options: Options, name: str) -> None:
     options["legend"]["data"].append(name)
     options["legend"] |= {"show": True, "type": "plain"}
-    options["grid"] = {"top": 60}
+    options["grid"] = {"top": 60 if len(options["legend"]["data"]) < 4 else 76}  # two lines on a phone
 
 
 def sankey(accounts: Sequence[Account]) -> Options:

@@ -224,7 +224,7 @@ class Grid:
         columns = []
         for place, title in enumerate(shown.columns):
             numeric = place in shown.numeric
-            kind = ("number " * numeric + "wide" * (place in shown.wide)).strip()
+            kind = "number " * numeric + "wide " * (place in shown.wide) + "kind" * (place in shown.kinds)
             column = {"name": str(place), "field": str(place), "label": printable(title)}
             column |= {"classes": kind, "headerClasses": kind, "align": "right" if numeric else "left"}
             columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": _SORT % {"place": place}})
@@ -314,6 +314,7 @@ def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
     """An empty chart; what is returned gives it its options, and a sentence about them."""
     now = ui.label("").classes("says")
     element = ui.echart({}, renderer="svg", theme=THEME).style(f"height: {height_px}px; width: 100%")
+    element.set_visibility(False)
 
     def show(found: tuple[Options, str]) -> None:
         options, text = found
@@ -329,4 +330,6 @@ def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
 
 def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
     with card(title, says):
-        return Panel(read, chart(height_px))
+        with ui.element("div") as box:
+            show = chart(height_px)
+        return Panel(read, show, box)
