@@ -1,4 +1,4 @@
-"""What the page tells of tokens, spans, lag, rewards and trajectories is what the ledger says."""
+"""What the page tells of tokens, spans, lag and rewards is what the ledger says."""
 
 from __future__ import annotations
 
@@ -12,28 +12,11 @@ from tiny_runs import select
 
 from headrace.dashboard import books as module
 from headrace.dashboard import charts
-from headrace.dashboard.books import (
-    LagShares,
-    Wanted,
-    read_accounts,
-    read_answer,
-    read_page,
-    read_rewards,
-    read_timeline,
-    update_lag_shares,
-)
+from headrace.dashboard.books import LAGS, PARTS, Series, Tally, read_accounts, read_rewards, read_series, read_timeline
 from headrace.ledger.ledger import Ledger
 from headrace.runs.audit import books
-from headrace.runs.show import (
-    TokenTexts,
-    TrajectoryDetails,
-    accounts,
-    prompt_ids,
-    tokens,
-    trajectory_facts,
-    why_no_tokens,
-)
-from headrace.types import StageSpan, Trajectory
+from headrace.runs.show import accounts
+from headrace.types import StageSpan
 
 
 def test_accounts_add_up_to_what_was_generated(real_run: Path):
@@ -72,16 +55,16 @@ def test_timeline_shows_the_last_steps_only(real_run: Path):
 
 
 def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkeypatch: pytest.MonkeyPatch):
-    shares = LagShares()
-    update_lag_shares(real_run, shares)
+    shares = Tally()
+    shares.update(real_run, LAGS)
     expected: Counter[tuple[int, int]] = Counter()
     for step, lag, num_tokens in select(
         real_run, "SELECT trained_step, lag, num_tokens FROM trajectories WHERE state = 'trained'"
     ):
         expected[step, lag] += num_tokens
-    assert shares.tokens == expected
-    update_lag_shares(real_run, shares)
-    assert shares.tokens == expected
+    assert shares.sums == expected
+    shares.update(real_run, LAGS)
+    assert shares.sums == expected
     monkeypatch.setattr(charts, "MOST_LAG_BARS", 3)
     drawn = charts.lag_bars(shares, 6)
     assert drawn["xAxis"]["data"] == ["1-2", "3-4", "5-6"]
@@ -95,7 +78,7 @@ def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkey
 
 
 def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
-    in_pieces, groups = LagShares(), [group(serial) for serial in range(3)]
+    in_pieces, groups = Tally(), [group(serial) for serial in range(3)]
     with Ledger.create(tmp_path) as ledger:
         for step, taken in enumerate(groups, 1):
             ledger.started(len(taken.trajectories))
@@ -103,11 +86,11 @@ def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
             ledger.buffered(taken)
             ledger.trained(taken, step=step, lag_of=lambda _, lag=step: lag)
             ledger.row(row(step))
-            update_lag_shares(tmp_path, in_pieces)
-    at_once = LagShares()
-    update_lag_shares(tmp_path, at_once)
+            in_pieces.update(tmp_path, LAGS)
+    at_once = Tally()
+    at_once.update(tmp_path, LAGS)
     assert in_pieces == at_once
-    assert set(at_once.tokens) == {(1, 1), (2, 2), (3, 3)}
+    assert set(at_once.sums) == {(1, 1), (2, 2), (3, 3)}
 
 
 def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
@@ -133,66 +116,16 @@ def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
     assert module._histogram(np.empty(0), np.empty(0)) == ((), [(), ()])
 
 
-def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "PAGE_SIZE", 7)
-    places = [place for (place,) in select(real_run, "SELECT rowid FROM trajectories ORDER BY rowid DESC")]
-    page, seen = read_page(real_run, Wanted()), []
-    assert not page.has_newer
-    while True:
-        seen += page.places
-        if not page.has_older:
-            break
-        page = read_page(real_run, Wanted(older_than=page.places[-1]))
-    assert seen == places
-    back = list(page.places)
-    while page.has_newer:
-        page = read_page(real_run, Wanted(newer_than=page.places[0]))
-        back = [*page.places, *back]
-    assert back == places
-
-
-def test_pages_are_filtered(real_run: Path):
-    def column(title: str, wanted: Wanted) -> set[str]:
-        return {row[module.PAGE_COLUMNS.index(title)] for row in read_page(real_run, wanted).rows}
-
-    assert column("fate", Wanted(state="trained")) == {"trained"}
-    assert column("fate", Wanted(state="dropped", reason="no_signal")) == {"dropped: no_signal"}
-    assert column("step", Wanted(step=3)) == {"3"}
-    assert column("answer", Wanted(state="'; DROP TABLE rows")) == set()
-
-
-def longest_answer(run: Path) -> tuple[TrajectoryDetails, TokenTexts, Trajectory]:
-    id = select(run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    found, texts = read_answer(run, id)
-    assert texts is not None
-    assert found.whole is not None
-    return found, texts, found.whole
-
-
-def test_an_answer_has_its_tokens_with_version_mask_and_log_prob(real_run: Path):
-    found, texts, whole = longest_answer(real_run)
-    shown, told = list(tokens(whole, texts)), trajectory_facts(found)
-    assert [token.id for token in shown] == whole.token_ids.tolist()
-    assert [token.logprob is not None for token in shown] == whole.sampled.tolist()
-    assert [token.logprob or 0.0 for token in shown] == whole.logprobs.tolist()
-    versions = [span.version for span in whole.spans for _ in range(span.end - span.start)]
-    assert [token.version for token in shown if token.logprob is not None] == versions
-    assert "".join(token.text for token in shown).startswith(texts.text(prompt_ids(whole)) or "-")
-    assert "trained on in step" in told["fate"]
-    reward = told["reward"].split()[0]
-    assert told["reward"] == f"{reward}  (score {reward})"
-
-
-def test_a_long_answer_is_shown_in_pieces(real_run: Path):
-    _, texts, whole = longest_answer(real_run)
-    pieces = [list(tokens(whole, texts, start, 4)) for start in range(0, len(whole.token_ids), 4)]
-    assert [token for piece in pieces for token in piece] == list(tokens(whole, texts))
-    assert {len(piece) for piece in pieces[:-1]} == {4}
-
-
-def test_an_answer_that_was_dropped_says_why(real_run: Path):
-    id = select(real_run, "SELECT id FROM trajectories WHERE drop_reason = 'no_signal'")[0][0]
-    found, _ = read_answer(real_run, id)
-    assert "all answers of its group got the same reward" in trajectory_facts(found)["fate"]
-    assert found.whole is None
-    assert "never reached the buffer" in why_no_tokens(found)
+def test_reward_parts_are_averaged_by_step(real_run: Path):
+    parts, series = Tally(), read_series(real_run, Series())
+    parts.update(real_run, PARTS)
+    (curve,) = parts.means(series).values()  # of the one part that this reward has
+    assert list(parts.means(series)) == ["score"]
+    scored = select(
+        real_run,
+        "SELECT x.step, AVG(t.reward) FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
+        "WHERE x.debit = 'in_flight' AND t.reward IS NOT NULL GROUP BY 1 ORDER BY 1",
+    )
+    assert curve == [pytest.approx(point) for point in scored if point[0] <= series.last_step]
+    along = parts.means(series, "trained tokens")["score"]
+    assert [place for place, _ in along] == [place for place, _ in series.curve("reward_mean", by="trained tokens")]

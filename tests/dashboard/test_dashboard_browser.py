@@ -11,28 +11,28 @@ import os
 import re
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import quote
 
 import pytest
 from hand_made import group, row
 from page_runs import BROKEN
 from tiny_runs import select
 
-from headrace.config_file import dump
+from headrace.config_file import dump, explain
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import triage
 from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
+from headrace.row import ROW_METRICS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 no_page = importlib.util.find_spec("nicegui") is None  # importing it takes seconds, and only the server needs it
@@ -42,10 +42,19 @@ pytestmark = [
 ]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE_S = 60.0
-VIEWS = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
+VIEWS = ("overview", "curves", "settings", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 SCREENSHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
 LOOKS = [("desktop", "light"), ("phone", "dark"), *([("desktop", "dark"), ("phone", "light")] if SCREENSHOTS else [])]
+
+
+# What lies outside its card and cannot be scrolled to.
+OUTSIDE = """() => [...document.querySelectorAll('.card *')].filter(element => {
+    const card = element.closest('.card'), box = element.getBoundingClientRect();
+    for (let outer = element.parentElement; outer !== card; outer = outer.parentElement)
+        if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(outer).overflowX)) return false;
+    return box.width && !element.closest('svg') && box.right > card.getBoundingClientRect().right + 1;
+}).map(element => element.textContent.slice(0, 60))"""
 
 
 class Server:
@@ -78,6 +87,13 @@ class Server:
         headers = {"Host": host} if host else {}
         with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=headers), timeout=30) as answer:
             return str(answer.read().decode())
+
+    def ask(self, path: str) -> tuple[int, str]:
+        """The status of an answer, and the answer."""
+        try:
+            return 200, self.get(path)
+        except HTTPError as error:
+            return error.code, str(error.read().decode())
 
     def log(self) -> str:
         """Everything that the server printed."""
@@ -158,16 +174,40 @@ def test_every_run_gets_an_answer_whatever_state_it_is_in(server: Server):
         for view in VIEWS:
             answer = server.get(f"/run/{name}/{view}")
             assert "Traceback" not in answer
-            assert must_say in answer or "there is no ledger.sqlite" in answer, (name, view)
-        assert must_say in (answer := server.get(f"/run/{name}/trajectory?id=x"))
-        assert "Something went wrong" not in answer
-    for path in ("/", "/compare", "/plan?run=damaged", "/plan?run=nothing", "/compare?a=damaged&b=empty"):
+            assert must_say in answer or view == "settings" or "there is no ledger.sqlite" in answer, (name, view)
+        for path in ("trajectory?id=x", "group?serial=1"):
+            _, answer = server.ask(f"/run/{name}/{path}")
+            assert must_say in answer
+            assert "Something went wrong" not in answer
+    for path in ("/", "/compare", "/plan?run=damaged", "/plan?run=nothing", "/compare?run=damaged&run=empty"):
         assert "Something went wrong" not in server.get(path)
-    with pytest.raises(HTTPError, match="404"):
-        server.get("/run/..%2f..%2fetc/overview")
-    for name in ("%2e%2e", "nothing", "%00"):
-        assert "There is no run" in server.get(f"/run/{name}/overview")
     assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/run/nothing/overview", "There is no run"),
+        ("/run/%2e%2e/overview", "There is no run"),
+        ("/run/%00/overview", "There is no run"),
+        ("/run/..%2f..%2fetc/overview", "There is no page"),
+        ("/run/real/nonsense", "There is no page"),
+        ("/nonsense", "There is no page"),
+        ("/run/real/timeline?steps=many", "cannot be read"),
+        ("/run/real/trajectory?id=nonsense", "there is no trajectory nonsense"),
+        ("/run/real/trajectory", "The address names no answer"),
+        ("/run/real/trajectories?least=much", "least=much in the address is not a number"),
+        ("/run/real/group?serial=12345", "There is no group 12345 in real"),
+        ("/compare?run=real&run=nothing", "There is no run"),
+    ],
+)
+def test_what_is_not_there_is_a_404_that_says_what_is(server: Server, path: str, says: str):
+    status, answer = server.ask(path)
+    assert status == 404
+    assert says in answer
+    assert "What there is" in answer
+    assert "run real" in answer
+    assert "Traceback" not in answer + server.log()
 
 
 def test_prometheus_reads_the_newest_run_or_the_one_it_names(server: Server, real_run: Path):
@@ -187,17 +227,29 @@ def test_every_view_is_drawn_and_fits_the_screen(browser: Any, server: Server, r
     paths = {view: f"/run/real/{view}" for view in VIEWS}
     paths |= {
         "runs": "/",
-        "compare": "/compare?a=real&b=other",
+        "compare": "/compare?run=real&run=other&run=written",
         "plan": "/plan",
         "answer": f"/run/real/trajectory?id={id}",
+        "group": f"/run/real/group?serial={id.split(':')[0]}",
     }
-    drawn = {"overview": 3, "timeline": 1, "tokens": 1, "lag": 3, "publish": 2, "rewards": 3, "compare": 4, "plan": 1}
+    drawn = {
+        "overview": 3,
+        "curves": len(ROW_METRICS) + 1,
+        "timeline": 1,
+        "tokens": 1,
+        "lag": 3,
+        "publish": 2,
+        "rewards": 3,
+        "compare": 4,
+        "plan": 1,
+    }
     for view, path in paths.items():
         page = tab.open(path, "svg" if view in drawn else ".page")
         page.wait_for_function(f"document.querySelectorAll('svg text').length >= {2 * drawn.get(view, 0)}")
         assert len(page.query_selector_all(".nicegui-echart svg")) == drawn.get(view, 0), view
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= SIZES[size][0], f"{view} is {width} pixels wide"
+        assert page.evaluate(OUTSIDE) == [], view
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 384) == (scheme == "dark"), (
             view
@@ -229,6 +281,7 @@ def test_a_run_that_goes_on_is_followed(browser: Any, server: Server, real_run: 
             shown = f"document.body.innerText.includes('{step}\\nof 6;')"
             tab.page.wait_for_function(shown, timeout=DEADLINE_S * 1000)
     assert "0.188" in text_of(tab.page)  # the mean of both
+    tab.page.wait_for_function("document.querySelector('.nicegui-echart svg').getBoundingClientRect().width > 800")
     tab.close()
 
 
@@ -250,28 +303,144 @@ def test_answers_are_found_by_filter_and_read_token_by_token(browser: Any, serve
     tab.close()
 
 
-def test_what_a_policy_writes_is_never_markup(browser: Any, server: Server, real_run: Path):
-    run, tab = real_run.parent / "nasty", Tab(browser, server)
-    nasty = "<script>alert(1)</script><img src=x onerror='document.title=1'>\"\x1b{{ 1 + 1 }}"
+NASTY = "<script>alert(1)</script><img src=x onerror='document.title=1'>\"\x1b{{ 1 + 1 }}"
+
+
+def nasty_run(runs: Path, name: str, real_run: Path) -> str:
+    """A run that has a hostile text wherever it can have one; returns the id of an answer."""
+    run, written = runs / name, group(0)
     run.mkdir()
-    dump(run_config(real_run), run / "config.toml")
-    written = group(0)
-    object.__setattr__(written.trajectories[0], "text", nasty)
+    config = run_config(real_run, [f"reward.function={NASTY.replace(chr(27), '')}"])
+    dump(config, run / "config.toml")
+    answer = written.trajectories[0]
+    object.__setattr__(answer, "text", NASTY)
+    object.__setattr__(answer, "reward_parts", {NASTY: 1.0})
     with Ledger.create(run) as ledger:
         ledger.started(4)
         ledger.sampled(9)
         ledger.buffered(written)
-    id = written.trajectories[0].id
-    shown = nasty.replace("\x1b", "\\x1b")
-    for path in (f"/run/nasty/trajectory?id={id}", "/run/nasty/trajectories"):
-        page = tab.open(path, "table")
-        page.wait_for_function(says("{{ 1 + 1 }}"))
-        assert shown in text_of(page)
-        assert page.query_selector(".page img, .page script") is None
+        ledger.row(row(1))
+    (run / "summary.json").write_text(json.dumps({"steps": 1, "reward_failure": NASTY}))
+    return answer.id
+
+
+def test_what_a_policy_writes_is_never_markup(browser: Any, server: Server, real_run: Path):
+    tab, name = Tab(browser, server), "<img src=x onerror='document.title=2'>{{ 2 + 2 }}"
+    id = nasty_run(real_run.parent, name, real_run)
+    run, shown = f"/run/{quote(name, safe='')}", NASTY.replace("\x1b", "\\x1b")
+    paths = {
+        f"{run}/trajectory?id={id}": shown,
+        f"{run}/trajectories": shown,
+        f"{run}/group?serial=0": shown,
+        f"{run}/curves": "{{ 1 + 1 }}",
+        f"{run}/settings": "{{ 1 + 1 }}",
+        f"{run}/overview": name,
+        "/": name,
+        f"/compare?run={quote(name)}&run=real": name,
+    }
+    for path, text in paths.items():
+        page = tab.open(path)
+        page.wait_for_function(f"document.body.textContent.includes({json.dumps(text)})")
+        assert page.query_selector(".page img, .page script") is None, path
         assert "\x1b" not in page.content()
-        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:  # for the second page
-            connection.execute("UPDATE trajectories SET finish = ? WHERE id = ?", (nasty, id))
+        assert page.title() not in ("1", "2")
     tab.close()
+    _, answer = server.ask(f"/{quote(NASTY)}")
+    assert "<img" not in answer
+    shutil.rmtree(real_run.parent / name)
+
+
+def test_curves_follow_the_axis_and_the_smoothing(browser: Any, server: Server):
+    tab = Tab(browser, server)
+    page = tab.open("/run/real/curves", "svg")
+    pale = (
+        "[...document.querySelectorAll('svg path')].filter(one => one.getAttribute('stroke-opacity') === '0.3').length"
+    )
+    assert page.evaluate(pale) == 0
+    page.get_by_label("curves along").click()
+    page.get_by_role("option", name="hours").click()
+    page.wait_for_function("[...document.querySelectorAll('svg text')].some(one => one.textContent === 'hours')")
+    slider = page.get_by_role("slider", name="smoothing")
+    box = slider.bounding_box()
+    slider.click(position={"x": box["width"] * 0.9, "y": box["height"] / 2})
+    page.wait_for_function(f"{pale} > 5")
+    assert {"Entropy", "KL reference", "Reward parts"} <= set(page.inner_text("body").split("\n"))
+    tab.close()
+
+
+def test_settings_show_what_was_set_and_on_request_all(browser: Any, server: Server):
+    tab = Tab(browser, server)
+    page = tab.open("/run/real/settings", "tbody tr")
+    keys = [cell.inner_text() for cell in page.query_selector_all("tbody td:first-child")]
+    assert "loop.max_lag" in keys
+    assert "learner.beta1" not in keys
+    page.get_by_text("show all settings").click()
+    page.wait_for_function(f"document.querySelectorAll('tbody tr').length >= {len(explain())}")
+    meanings = {setting.key: setting.doc for setting in explain()}
+    assert meanings["loop.max_lag"] in text_of(page)
+    now = [cell.inner_text() for cell in page.query_selector_all("tbody td:first-child")]
+    assert now[: len(keys)] == keys  # what was set still comes first
+    tab.close()
+
+
+def test_any_number_of_runs_is_compared(browser: Any, server: Server):
+    tab = Tab(browser, server)
+    page = tab.open("/compare?run=real&run=other", "svg")
+    page.get_by_label("runs").first.click()
+    page.get_by_role("option", name="written").click()
+    page.get_by_role("button", name="Compare").click()
+    page.wait_for_url("**run=real&run=other&run=written")
+    page.wait_for_selector("svg")
+    page.wait_for_function(says("learner.lr"))
+    titles = [cell.inner_text() for cell in page.query_selector_all("th")]
+    assert titles == ["", "real", "other", "written", "setting", "real", "other", "written"]
+    legend = page.evaluate("[...document.querySelectorAll('svg text')].map(one => one.textContent)")
+    assert {"real", "other", "written"} <= set(legend)
+    tab.close()
+
+
+def test_all_answers_to_a_prompt_stand_side_by_side(browser: Any, server: Server, real_run: Path):
+    tab = Tab(browser, server)
+    (id, serial) = select(real_run, "SELECT id, serial FROM trajectories WHERE state = 'trained' ORDER BY rowid")[0]
+    page = tab.open(f"/run/real/trajectory?id={id}")
+    page.get_by_text("all answers to this prompt").click()
+    page.wait_for_selector(".answers")
+    assert len(page.query_selector_all(".answers .card")) == 4
+    tops = {round(card.bounding_box()["y"]) for card in page.query_selector_all(".answers .card")}
+    assert len(tops) == 1
+    page.get_by_text("newer group").click()
+    page.wait_for_url(lambda url: f"serial={serial}" not in url.split("group")[1])
+    page.wait_for_selector(".answers")
+    tab.close()
+
+
+def test_five_hundred_runs_are_listed_searched_sorted_and_scrolled(browser: Any, server: Server, real_run: Path):
+    names = [f"many-{number:03d}" for number in range(500)]
+    for name in names:
+        (real_run.parent / name).mkdir()
+        for file in ("ledger.sqlite", "config.toml", "summary.json"):
+            os.link(real_run / file, real_run.parent / name / file)
+    tab = Tab(browser, server)
+    begin = time.perf_counter()
+    page = tab.open("/", ".curve")
+    print(f"500 runs: listed after {time.perf_counter() - begin:.2f} s")
+    assert len(page.query_selector_all("tbody tr")) < 300  # only what can be seen is drawn
+    assert len(page.query_selector_all(".state.finished")) > 10
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    last = "[...document.querySelectorAll('tbody a')].some(one => one.getBoundingClientRect().top < innerHeight && %s)"
+    page.wait_for_function(last % "one.getBoundingClientRect().top > 0")
+    assert page.evaluate("scrollY") > 5000
+    page.evaluate("window.scrollTo(0, 0)")
+    page.get_by_label("search by name or state").fill("many-12")
+    page.wait_for_function("document.querySelectorAll('tbody a').length === 10")
+    for order in (1, -1):
+        page.click("th:has-text('run')")
+        page.wait_for_function(f"document.querySelector('tbody a').innerText === 'many-12{0 if order == 1 else 9}'")
+    page.get_by_label("search by name or state").fill("no such run")
+    page.wait_for_function(says("Nothing here is like that."))
+    tab.close()
+    for name in names:
+        shutil.rmtree(real_run.parent / name)
 
 
 def test_tables_sort_by_the_numbers_in_them(browser: Any, server: Server):

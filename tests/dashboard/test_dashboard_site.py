@@ -16,9 +16,10 @@ from page_runs import BROKEN
 from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
-from headrace.dashboard import charts
+from headrace.dashboard import curves
 from headrace.dashboard import site as site_module
-from headrace.dashboard.books import Series, Wanted, read_accounts, read_page, read_rewards, read_timeline
+from headrace.dashboard.answers import Wanted, read_page
+from headrace.dashboard.books import Series, read_accounts, read_rewards, read_timeline
 from headrace.dashboard.charts import lag_bars, sankey, timeline
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
@@ -99,11 +100,11 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
 
 
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert charts.REWARD.drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
+    assert curves.REWARD.drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options, _ = charts.STAGE_TIMES.drawn(Site(real_run).run("real").series())
+    options, _ = curves.STAGE_TIMES.drawn(Site(real_run).run("real").series())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
@@ -115,6 +116,8 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
         lambda: live.triage(),
         lambda: live.series(),
         lambda: lag_bars(live.lag_shares(), 1),
+        lambda: live.reward_parts(),
+        lambda: live.history(),
         lambda: sankey(accounts(read_accounts(live.path))),
         lambda: timeline(read_timeline(live.path, 3)),
         lambda: read_rewards(live.path),
@@ -152,7 +155,7 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
     first_s, second_s = look(), min(look() for _ in range(3))
     assert 200 < len(live.series().curve("reward_mean")) <= 400
     assert (
-        sum(live.lag_shares().tokens.values())
+        sum(live.lag_shares().sums.values())
         == select(live.path, "SELECT tokens FROM accounts WHERE name = 'trained'")[0][0]
     )
     assert second_s < first_s / 5

@@ -17,14 +17,13 @@ from headrace.errors import RunError
 from headrace.insight.equation import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import run_config
-from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.ledger.origin import Change, changes
 from headrace.row import Row
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
-from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
-from headrace.runs.report import Table, ago, count, printable
+from headrace.runs.facts import RunState, read_run, read_runs
+from headrace.runs.report import Table, ago, printable
 
 LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs
@@ -54,7 +53,7 @@ def runs(
     paper.table(Table(columns=shown.RUN_COLUMNS, rows=rows, numeric=range(2, 6)), indent=0, whole={1, 6})
     ended = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE)]
     lost = [facts for facts in ended if not facts.can_be_resumed]
-    told = [f"{facts.path.name}: {_standing(facts)}" for facts in lost[:MOST_PROBLEMS]]
+    told = [f"{facts.path.name}: {shown.standing(facts)}" for facts in lost[:MOST_PROBLEMS]]
     if (num_more := len(lost) - MOST_PROBLEMS) > 0:
         told.append(f"... and {num_more} more; `headrace show` says what is wrong with each")
     for text in told:
@@ -96,7 +95,7 @@ def show_run(paper: Paper, run_dir: Path) -> None:
     steps = ", ".join(f"step {step}" for step in facts.checkpoints)
     paper.line(str(run_dir), style="bold")
     told = {
-        "state": _standing(facts),
+        "state": shown.standing(facts),
         "set": "  ".join(settings) or "every setting is at its default",
         "held-out": shown.scores(facts, paper.drawn(" → ")),
         "checkpoints": f"of {steps}" if steps else "none",
@@ -117,7 +116,7 @@ def show_run(paper: Paper, run_dir: Path) -> None:
 
 def _show_books(paper: Paper, run_dir: Path, facts: RunFacts, newest: Mapping[str, str]) -> None:
     with Ledger.open(run_dir) as ledger:
-        books, restarts = ledger.totals(), list(map(_restart, ledger.restarts()))
+        books, restarts = ledger.totals(), list(map(shown.restart_row, ledger.restarts()))
         changed_since = list(map(_change, changes(ledger)))
         rows = list(map(_row, ledger.rows(after_step=facts.steps - LAST_ROWS)))
     if restarts:
@@ -137,28 +136,6 @@ def _show_books(paper: Paper, run_dir: Path, facts: RunFacts, newest: Mapping[st
     if rows:
         paper.section("last rows")
         paper.table(Table.of(rows, numeric=range(1, 8)))
-
-
-def _standing(facts: RunFacts) -> str:
-    if facts.state is RunState.UNREADABLE:
-        return facts.problem
-    done = f"{facts.state} after step {facts.steps} of {facts.wanted_steps}"
-    if facts.state is not RunState.STOPPED:
-        return done
-    can = "can be resumed" if facts.can_be_resumed else "cannot be resumed: no checkpoint is left"
-    return f"{done}; {can}"
-
-
-def _restart(r: Restart) -> dict[str, str]:
-    return {
-        "": str(r.number),
-        "at": f"{r.at_s:,.0f} s",
-        "checkpoint": f"step {r.checkpoint}",
-        "resumed at": f"step {r.version}",
-        "taken again": f"{count(r.redone_steps, 'step')}, {count(r.retrained_tokens, 'token')}",
-        "lost": f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
-        "in flight": r.rule,
-    }
 
 
 def _change(change: Change) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the page asks of a run's ledger: curves over its steps, accounts, spans, lag, rewards, trajectories.
+"""What the page asks of a run's ledger: curves over its steps, accounts, spans, lag, rewards.
 
 Nothing here looks at a whole table when it is asked again: every row is read once. A curve has a point for
 each step while they are few, and one for 2, 4, 8 ... of them when they are many.
@@ -12,36 +12,37 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from headrace.errors import HeadraceError, RunError
+from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books
 from headrace.row import ROW_METRICS
 from headrace.runs.audit import books
 from headrace.runs.columns import Columns, Ints, Numbers, RowColumns, one, read_spans, read_trajectories, reading, union
-from headrace.runs.show import TokenTexts, TrajectoryDetails, read_trajectory, token_texts
 from headrace.types import STAGES, StageTimes
 
+Points = list[tuple[float, float | None]]
 MOST_POINTS = 400  # of a curve
+# What a curve may be drawn along: the column that is added up, and how much of it is one unit.
+AXES = {"step": ("", 1), "trained tokens": ("trained_tokens", 1), "hours": ("wall_s", 3600)}
 RECENT_STEPS = 20  # what "now" is in the overview
 
 _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the mean reward
 # How the numbers of several rows become one.
-_OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
-_OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
-_COLUMNS = ("step", *_OVER)
+OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
+OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
+_COLUMNS = ("step", *OVER)
 _CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from a later one in its place
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
 MOST_BARS = 20  # of a histogram
-PAGE_SIZE = 25
-PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +59,28 @@ class Series:
         """Steps that make one point of a curve."""
         return int(2 ** max(0, math.ceil(math.log2(max(self.last_step, 1) / MOST_POINTS))))
 
-    def curve(self, name: str, scale: float = 1.0, over: str = "") -> list[tuple[int, float | None]]:
-        """The points of one curve, with gaps; `goodput` is trained tokens per second."""
+    def curve(self, name: str, scale: float = 1.0, over: str = "", by: str = "step") -> Points:
+        """The points of one curve, with gaps, along one of `AXES`; `goodput` is trained tokens per second."""
         if name == "goodput":
-            both = zip(self.curve("trained_tokens"), self.curve("wall_s"), strict=True)
-            return [(step, num / wall_s if num and wall_s else num) for (step, num), (_, wall_s) in both]
-        steps = self.columns["step"].astype(np.int64)
-        begins = np.flatnonzero(np.diff((steps - 1) // self.width, prepend=-1))
-        last = steps[np.append(begins[1:], len(steps))[: len(begins)] - 1]
-        values = _combined(self.columns[name], begins, over or _OVER[name]) * scale
+            both = zip(self.curve("trained_tokens", by=by), self.curve("wall_s"), strict=True)
+            return [(place, num / wall_s if num and wall_s else num) for (place, num), (_, wall_s) in both]
+        begins = np.flatnonzero(np.diff((self.columns["step"].astype(np.int64) - 1) // self.width, prepend=-1))
+        places = self.places(by)[np.append(begins[1:], len(self.columns["step"]))[: len(begins)] - 1]
+        values = _combined(self.columns[name], begins, over or OVER[name]) * scale
         return [
-            (step, value if math.isfinite(value) else None)
-            for step, value in zip(last.tolist(), values.tolist(), strict=True)
+            (place, value if math.isfinite(value) else None)
+            for place, value in zip(places.tolist(), values.tolist(), strict=True)
         ]
+
+    def places(self, by: str) -> Numbers | Ints:
+        """Where each row stands on one of `AXES`."""
+        if by == "step":
+            return self.columns["step"].astype(np.int64)
+        column, per = AXES[by]
+        return np.asarray(np.nancumsum(self.columns[column]) / per)
+
+    def skipped_steps(self) -> list[int]:
+        return [int(step) for step in self.columns["step"][self.columns["skipped"] > 0]]
 
     def goodput(self, num_steps: int = 0) -> float | None:
         """Trained tokens per second of the last `num_steps`, or of all."""
@@ -80,7 +90,7 @@ class Series:
 
     def now(self, name: str, over: str = "") -> float | None:
         values = self.columns[name][-RECENT_STEPS:]
-        found = _combined(values, np.zeros(min(len(values), 1), np.int64), over or _OVER[name])
+        found = _combined(values, np.zeros(min(len(values), 1), np.int64), over or OVER[name])
         return float(found[0]) if len(found) and np.isfinite(found[0]) else None
 
     def stages_now(self) -> StageTimes:
@@ -147,12 +157,52 @@ class Timeline:
 
 
 @dataclass(slots=True, kw_only=True)
-class LagShares:
-    """Trained tokens by step and lag; grows with the run, reading each transfer once."""
+class Tally:
+    """Sums over a run's transfers, by step and something else; grows with the run, reading each once."""
 
     created: str = ""  # when the ledger was: another run may take the place of one
     last_id: int = 0  # of the transfers that were read
-    tokens: Counter[tuple[int, int]] = field(default_factory=Counter)  # by step and lag
+    sums: Counter[tuple[int, Any]] = field(default_factory=Counter)
+    counts: Counter[tuple[int, Any]] = field(default_factory=Counter)
+
+    def update(self, run_dir: Path, query: str) -> None:
+        with looking_into(run_dir) as connection:
+            last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
+            if (created := str(one(connection, _CREATED))) != self.created:
+                self.created, self.last_id, self.sums, self.counts = created, 0, Counter(), Counter()
+            for step, key, total, num in connection.execute(query, (self.last_id, last_id)):
+                self.sums[step, key] += total
+                self.counts[step, key] += num
+            self.last_id = last_id
+
+    def copy(self) -> Tally:
+        return replace(self, sums=self.sums.copy(), counts=self.counts.copy())
+
+    def means(self, series: Series, by: str = "step") -> dict[str, Points]:
+        """By key, the mean of each step or, of a long run, of a few, as `Series.curve` has them."""
+        width, place_of = (
+            series.width,
+            dict(zip(series.places("step").tolist(), series.places(by).tolist(), strict=True)),
+        )
+        totals: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+        for (step, key), total in sorted(self.sums.items()):
+            if step in place_of:
+                found = totals[key].setdefault((step - 1) // width, [0.0, 0.0, 0.0])
+                found[:] = found[0] + total, found[1] + self.counts[step, key], place_of[step]
+        return {key: [(place, total / num) for total, num, place in found.values()] for key, found in totals.items()}
+
+
+# For `Tally.update`: trained tokens by lag; the parts of the rewards of what was scored.
+LAGS = (
+    "SELECT step, COALESCE(lag, 0), SUM(tokens), COUNT(*) FROM transfers "
+    "WHERE id > ? AND id <= ? AND credit = 'trained' GROUP BY 1, 2"
+)
+PARTS = (
+    "SELECT x.step, part.key, SUM(part.value), COUNT(*) FROM transfers x "
+    "JOIN trajectories t ON t.id = x.trajectory_id, json_each(t.reward_parts) part "
+    "WHERE x.id > ? AND x.id <= ? AND x.debit = 'in_flight' AND t.reward IS NOT NULL "
+    "AND part.type IN ('integer', 'real') GROUP BY 1, 2"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,27 +215,6 @@ class RewardShape:
     num_first: int
     num_newest: int
     parts: Mapping[str, tuple[float, float]]  # the mean of each, first and newest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Which trajectories to list; `older_than` and `newer_than` are places in the list."""
-
-    state: str | None = None
-    reason: str | None = None
-    step: int | None = None  # they were trained in
-    older_than: int | None = None
-    newer_than: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """Some trajectories, the newest first, and whether there are more on either side."""
-
-    places: Sequence[int]  # in the list of all
-    rows: Sequence[tuple[str, ...]]  # under PAGE_COLUMNS
-    has_newer: bool
-    has_older: bool
 
 
 def read_accounts(run_dir: Path) -> Books:
@@ -229,21 +258,6 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(busy), busy=busy, bars=bars)
 
 
-def update_lag_shares(run_dir: Path, shares: LagShares) -> None:
-    with looking_into(run_dir) as connection:
-        last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
-        if (created := str(one(connection, _CREATED))) != shares.created:
-            shares.created, shares.last_id, shares.tokens = created, 0, Counter()
-        found = connection.execute(
-            "SELECT step, COALESCE(lag, 0), SUM(tokens) FROM transfers "
-            "WHERE id > ? AND id <= ? AND credit = 'trained' GROUP BY 1, 2",
-            (shares.last_id, last_id),
-        )
-        for step, lag, tokens in found:
-            shares.tokens[step, lag] += tokens
-        shares.last_id = last_id
-
-
 def read_rewards(run_dir: Path) -> RewardShape:
     """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
     with looking_into(run_dir) as connection:
@@ -262,49 +276,6 @@ def read_rewards(run_dir: Path) -> RewardShape:
         num_newest=len(newest),
         parts={name: (before[name], now[name]) for name in before if name in now},
     )
-
-
-def read_page(run_dir: Path, wanted: Wanted) -> Page:
-    conditions: dict[str, str | int | None] = {
-        "rowid < ?": wanted.older_than,
-        "rowid > ?": wanted.newer_than,
-        "state = ?": wanted.state,
-        "drop_reason = ?": wanted.reason,
-        "trained_step = ?": wanted.step,
-    }
-    given = {text: value for text, value in conditions.items() if value is not None}
-    backwards = wanted.newer_than is not None
-    query = (
-        "SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish "
-        f"FROM trajectories WHERE {' AND '.join(given) or '1'} "
-        f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
-    )
-    with looking_into(run_dir) as connection:
-        found = connection.execute(query, tuple(given.values())).fetchall()
-    more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
-    found = found[::-1] if backwards else found
-    rows = []
-    for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
-        fate = f"dropped: {reason}" if state == "dropped" else state
-        known = ("" if number is None else str(number) for number in (step, lag))
-        earned = "-" if reward is None else f"{reward:g}"
-        rows.append((id, earned, f"{num_tokens:,}", fate, *known, finish or "-"))
-    return Page(
-        places=[line[0] for line in found],
-        rows=rows,
-        has_newer=more if backwards else wanted.older_than is not None,
-        has_older=backwards or more,
-    )
-
-
-def read_answer(run_dir: Path, id: str) -> tuple[TrajectoryDetails, TokenTexts | None]:
-    """One trajectory, and what its tokens say; None where the run's tokenizer cannot be read."""
-    with looking_into(run_dir):  # what is wrong with the file is said in words
-        found = read_trajectory(run_dir, id)
-    try:
-        return found, token_texts(run_dir)
-    except HeadraceError:
-        return found, None  # the settings, which say where the tokenizer is, cannot be read
 
 
 def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:

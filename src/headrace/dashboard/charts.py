@@ -10,11 +10,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.dashboard.books import LagShares, RewardShape, Series, Timeline
+from headrace.dashboard.books import RewardShape, Tally, Timeline
 from headrace.runs.show import Account
 from headrace.types import STAGES
 
@@ -25,7 +24,7 @@ THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(enc
 BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
 STAGE_COLOURS = dict(zip(STAGES, (BLUE, ORANGE, PINK, GREEN, RED), strict=True))
 FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
-RUN_COLOURS = (BLUE, ORANGE)
+NUM_COLOURS = len(THEME["color"])
 LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
 MOST_LAG_BARS = 32
 MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
@@ -39,126 +38,50 @@ _DRAW_BAR = """(params, api) => {
         shape: {x: left, y: start[1] - height / 2, width: right - left, height: height}};
 }"""
 _SHORT = "v => Math.abs(v) >= 1e6 ? v / 1e6 + ' M' : Math.abs(v) >= 1e3 ? v / 1e3 + ' k' : v"
+_POINTED = "p => '%s ' + Number(p.value.toPrecision(4)).toLocaleString('en')"
 _FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Lines over a run's steps, and what they mean; by name a column, its colour and scale."""
+def lines(
+    curves: Mapping[str, tuple[Points, str]],
+    *,
+    y: str,
+    low: float | None = None,
+    by: str = "step",
+    smoothing: float = 0.0,
+) -> Options:
+    """Curves along `by`, each with its colour; the axis begins at `low`, or near the least value.
 
-    title: str
-    says: str
-    y: str
-    lines: Mapping[str, tuple[str, str, float]]
-    low: float | None = 0  # where the axis begins, if not near the smallest value
-    band: tuple[str, str, str] | None = None  # its name, and the columns that it lies between
-    points: tuple[str, str, str] | None = None  # their name, column and colour
-    only_busy: bool = False  # leave out what is zero throughout
-
-    def drawn(self, series: Series) -> tuple[Options, str]:
-        """A chart of what there is, and a sentence on its points; before the first row, only that."""
-        if not series.last_step:
-            return {}, "There is no row yet: the first step is under way."
-        curves = {}
-        for name, (column, colour, scale) in self.lines.items():
-            curves[name] = (series.curve(column, scale), colour)
-        if self.only_busy:
-            curves = {name: curve for name, curve in curves.items() if any(y for _, y in curve[0])}
-        options = lines(curves, y=self.y, low=self.low)
-        if self.band:
-            name, low, high = self.band
-            _add_band(options, name, series.curve(low), series.curve(high))
-        if self.points:
-            name, column, colour = self.points
-            known = [list(point) for point in series.curve(column) if point[1] is not None]
-            look = {"type": "scatter", "itemStyle": {"color": colour}}
-            options["series"] += [{"name": name, "data": known} | look] if known else []
-            options["legend"]["data"] += [name] if known else []
-        return options, f"Each point is the mean of {series.width} steps." if series.width > 1 else ""
-
-
-REWARD = Curve(
-    title="Reward",
-    says="The mean reward of all answers that were scored during a step. Training works if it rises. "
-    "Diamonds are scores on held-out prompts, which are never trained on.",
-    y="reward",
-    lines={"mean reward": ("reward_mean", BLUE, 1)},
-    low=None,
-    points=("held-out score", "score", ORANGE),
-)
-GOODPUT = Curve(
-    title="Goodput",
-    says="Tokens trained on per second: the speed that counts. Generated tokens that were dropped are not in it.",
-    y="trained tokens per second",
-    lines={"goodput": ("goodput", GREEN, 1)},
-)
-STAGE_TIMES = Curve(
-    title="Stage times",
-    says="Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need "
-    "not add up to the step.",
-    y="seconds per step",
-    lines={stage: (f"stage_s.{stage}", STAGE_COLOURS[stage], 1) for stage in STAGES},
-    only_busy=True,
-)
-RATIO = Curve(
-    title="Importance ratio",
-    says="How much more likely the learner finds a token than the policy that sampled it: 1 means nothing "
-    "changed. The band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
-    y="ratio",
-    lines={"mean ratio": ("ratio_mean", BLUE, 1)},
-    low=None,
-    band=("98 of 100 tokens", "ratio_p01", "ratio_p99"),
-)
-WEIGHTS = Curve(
-    title="Effective samples",
-    says="What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few "
-    "heavy ones dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
-    y="% of tokens",
-    lines={
-        "effective samples": ("effective_samples", GREEN, 100),
-        "ratio outside 0.9 to 1.1": ("ratio_outside", RED, 100),
-    },
-)
-LATENCY = Curve(
-    title="Publish latency",
-    says="Milliseconds of a step in which new weights were handed to the engine.",
-    y="ms per step",
-    lines={"latency": ("stage_s.publish", RED, 1e3)},
-)
-BYTES = Curve(
-    title="Bytes sent",
-    says="Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
-    y="MB per step",
-    lines={"bytes": ("publish_bytes", BLUE, 1e-6)},
-)
-SPREAD = Curve(
-    title="Mean and spread",
-    says="The band is one standard deviation each way. Without spread inside a group there is nothing to learn.",
-    y="reward",
-    lines={"mean reward": ("reward_mean", BLUE, 1)},
-    low=None,
-    band=("± 1 standard deviation", "reward_low", "reward_high"),
-)
-LENGTHS = Curve(
-    title="Length of answers",
-    says="Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
-    y="tokens",
-    lines={"mean": ("length_mean", BLUE, 1), "longest": ("length_max", ORANGE, 1)},
-)
-
-
-def lines(curves: Mapping[str, tuple[Points, str]], *, y: str, low: float | None = None) -> Options:
-    """Curves over steps, each with its colour; the axis begins at `low`, or near the least value."""
+    With `smoothing`, the curves as they were measured lie pale behind.
+    """
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    pointer = {"label": {"precision": 0, "formatter": "step {value}"}}
-    x_axis = _below("step") | {"minInterval": 1, "scale": True, "axisPointer": pointer}
-    series = [_line(name, *curve) for name, curve in curves.items()]
+    x_axis = _below(by) | {"scale": True, "axisLabel": {":formatter": _SHORT}}
+    x_axis["axisPointer"] = {"label": {":formatter": _POINTED % by}}
+    x_axis |= {"minInterval": 1} if by != "hours" else {}
+    series, pale = [], {"silent": True, "tooltip": {"show": False}, "z": 1}
+    for place, (name, (points, colour)) in enumerate(curves.items()):
+        dashed = {"type": "dashed"} if place >= NUM_COLOURS else {}  # colours come round again
+        if smoothing:
+            faint = _line("", points, colour) | pale
+            series.append(faint | {"lineStyle": {"color": colour, "opacity": 0.3, "width": 1}})
+        drawn = _line(name, smoothed(points, smoothing), colour)
+        series.append(drawn | {"lineStyle": {"color": colour} | dashed})
     return _chart(series, x_axis, y_axis, _FEW_DIGITS)
 
 
-def _add_band(options: Options, name: str, low: Points, high: Points) -> None:
+def smoothed(points: Points, weight: float) -> Points:
+    """The exponential moving average, in which the past has this weight; gaps stay."""
+    found, mean, mass = [], 0.0, 0.0
+    for x, y in points:
+        if y is not None:
+            mean, mass = weight * mean + (1 - weight) * y, weight * mass + (1 - weight)
+        found.append((x, y if y is None or not weight else mean / mass))
+    return found
+
+
+def add_band(options: Options, name: str, low: Points, high: Points) -> None:
     """A shaded band from `low` to `high`, in the colour of the chart's first line."""
-    line = options["series"][0]
+    line = next(one for one in options["series"] if one["name"])
     colour = line["lineStyle"]["color"]
     spread = [
         (place, None if top is None or bottom is None else top - bottom)
@@ -169,9 +92,22 @@ def _add_band(options: Options, name: str, low: Points, high: Points) -> None:
     shade = {"areaStyle": {"color": colour, "opacity": 0.25}}
     shade["itemStyle"] = {"color": colour, "opacity": 0.35}
     band = _line(name, spread, colour) | unseen | shade
-    options["series"] = [_line("", low, colour) | unseen, band, line]
-    options["legend"] |= {"show": True, "data": [line["name"], name]}
-    options["grid"] = {"top": 60}
+    options["series"] = [_line("", low, colour) | unseen, band, *options["series"]]
+    _list(options, name)
+
+
+def add_points(options: Options, name: str, points: Points, colour: str) -> None:
+    """Single points, which no line joins."""
+    known = [list(point) for point in points if point[1] is not None]
+    if known:
+        options["series"].append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
+        _list(options, name)
+
+
+def _list(options: Options, name: str) -> None:
+    options["legend"]["data"].append(name)
+    options["legend"] |= {"show": True, "type": "plain"}
+    options["grid"] = {"top": 60 if len(options["legend"]["data"]) < 4 else 76}  # two lines on a phone
 
 
 def sankey(accounts: Sequence[Account]) -> Options:
@@ -218,12 +154,12 @@ def timeline(shown: Timeline) -> Options:
     }
 
 
-def lag_bars(shares: LagShares, last_step: int) -> Options:
+def lag_bars(shares: Tally, last_step: int) -> Options:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
     width = 2 ** max(0, math.ceil(math.log2(max(last_step, 1) / MOST_LAG_BARS)))
     totals: Counter[int] = Counter()
     held: Counter[tuple[int, int]] = Counter()
-    for (step, lag), tokens in shares.tokens.items():
+    for (step, lag), tokens in shares.sums.items():
         bucket = (step - 1) // width
         totals[bucket] += tokens
         held[bucket, min(lag, MOST_LAGS)] += tokens
@@ -266,8 +202,10 @@ def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
 
 def _line(name: str, points: Points, colour: str) -> Options:
     data = [list(point) for point in points]
+    num_known = sum(y is not None for _, y in points)
+    few = num_known < 3 or num_known < len(points) / 2  # such as scores: single points, joined
     look = {"lineStyle": {"color": colour}, "itemStyle": {"color": colour}}
-    return {"name": name, "type": "line", "data": data, "showSymbol": len(points) < 3} | look
+    return {"name": name, "type": "line", "data": data, "showSymbol": few, "connectNulls": few} | look
 
 
 def _bar(name: str, colour: str, shares: Sequence[float]) -> Options:
@@ -282,10 +220,11 @@ def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options
 
 def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) -> Options:
     named = [one["name"] for one in series if one["name"]]
+    several = len(named) > 1
     return {
         "tooltip": {"trigger": "axis", ":valueFormatter": value},
-        "legend": {"type": "scroll", "show": len(series) > 1, "data": named},
-        "grid": {"top": 60 if len(series) > 1 else 32},
+        "legend": {"type": "plain" if len(named) < 3 else "scroll", "show": several, "data": named},
+        "grid": {"top": 60 if several else 32},
         "xAxis": x_axis,
         "yAxis": y_axis,
         "series": series,

@@ -6,20 +6,32 @@ Texts are given to NiceGUI's own elements, which escape them: a policy may write
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nicegui import run, ui
 
+from headrace.dashboard.books import AXES
 from headrace.dashboard.charts import THEME, Options
+from headrace.dashboard.curves import Look
 from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
 
-VIEWS = ("overview", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")  # of a run
+VIEWS = (
+    "overview",
+    "curves",
+    "settings",
+    "timeline",
+    "tokens",
+    "lag",
+    "publish",
+    "rewards",
+    "trajectories",
+)  # of a run
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
@@ -29,20 +41,32 @@ _SWITCH_THEME = f"""() => {{
     Quasar.Dark.set(dark);
     document.cookie = '{DARK_COOKIE}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
 }}"""
-# Cells are texts such as "1,608", "36.6 k" or "5 min ago": their numbers decide, else their letters.
-_SORT = """(a, b) => {
+# Cells are texts such as "1,608", "36.6 k" or "5 min ago": their numbers decide, else their letters. A row may
+# give another number for the column. What has none is below all others.
+_SORT = """(a, b, rowA, rowB) => {
     const units = {k: 1e3, M: 1e6, G: 1e9, min: 60, h: 3600, days: 86400};
-    const value = text => {
+    const value = (text, row) => {
+        if (row.by%(place)d !== undefined) return row.by%(place)d === null ? NaN : row.by%(place)d;
         const found = String(text).replace(/,/g, '').match(/^[$]?(-?[\\d.]+)\\s*([a-zA-Z]*)/);
         return found ? parseFloat(found[1]) * (units[found[2]] || 1) : NaN;
     };
-    const x = value(a), y = value(b);
-    return isNaN(x) || isNaN(y) ? String(a).localeCompare(String(b)) : x - y;
+    const x = value(a, rowA), y = value(b, rowB);
+    if (isNaN(x) && isNaN(y)) return String(a).localeCompare(String(b));
+    return isNaN(x) ? -1 : isNaN(y) ? 1 : x - y;
 }"""
 _LINKED = (
     "<q-td :props='props'><a v-if='props.row.link' :href='props.row.link'>{{ props.value }}</a>"
     "<template v-else>{{ props.value }}</template></q-td>"
 )
+# Cells that are more than a text; the template is ours, and what is in the row is only ever a value.
+_CELLS = {
+    "state": "<q-td :props='props'><span class='state' :class='props.value'>{{ props.value }}</span></q-td>",
+    "curve": (
+        "<q-td :props='props'><svg v-if='props.value' class='curve' viewBox='-1 -1 98 22' role='img' "
+        "aria-label='reward by step'><polyline :points='props.value' /></svg></q-td>"
+    ),
+}
+MANY_ROWS = 100  # of which only those are drawn that can be seen
 
 
 @contextmanager
@@ -175,16 +199,23 @@ class Listing(Table):
 
     links: Sequence[str] = ()
     wide: Collection[int] = ()
+    kinds: Mapping[int, str] = field(default_factory=dict)  # columns of other cells than text, see _CELLS
+    sort_by: Mapping[int, Sequence[float | None]] = field(default_factory=dict)  # numbers, where not the text
+    stacked: bool = False  # on a phone: the cells of a row below each other
     below: Section | None = None
     instead: str = ""  # of a table without rows
 
 
 class Grid:
-    """A table whose rows may change; what a reader sorted it by stays."""
+    """A table whose rows may change; what a reader sorted it by and searched for stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, search: str = "") -> None:
         self._columns: list[dict[str, Any]] = []
-        self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells hide-bottom")
+        typed = ui.input(search).classes("search").props("outlined dense clearable debounce=200") if search else None
+        self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells virtual-scroll-target=body")
+        self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
+        if typed is not None:
+            typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
         self._table.add_slot("body-cell-0", _LINKED)
         self._table.set_visibility(False)
         self._instead, self._below = ui.label(""), ui.element("div")
@@ -193,17 +224,22 @@ class Grid:
         columns = []
         for place, title in enumerate(shown.columns):
             numeric = place in shown.numeric
-            kind = ("number " * numeric + "wide" * (place in shown.wide)).strip()
+            kind = "number " * numeric + "wide " * (place in shown.wide) + "kind" * (place in shown.kinds)
             column = {"name": str(place), "field": str(place), "label": printable(title)}
             column |= {"classes": kind, "headerClasses": kind, "align": "right" if numeric else "left"}
-            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": _SORT})
+            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": _SORT % {"place": place}})
         if columns != self._columns:
             self._columns, self._table.columns = columns, [dict(column) for column in columns]
+            for place, kind in shown.kinds.items():
+                self._table.add_slot(f"body-cell-{place}", _CELLS[kind])
         links = shown.links or [""] * len(shown.rows)
         self._table.rows = [
             {"id": number, "link": link, **{str(place): printable(cell) for place, cell in enumerate(row)}}
+            | {f"by{place}": values[number] for place, values in shown.sort_by.items()}
             for number, (row, link) in enumerate(zip(shown.rows, links, strict=True))
         ]
+        self._table.classes("stacked" if shown.stacked else "")
+        self._table.props["virtual-scroll"] = len(shown.rows) > MANY_ROWS
         self._table.set_visibility(bool(shown.rows))
         self._instead.set_text(shown.instead)
         self._instead.set_visibility(not shown.rows)
@@ -241,6 +277,21 @@ def report(shown: Report) -> None:
             section(part)
 
 
+def look_controls(panels: Sequence[Panel]) -> Callable[[], Look]:
+    """How the curves of these panels are drawn; what is returned says what is chosen."""
+
+    async def changed(_: object) -> None:
+        await asyncio.gather(*(panel.changed() for panel in panels))
+
+    with ui.element("section").classes("card line look"):
+        by = choice(list(AXES), "step", "curves along", changed)
+        with ui.element("div").classes("slider"):
+            ui.label("smoothing")
+            smoothing = ui.slider(min=0, max=0.98, step=0.02, value=0, on_change=changed).props("aria-label=smoothing")
+            ui.label().classes("value").bind_text_from(smoothing, "value", lambda weight: f"{weight:.2f}")
+    return lambda: Look(by=by.value, smoothing=float(smoothing.value))
+
+
 def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str = "") -> Panel:
     """What `draw` makes of what `read` found, made anew when that changes; before that, `meanwhile`."""
     with ui.element("div").classes("bare") as box:
@@ -254,15 +305,16 @@ def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str =
     return Panel(read, show, box)
 
 
-def table_panel(title: str, says: str, read: Callable[[], Listing]) -> Panel:
+def table_panel(title: str, says: str, read: Callable[[], Listing], search: str = "") -> Panel:
     with card(title, says):
-        return Panel(read, Grid().show)
+        return Panel(read, Grid(search).show)
 
 
 def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
     """An empty chart; what is returned gives it its options, and a sentence about them."""
     now = ui.label("").classes("says")
     element = ui.echart({}, renderer="svg", theme=THEME).style(f"height: {height_px}px; width: 100%")
+    element.set_visibility(False)
 
     def show(found: tuple[Options, str]) -> None:
         options, text = found
@@ -278,4 +330,6 @@ def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
 
 def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
     with card(title, says):
-        return Panel(read, chart(height_px))
+        with ui.element("div") as box:
+            show = chart(height_px)
+        return Panel(read, show, box)

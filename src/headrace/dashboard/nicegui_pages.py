@@ -1,25 +1,28 @@
-"""The page's server, its addresses, and what is about no single run: all runs, two compared, the plan."""
+"""The page's server, its addresses, and what is about no single run: all runs, the plan, what is not there."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from nicegui import app, ui
+from fastapi.exceptions import RequestValidationError
+from nicegui import Client, app, ui
 from nicegui import run as threads
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
-from headrace.config_file import changed, explain
-from headrace.dashboard import charts, nicegui_run
+from headrace.dashboard import charts, nicegui_answers, nicegui_compare, nicegui_run
 from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.site import LiveRun, Site, address
-from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.dashboard.site import Site, address
+from headrace.errors import HeadraceError
 from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
 from headrace.insight.frameworks import others_that_fit
 from headrace.insight.hardware import built_in
@@ -27,10 +30,9 @@ from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 from headrace.insight.planner import plan as work_out
 from headrace.insight.reports import plan_report, triage_report
 from headrace.insight.triage import TypedTriage, triage_typed
-from headrace.ledger.files import run_config
-from headrace.runs.facts import RunFacts, RunState
-from headrace.runs.report import Report, Section, duration, percent
-from headrace.runs.show import RUN_COLUMNS, run_row
+from headrace.runs.facts import NotThereError, RunFacts
+from headrace.runs.report import Report, Section, printable
+from headrace.runs.show import RUN_COLUMNS, drawn_rewards, run_row
 from headrace.types import STAGES, StageTimes
 
 BUILD_S = 20.0  # a page may take so long to build; a slow disk is no reason to show none
@@ -38,12 +40,7 @@ ICON = (
     "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><path stroke='#0072B2' stroke-width='2' "
     "d='M1 5q3.5-3 7 0t7 0M1 11q3.5-3 7 0t7 0' fill='none'/></svg>"
 )
-CURVES = (  # title, what the axis says, column
-    ("Reward", "mean reward", "reward_mean"),
-    ("Goodput", "trained tokens per second", "goodput"),
-    ("Step time", "seconds per step", "wall_s"),
-    ("Lag", "mean lag of trained tokens", "lag_mean"),
-)
+MOST_NAMED = 20  # runs, where what was asked for is not there
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
 
 Builder = Callable[..., Awaitable[None]]
@@ -51,6 +48,7 @@ Builder = Callable[..., Awaitable[None]]
 
 def serve(site: Site, *, host: str, port: int, local: bool) -> None:
     register(site)
+    threading.Thread(target=site.facts, daemon=True).start()  # hundreds of runs: be done before somebody looks
     if local:  # a page of another site must not reach this one under a name of its own
         ours = ["localhost", "127.0.0.1", "::1", "[::1]", host]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=ours)
@@ -76,16 +74,19 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
 def register(site: Site) -> None:
     pages: dict[str, Builder] = {
         "/": partial(runs, site),
-        "/compare": partial(compare, site),
+        "/compare": partial(nicegui_compare.compare, site),
         "/plan": partial(plan, site),
         "/run/{name}": partial(nicegui_run.run_view, site, "overview"),
         **{f"/run/{{name}}/{view}": partial(nicegui_run.run_view, site, view) for view in page.VIEWS[:-1]},
-        "/run/{name}/trajectories": partial(nicegui_run.trajectories, site),
-        "/run/{name}/trajectory": partial(nicegui_run.trajectory, site),
+        "/run/{name}/trajectories": partial(nicegui_answers.trajectories, site),
+        "/run/{name}/trajectory": partial(nicegui_answers.trajectory, site),
+        "/run/{name}/group": partial(nicegui_answers.group, site),
     }
     for path, build in pages.items():
-        ui.page(path, response_timeout=BUILD_S)(_clearly(build))
+        ui.page(path, response_timeout=BUILD_S)(_clearly(site, build))
     app.on_page_exception(_unexpected)
+    for problem in (404, RequestValidationError):
+        app.exception_handler(problem)(_no_such_page(site))
 
     def metrics(run: str = "") -> PlainTextResponse:
         """For Prometheus; of the run that was written last, where it is not told which."""
@@ -97,18 +98,49 @@ def register(site: Site) -> None:
     app.get("/metrics")(metrics)
 
 
-def _clearly(build: Builder) -> Builder:
+def _clearly(site: Site, build: Builder) -> Builder:
     """The page, or a message where what was asked for is not there."""
 
     async def built(**given: Any) -> None:
         try:
             await build(**given)
+        except NotThereError as error:
+            await _not_there(site, str(error))
         except HeadraceError as error:
             with page.frame("Nothing to show"):
                 page.message(str(error))
 
     built.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
     return built
+
+
+async def _not_there(site: Site, why: str) -> None:
+    """What is not there, and what is."""
+    ui.context.client.status_code = 404
+    found = await threads.io_bound(site.facts)
+    with page.frame("Not found"):
+        page.message(why)
+        with page.card("What there is"), ui.element("ul"):
+            names = [facts.path.name for facts in found[:MOST_NAMED]]
+            places = {"Runs": "/", "Compare": "/compare", "Plan": "/plan"}
+            places |= {f"run {name}": address("run", name, "overview") for name in names}
+            for text, target in places.items():
+                with ui.element("li"):
+                    ui.link(printable(text), target)
+            if len(found) > MOST_NAMED:
+                with ui.element("li"):
+                    ui.label(f"and {len(found) - MOST_NAMED:,} more runs")
+
+
+def _no_such_page(site: Site) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        unread = isinstance(error, RequestValidationError)
+        asked = f"{request.url.path}{'?' if request.url.query else ''}{request.url.query}"
+        with Client(ui.page(""), request=request) as client:
+            await _not_there(site, f"{asked} cannot be read." if unread else f"There is no page {asked}.")
+        return client.build_response(request, 404)
+
+    return answer
 
 
 def _unexpected(error: Exception) -> None:
@@ -127,90 +159,30 @@ async def runs(site: Site) -> None:
         "is followed live."
     )
     with page.frame("Runs", str(site.root)):
-        await page.follow([page.table_panel("", says, lambda: _runs(site.facts()))])
+        await page.follow([page.table_panel("", says, lambda: _runs(site.facts()), search="search by name or state")])
 
 
 def _runs(found: list[RunFacts]) -> page.Listing:
     problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
+    rows = []
+    for facts in found:
+        name, state, steps, *rest = run_row(facts)
+        rows.append((name, state, steps, drawn_rewards(facts.rewards), *rest))
     return page.Listing(
-        columns=RUN_COLUMNS,
-        rows=[run_row(facts) for facts in found],
-        numeric=range(2, 7),
+        columns=(*RUN_COLUMNS[:3], "reward", *RUN_COLUMNS[3:]),
+        rows=rows,
+        numeric={2, 4, 5, 6, 7},
         links=[address("run", facts.path.name, "overview") for facts in found],
-        wide={3, 4, 5},
+        wide={2, 4, 5, 6},
+        kinds={1: "state", 3: "curve"},
+        sort_by={
+            3: [facts.rewards[-1] if facts.rewards else None for facts in found],
+            4: [facts.score_after if facts.score_after is not None else facts.score_before for facts in found],
+            7: [round(time.time() - facts.written.timestamp()) for facts in found],
+        },
         below=Section(title="Cannot be read", facts=problems) if problems else None,
         instead="There is no run here yet. `headrace train` makes one.",
     )
-
-
-async def compare(site: Site, a: str = "", b: str = "") -> None:
-    names = [facts.path.name for facts in site.facts() if facts.state is not RunState.UNREADABLE]
-    with page.frame("Compare two runs"):
-        if len(names) < 2:
-            page.message(f"Comparing takes two runs, and {site.root} holds {len(names)} that can be read.")
-            return
-        a, b = a or names[0], b or names[1]
-        chosen = [site.run(a), site.run(b)]
-        says = "The two runs are drawn over each other, step by step: the first in blue, the second in orange."
-        with page.card("", says), ui.element("div").classes("line"):
-            page.choice(names, a, "first run", lambda name: ui.navigate.to(address("compare", a=name, b=b)))
-            page.choice(names, b, "second run", lambda name: ui.navigate.to(address("compare", a=a, b=name)))
-        panels = [page.table_panel("In numbers", "", lambda: _numbers(chosen, site.dollars_per_hour))]
-        with ui.element("div").classes("pair"):
-            panels += [_both(chosen, *curve) for curve in CURVES]
-        says = "Settings that are not the same in both."
-        panels.append(page.table_panel("What was set differently", says, lambda: _settings(chosen)))
-        await page.follow(panels)
-
-
-def _numbers(chosen: list[LiveRun], dollars_per_hour: float | None) -> page.Listing:
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-    sides = []
-    for live in chosen:
-        seen, verdict = live.overview(dollars_per_hour), live.triage()
-        facts, series = seen.facts, seen.series
-        side = {
-            "state": str(facts.state),
-            "steps": f"{series.last_step:,} / {facts.wanted_steps:,}",
-            "reward, last steps": number(series.now("reward_mean")),
-            "held-out score, latest": number(facts.score_after),
-            "goodput, tokens/s": number(series.goodput()),
-            "seconds per step": number(series.now("wall_s", over="mean")),
-            "bottleneck": "…" if isinstance(verdict, str) else str(verdict.bottleneck),
-            "largest lag": str(seen.lag_max),
-            "share trained on": percent(seen.useful_share, 1),
-            "time": duration(seen.elapsed_s),
-        }
-        sides.append(side)
-    rows = [(name, *(side[name] for side in sides)) for name in sides[0]]
-    return page.Listing(columns=("", *(live.name for live in chosen)), rows=rows, numeric={1, 2})
-
-
-def _settings(chosen: list[LiveRun]) -> page.Listing:
-    both = []
-    for live in chosen:
-        try:
-            both.append(dict(text.split("=", 1) for text in changed(run_config(live.path))))
-        except (ConfigError, RunError) as error:
-            raise RunError(f"The settings of {live.name} cannot be read: {error}") from error
-    keys = {key for key, _ in both[0].items() ^ both[1].items()} - {"run.dir"}
-    default = {setting.key: f"{setting.default} (default)" for setting in explain()}
-    rows = [(key, *(side.get(key, default[key]) for side in both)) for key in sorted(keys)]
-    columns = ("setting", *(live.name for live in chosen))
-    return page.Listing(columns=columns, rows=rows, instead="All settings are the same.")
-
-
-def _both(chosen: list[LiveRun], title: str, y: str, column: str) -> page.Panel:
-    def read() -> tuple[charts.Options, str]:
-        curves = {
-            f"{place}: {live.name}": (live.series().curve(column, over="mean"), colour)
-            for place, live, colour in zip((1, 2), chosen, charts.RUN_COLOURS, strict=True)
-        }
-        return charts.lines(curves, y=y), ""
-
-    return page.chart_panel(title, "", read)
 
 
 async def plan(site: Site, run: str = "") -> None:

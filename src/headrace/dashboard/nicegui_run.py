@@ -1,28 +1,27 @@
-"""One run: a view for each question about it, its trajectories, and one of them token by token."""
+"""One run: a view for each question about it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from nicegui import ui
 
-from headrace.dashboard import books, charts
+from headrace.config_file import changed, explain
+from headrace.dashboard import books, charts, curves
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.charts import Curve, Options
+from headrace.dashboard.charts import Options
+from headrace.dashboard.curves import Curve, Look
 from headrace.dashboard.site import Site, address
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import Triage
-from headrace.ledger.ledger import Books
+from headrace.ledger.files import run_config
 from headrace.runs import show
-from headrace.runs.report import Section, printable
-from headrace.runs.show import Token, TokenTexts, TrajectoryDetails
+from headrace.runs.report import Section
 
+Drawn = tuple[Options, str]
 TIMELINE_STEPS = (3, 10, 30)
-ANY = "any"
-TOKENS_SHOWN = 400  # at once
-MOST_PROMPT_TOKENS = 4000  # of a prompt's text
 
 
 class RunViews:
@@ -30,17 +29,34 @@ class RunViews:
 
     def __init__(self, site: Site, name: str, steps: int) -> None:
         self._name, self._live, self._price = name, site.run(name), site.dollars_per_hour
+        self._look: Callable[[], Look] = Look
+        self._drawn: list[page.Panel] = []
         self._steps = min(max(steps, 1), TIMELINE_STEPS[-1])
 
-    def _curve(self, curve: Curve) -> page.Panel:
-        return page.chart_panel(curve.title, curve.says, lambda: curve.drawn(self._live.series()))
+    def _look_controls(self) -> None:
+        """How all curves of this view are drawn."""
+        self._look = page.look_controls(self._drawn)
+
+    def _chart(self, title: str, says: str, read: Callable[[], Drawn], height_px: int = 280) -> page.Panel:
+        self._drawn.append(page.chart_panel(title, says, read, height_px))
+        return self._drawn[-1]
+
+    def _curve(self, curve: Curve, height_px: int = 280) -> page.Panel:
+        def read() -> Drawn:
+            return curve.drawn(self._live.series(), self._look(), self._live.facts())
+
+        return self._chart(curve.title, curve.says, read, height_px)
 
     def _pair(self, *curves: Curve) -> list[page.Panel]:
         with ui.element("div").classes("pair"):
             return [self._curve(curve) for curve in curves]
 
     def overview(self) -> list[page.Panel]:
-        panels = [page.panel(self._numbers, page.numbers), self._curve(charts.REWARD)]
+        panels = [page.panel(self._numbers, page.numbers)]
+        self._look_controls()
+        panels.append(self._curve(curves.REWARD))
+        with page.card("How it went"):
+            panels.append(page.panel(self._live.history, page.section))
         says = (
             "What holds a step back most, and what each change would bring. A prediction, not a promise: "
             "change one thing, and look again."
@@ -48,11 +64,36 @@ class RunViews:
         with page.card("What to change first", says):
             panels.append(page.panel(self._live.triage, _verdict))
             ui.link("Try other stage times on the plan page", address("plan", run=self._name))
-        return panels + self._pair(charts.GOODPUT, charts.STAGE_TIMES)
+        return panels + self._pair(curves.GOODPUT, curves.STAGE_TIMES)
 
     def _numbers(self) -> list[tuple[str, str, str]]:
         live = self._live
         return live.overview(self._price).numbers(live.wanted_lag(), live.triage())
+
+    def curves(self) -> list[page.Panel]:
+        self._look_controls()
+        panels = []
+        for group, found in curves.metric_curves().items():
+            with ui.element("h2").classes("group"):
+                ui.label(group.capitalize())
+            with ui.element("div").classes("trio"):
+                panels += [self._curve(curve, height_px=200) for curve in found]
+                if group == "reward":
+                    says = "The mean of each part that the reward function gave."
+                    panels.append(self._chart("Reward parts", says, self._parts, 200))
+        return panels
+
+    def _parts(self) -> Drawn:
+        return curves.parts_drawn(self._live.reward_parts(), self._live.series(), self._look())
+
+    def settings(self) -> list[page.Panel]:
+        says = "Settings that differ from their defaults come first."
+        with page.card("Settings of this run", says):
+            everything = ui.switch("show all settings")
+            grid = page.Grid(search="search settings")
+            shown = page.Panel(lambda: _settings(self._live.path, everything.value), grid.show)
+        everything.on_value_change(shown.refresh)
+        return [shown]
 
     def timeline(self) -> list[page.Panel]:
         here = partial(address, "run", self._name, "timeline")
@@ -64,7 +105,7 @@ class RunViews:
         )
         return [page.chart_panel("What was busy when", says, self._timeline, height_px=380)]
 
-    def _timeline(self) -> tuple[Options, str]:
+    def _timeline(self) -> Drawn:
         shown = books.read_timeline(self._live.path, self._steps)
         if not shown.bars:
             return {}, "No stage has been measured yet."
@@ -80,7 +121,7 @@ class RunViews:
         says = "If the dropped answers are longer than the trained ones, the policy learns more from short answers."
         return [flow, page.table_panel("The accounts", says, self._accounts)]
 
-    def _flow(self) -> tuple[Options, str]:
+    def _flow(self) -> Drawn:
         held = books.read_accounts(self._live.path)
         if not held.generated.tokens:
             return {}, "No token has been sampled yet."
@@ -104,24 +145,27 @@ class RunViews:
             "stages overlap; too much makes the policy learn from what it no longer would say."
         )
         chart = page.chart_panel("Lag of the trained tokens", says, self._lags)
-        return [chart, self._curve(charts.RATIO), self._curve(charts.WEIGHTS)]
+        self._look_controls()
+        return [chart, self._curve(curves.RATIO), self._curve(curves.WEIGHTS)]
 
-    def _lags(self) -> tuple[Options, str]:
+    def _lags(self) -> Drawn:
         shares, allowed = self._live.lag_shares(), self._live.wanted_lag()
-        if not shares.tokens:
+        if not shares.sums:
             return {}, "Nothing has been trained on yet."
         text = "" if allowed is None else f"loop.max_lag = {allowed}: older tokens are dropped as stale."
         return charts.lag_bars(shares, self._live.series().last_step), text
 
     def publish(self) -> list[page.Panel]:
-        return [self._curve(charts.LATENCY), self._curve(charts.BYTES)]
+        self._look_controls()
+        return [self._curve(curves.LATENCY), self._curve(curves.BYTES)]
 
     def rewards(self) -> list[page.Panel]:
         says = "How often each reward was given. Training moves the bars to the right."
         chart = page.chart_panel("Rewards at the start and now", says, self._rewards)
-        return [chart, *self._pair(charts.SPREAD, charts.LENGTHS)]
+        self._look_controls()
+        return [chart, *self._pair(curves.SPREAD, curves.LENGTHS)]
 
-    def _rewards(self) -> tuple[Options, str]:
+    def _rewards(self) -> Drawn:
         shape = books.read_rewards(self._live.path)
         if not shape.labels:
             return {}, "No answer has been scored yet."
@@ -145,140 +189,12 @@ def _verdict(found: Triage | str) -> None:
         page.section(part)
 
 
-async def trajectories(
-    site: Site,
-    name: str,
-    state: str | None = None,
-    reason: str | None = None,
-    step: int | None = None,
-    older: int | None = None,
-    newer: int | None = None,
-) -> None:
-    path = site.run(name).path
-    wanted = books.Wanted(state=state, reason=reason, step=step, older_than=older, newer_than=newer)
-
-    def there(**changes: Any) -> str:
-        kept = {"state": state, "reason": reason, "step": step}
-        return address("run", name, "trajectories", **kept | changes)
-
-    def draw(read: tuple[Books, books.Page]) -> None:
-        held, found = read
-        says = "Every answer that was finished or dropped. Choose one to read it."
-        with page.card("Answers, the newest first", says):
-            _filters(wanted, list(held.dropped), there)
-        listing = page.Listing(
-            columns=books.PAGE_COLUMNS,
-            rows=found.rows,
-            numeric={1, 2, 4, 5},
-            links=[address("run", name, "trajectory", id=row[0]) for row in found.rows],
-            wide={4, 5, 6},
-            instead="No answer is like this." if wanted != books.Wanted() else "No answer is finished yet.",
-        )
-        with page.card():
-            page.Grid().show(listing)
-            with ui.element("div").classes("line"):
-                if found.places and found.has_newer:
-                    ui.link("← newer", there(newer=found.places[0]))
-                if found.places and found.has_older:
-                    ui.link("older →", there(older=found.places[-1]))
-
-    with page.frame(name):
-        page.run_views(name, "trajectories")
-        shown = page.panel(lambda: (books.read_accounts(path), books.read_page(path, wanted)), draw)
-        await shown.refresh()  # not followed: a list that moves is hard to click
-
-
-def _filters(wanted: books.Wanted, reasons: list[str], there: Any) -> None:
-    def go(state: str | None = wanted.state, reason: str | None = wanted.reason, **step: int | None) -> None:
-        state, reason = (None if chosen == ANY else chosen for chosen in (state, reason))
-        ui.navigate.to(there(state=state, reason=reason if state == "dropped" else None, **step))
-
-    def in_step() -> None:
-        go(step=None if number.value is None else int(number.value))
-
-    with ui.element("div").classes("line"):
-        states = [ANY, "trained", "dropped", "buffered"]
-        page.choice(states, wanted.state or ANY, "state", lambda chosen: go(state=chosen))
-        if reasons:
-            because = [ANY, *reasons]
-            page.choice(because, wanted.reason or ANY, "dropped because", lambda chosen: go("dropped", chosen))
-        number = ui.number("trained in step", value=wanted.step, min=1, precision=0).classes("field")
-        number.props("outlined dense clearable")
-        number.on("keydown.enter", in_step)
-        number.on("clear", lambda: go(step=None))
-        ui.button("Show", on_click=in_step).props("outline no-caps")
-
-
-async def trajectory(site: Site, name: str, id: str, start: int = 0) -> None:
-    path = site.run(name).path
-
-    with page.frame(f"Answer {id}", f"of run {name}"):
-        page.run_views(name, "trajectories")
-        draw = partial(_answer, name, start)
-        await page.panel(lambda: books.read_answer(path, id), draw).refresh()
-
-
-def _answer(name: str, start: int, read: tuple[TrajectoryDetails, TokenTexts | None]) -> None:
-    found, texts = read
-    with page.card("What became of it"):
-        page.facts(show.trajectory_facts(found).items())
-    if found.whole is None:
-        with page.card("Tokens"):
-            page.message(show.why_no_tokens(found))
-        return
-    given = show.prompt_ids(found.whole)[-MOST_PROMPT_TOKENS:]
-    prompt = texts.text(given) if texts else " ".join(map(str, given))
-    with page.card("Prompt", "What the policy was given."):
-        ui.label(printable(prompt)).classes("written")
-    with page.card("Answer", "What it wrote."):
-        ui.label(printable(found.whole.text)).classes("written")
-    num_tokens = len(found.whole.token_ids)
-    start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
-    shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))
-    says = (
-        "Dotted tokens were given to the policy: they are masked out of training. The stronger the colour, the "
-        "less likely the policy found the token that it chose. A small v7 marks where policy version 7 goes on."
-    )
-    with page.card("Token by token", says):
-        if num_tokens > TOKENS_SHOWN:
-            here, pieces = partial(address, "run", name, "trajectory", id=found.id), []
-            for first in range(0, num_tokens, TOKENS_SHOWN):
-                last = min(first + TOKENS_SHOWN, num_tokens) - 1
-                pieces.append((f"{first}-{last}", here(start=first), first == start))
-            page.views(pieces)
-        if texts is None:
-            page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
-        _in_reading_order(shown)
-    with page.card("The same as a table"):
-        cells = [_cells(token) for token in shown]
-        page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
-
-
-def _in_reading_order(shown: Sequence[Token]) -> None:
-    """The surer the policy was, the paler; what it did not write is grey."""
-    version = None
-    with ui.element("div").classes("tokens"):
-        for token in shown:
-            if token.version is not None and token.version != version:
-                version = token.version
-                ui.label(f"v{version}").classes("version")
-            text = printable(token.text).replace("\n", "⏎\n").replace("\t", "⇥\t") or "∅"
-            label = ui.label(text).classes("token")
-            if token.probability is None:
-                label.classes("given").props["title"] = f"token {token.position}: given"
-            else:
-                label.style(f"--surprise: {0.75 * (1.0 - token.probability):.3f}")
-                odds = f"log-prob {token.logprob:.3f}, version {token.version}"
-                label.props["title"] = f"token {token.position}, id {token.id}: {odds}"
-
-
-def _cells(token: Token) -> dict[str, str]:
-    return {
-        "place": str(token.position),
-        "token": repr(token.text),
-        "id": str(token.id),
-        "log-prob": "" if token.logprob is None else f"{token.logprob:.3f}",
-        "probability": "" if token.probability is None else f"{token.probability:.1%}",
-        "version": "" if token.version is None else str(token.version),
-        "mask": "given" if token.logprob is None else "sampled",
-    }
+def _settings(run_dir: Path, everything: bool) -> page.Listing:
+    """What was set, and with `everything` what was not, with what each one means."""
+    given = dict(text.split("=", 1) for text in changed(run_config(run_dir)))
+    known = sorted(explain(), key=lambda setting: setting.key not in given)
+    shown = [setting for setting in known if everything or setting.key in given]
+    rows = [(one.key, given.get(one.key, one.default), one.default, one.doc) for one in shown]
+    columns = ("setting", "value", "default", "meaning")
+    instead = "Every setting is at its default."
+    return page.Listing(columns=columns, rows=rows, wide={2}, stacked=True, instead=instead)

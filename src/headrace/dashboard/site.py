@@ -7,20 +7,20 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from headrace.dashboard import books
-from headrace.dashboard.books import Series
+from headrace.dashboard.books import Series, Tally
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.equation import ADVICE
 from headrace.insight.triage import Triage, triage
-from headrace.ledger.files import is_run, run_config
-from headrace.ledger.ledger import Books
-from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
-from headrace.runs.report import dollars, duration, percent, short
-from headrace.runs.show import scores
+from headrace.ledger.files import is_run, read_summary, run_config
+from headrace.ledger.ledger import Books, Ledger
+from headrace.runs.facts import Known, NotThereError, RunFacts, RunState, read_run, read_runs
+from headrace.runs.report import Section, dollars, duration, percent, short
+from headrace.runs.show import history, scores
 from headrace.user_code import load_optional
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
@@ -61,8 +61,6 @@ class Overview:
     def numbers(self, max_lag: int | None, verdict: Triage | str) -> list[tuple[str, str, str]]:
         """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
         facts, series = self.facts, self.series
-        held_out = scores(facts)
-        held_out = "" if held_out == "-" else f"; held-out score {held_out}"
         recent = f"over the last {min(series.last_step, books.RECENT_STEPS)} steps"
         speed = f"tokens trained on per second, {recent}; {_or_dash(series.goodput())} over the whole run"
         wall, sign = "…" if verdict == NOT_YET else "-", verdict
@@ -71,10 +69,13 @@ class Overview:
         allowed = "" if max_lag is None else f"; {max_lag} allowed"
         state = f"{_STATE_WORDS.get(facts.state, facts.state)}, after {duration(self.elapsed_s)}"
         lag = f"updates between sampling and training; at most {self.lag_max} seen{allowed}"
-        reward = f"mean of all scored answers {recent}{held_out}"
+        reward = f"mean of all scored answers {recent}"
+        latest = "after it" if facts.state is RunState.FINISHED else "latest"
+        held_out = f"on prompts that are never trained on: before training → {latest}"
         useful = "of the finished tokens were trained on; the rest was dropped"
         numbers = [
             ("Reward", _or_dash(series.now("reward_mean"), ".3f"), reward),
+            ("Held-out score", scores(facts), held_out),
             ("Goodput", _or_dash(series.goodput(books.RECENT_STEPS)), speed),
             ("Bottleneck", wall, str(sign)),
             ("Lag", _or_dash(series.now("lag_mean"), ".2f"), lag),
@@ -101,7 +102,7 @@ class LiveRun:
     def __init__(self, run_dir: Path) -> None:
         self.path, self.name = run_dir, run_dir.name
         self._lock = threading.Lock()
-        self._series, self._lags = Series(), books.LagShares()
+        self._series, self._lags, self._parts = Series(), Tally(), Tally()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
         self._triage: Triage | str = NOT_YET
@@ -120,10 +121,21 @@ class LiveRun:
             self._series = books.read_series(self.path, self._series)
             return self._series
 
-    def lag_shares(self) -> books.LagShares:
+    def lag_shares(self) -> Tally:
         with self._lock:
-            books.update_lag_shares(self.path, self._lags)
-            return replace(self._lags, tokens=self._lags.tokens.copy())
+            self._lags.update(self.path, books.LAGS)
+            return self._lags.copy()
+
+    def reward_parts(self) -> Tally:
+        with self._lock:
+            self._parts.update(self.path, books.PARTS)
+            return self._parts.copy()
+
+    def history(self) -> Section:
+        """How it stands and why, and what went wrong."""
+        with books.looking_into(self.path), Ledger.open(self.path) as ledger:
+            dropped, restarts = ledger.totals().dropped, ledger.restarts()
+        return history(self.facts(), read_summary(self.path), dropped, restarts, self.series().skipped_steps())
 
     def overview(self, dollars_per_hour: float | None) -> Overview:
         facts = self.facts()
@@ -190,13 +202,16 @@ class Site:
         self.root = root.resolve()
         self.dollars_per_hour = dollars_per_hour
         self._runs: dict[str, LiveRun] = {}
+        self._known: Known = {}
+        self._reading = threading.Lock()
 
     def facts(self) -> list[RunFacts]:
         """All runs, the newest first; none is no error, as the first may be about to start."""
-        try:
-            return read_runs(self.root)
-        except RunError:
-            return []
+        with self._reading:
+            try:
+                return read_runs(self.root, self._known)
+            except RunError:
+                return []
 
     @property
     def is_one_run(self) -> bool:
@@ -206,7 +221,7 @@ class Site:
         """The run of this name. A name is one part of a path, so it cannot lead out of the directory."""
         path = self.root if name == self.root.name and self.is_one_run else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
-            raise RunError(f"There is no run {name!r} in {self.root}.")
+            raise NotThereError(f"There is no run {name!r} in {self.root}.")
         return self._runs.setdefault(name, LiveRun(path))
 
     def measured(self, name: str = "") -> LiveRun:
@@ -223,7 +238,7 @@ def address(*parts: str, **query: object) -> str:
     """An address on this site; what is None is left out of the query."""
     path = "/" + "/".join(quote(part, safe="") for part in parts)
     given = {name: value for name, value in query.items() if value is not None}
-    return f"{path}?{urlencode(given)}" if given else path
+    return f"{path}?{urlencode(given, doseq=True)}" if given else path
 
 
 def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.reward.function import own_function
 from headrace.reward.worker import Setup
+from headrace.user_code import source_hash
 
 
 def shipped(function: Callable[[Any], Any], setup: Setup) -> tuple[Setup, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import sqlite3
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -14,6 +16,13 @@ from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import CHECKPOINTS, SETTINGS, SUMMARY, is_claimed, is_run, read_summary, run_config
 from headrace.runs.columns import one, reading
+
+_WRITTEN = (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY)
+MOST_REWARDS = 40  # of a run's curve in a list
+
+
+class NotThereError(RunError):
+    """What was asked for does not exist: a run, a trajectory, a group."""
 
 
 class RunState(StrEnum):
@@ -40,6 +49,7 @@ class RunFacts:
     num_restarts: int = 0
     trained_tokens: int = 0
     checkpoints: tuple[int, ...] = ()  # their steps, newest first; complete ones only
+    rewards: tuple[float, ...] = ()  # mean rewards of at most MOST_REWARDS steps, spread over the run
 
     @property
     def can_be_resumed(self) -> bool:
@@ -48,8 +58,15 @@ class RunFacts:
         return self.state is RunState.STOPPED and (bool(self.checkpoints) or not begun)
 
 
-def read_runs(directory: Path) -> list[RunFacts]:
-    """`directory` itself, if it is a run, and the runs right below it; the newest first."""
+Known = dict[Path, tuple[tuple[int, ...], RunFacts]]
+"""What was read of each run, and the state of its files when it was."""
+
+
+def read_runs(directory: Path, known: Known | None = None) -> list[RunFacts]:
+    """`directory` itself, if it is a run, and the runs right below it; the newest first.
+
+    Of the runs in `known` only those whose files changed are read again; what is read is added to it.
+    """
     if not directory.is_dir():
         raise RunError(f"there is no directory {directory}; name the one that your runs are in")
     try:
@@ -58,7 +75,17 @@ def read_runs(directory: Path) -> list[RunFacts]:
         raise RunError(f"cannot look into {directory}: {error.strerror}") from error
     if not found:
         raise RunError(f"there is no run in {directory}; `headrace train` makes one, by default in runs/")
-    return sorted((read_run(path) for path in found), key=lambda facts: facts.written, reverse=True)
+    known = {} if known is None else known
+    return sorted((_latest(path, known) for path in found), key=lambda facts: facts.written, reverse=True)
+
+
+def _latest(run_dir: Path, known: Known) -> RunFacts:
+    state = (int(is_claimed(run_dir)), *(_changed_ns(run_dir / name) for name in (*_WRITTEN, CHECKPOINTS)))
+    before = known.get(run_dir)
+    if before is not None and before[0] == state and before[1].state is not RunState.UNREADABLE:
+        return before[1]
+    known[run_dir] = (state, read_run(run_dir))
+    return known[run_dir][1]
 
 
 def read_run(run_dir: Path) -> RunFacts:
@@ -90,11 +117,13 @@ def read_run(run_dir: Path) -> RunFacts:
 
 
 def _written(run_dir: Path) -> datetime:
-    changed_s = [0.0]
-    for name in (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY):
-        with contextlib.suppress(OSError):  # SQLite may take its log away at any moment
-            changed_s.append((run_dir / name).stat().st_mtime)
-    return datetime.fromtimestamp(max(changed_s))
+    return datetime.fromtimestamp(max(_changed_ns(run_dir / name) for name in _WRITTEN) / 1e9)
+
+
+def _changed_ns(path: Path) -> int:
+    with contextlib.suppress(OSError):  # SQLite may take its log away at any moment
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _booked(run_dir: Path) -> dict[str, Any]:
@@ -107,4 +136,14 @@ def _booked(run_dir: Path) -> dict[str, Any]:
     }
     with reading(run_dir) as connection:
         found = {name: one(connection, query) for name, query in queries.items()}
+        found["rewards"] = _rewards(connection, found["steps"])
     return found | {"score_before": json.loads(found["score_before"] or "{}").get("score_before")}
+
+
+def _rewards(connection: sqlite3.Connection, last_step: int) -> tuple[float, ...]:
+    """Of some steps only: a list of runs must not take a look at all rows of each."""
+    num = min(last_step, MOST_REWARDS)
+    steps = [1 + i * (last_step - 1) // max(num - 1, 1) for i in range(num)]
+    query = f"SELECT reward_mean FROM rows WHERE step IN ({', '.join('?' * num)}) ORDER BY step"
+    found = connection.execute(query, steps).fetchall()
+    return tuple(reward for (reward,) in found if isinstance(reward, float) and math.isfinite(reward))

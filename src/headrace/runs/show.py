@@ -11,18 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.numpy import load
 from tokenizers import Tokenizer
 
 from headrace.errors import RunError
 from headrace.ledger.files import START, WEIGHTS, run_config
-from headrace.ledger.journal import read_trajectories
+from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Amount, Books
 from headrace.ledger.schema import DROPPED
 from headrace.runs.columns import reading
-from headrace.runs.facts import RunFacts, RunState
-from headrace.runs.report import ago, count, short
+from headrace.runs.facts import NotThereError, RunFacts, RunState
+from headrace.runs.report import Section, Table, ago, count, short
 from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
@@ -54,6 +56,7 @@ ACCOUNT_WORDS = {
     "in flight": "being written or scored right now",
 }
 _SIMILAR = 5  # ids to suggest
+_SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
@@ -165,9 +168,72 @@ def run_row(facts: RunFacts, arrow: str = " → ") -> tuple[str, ...]:
     return (facts.path.name or str(facts.path), str(facts.state), *cells, ago(facts.written))
 
 
+def drawn_rewards(rewards: Sequence[float], width: float = 96, height: float = 20) -> str:
+    """A small curve, as the points of an SVG polyline."""
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    across, up = width / max(len(rewards) - 1, 1), height / ((high - low) or 1.0)
+    return " ".join(f"{i * across:.1f},{height - (reward - low) * up:.1f}" for i, reward in enumerate(rewards))
+
+
 def scores(facts: RunFacts, arrow: str = " → ") -> str:
     both = (facts.score_before, facts.score_after)
     return arrow.join(f"{score:.3f}" for score in both if score is not None) or "-"
+
+
+def standing(facts: RunFacts) -> str:
+    if facts.state is RunState.UNREADABLE:
+        return facts.problem
+    done = f"{facts.state} after step {facts.steps} of {facts.wanted_steps}"
+    if facts.state is not RunState.STOPPED:
+        return done
+    can = "can be resumed" if facts.can_be_resumed else "cannot be resumed: no checkpoint is left"
+    return f"{done}; {can}"
+
+
+def history(
+    facts: RunFacts,
+    summary: Mapping[str, Any],
+    dropped: Mapping[str, Amount],
+    restarts: Sequence[Restart],
+    skipped: Sequence[int],
+) -> Section:
+    """How a run stands and why, and what went wrong: rewards that failed, steps skipped, restarts."""
+    unjudged = {reason: amount.trajectories for reason, amount in dropped.items() if reason.startswith("reward_")}
+    failed = ", ".join(f"{count(num, 'answer')} {reason}" for reason, num in unjudged.items())
+    first = summary.get("reward_failure") or "what the first error said is written when the run ends"
+    shown = ", ".join(map(str, skipped[:_SKIPPED])) + (", ..." if len(skipped) > _SKIPPED else "")
+    told = [
+        ("state", standing(facts)),
+        ("because", _why_it_ended(facts, summary)),
+        ("reward failures", f"{failed}; the first: {first}" if failed else "none"),
+        ("skipped steps", f"{len(skipped)}: {shown}; the gradient was not finite" if skipped else "none"),
+        ("restarts", str(len(restarts) or "none")),
+    ]
+    tables = (Table.of(list(map(restart_row, restarts))),) if restarts else ()
+    return Section(facts=tuple(told), tables=tables)
+
+
+def _why_it_ended(facts: RunFacts, summary: Mapping[str, Any]) -> str:
+    if facts.state is RunState.RUNNING:
+        return "a process is training it"
+    if facts.state is RunState.FINISHED:
+        early = facts.steps < facts.wanted_steps
+        return "the reward reached loop.target_reward" if early else "all its steps are done"
+    if summary.get("steps") == facts.steps:  # written when training ends, however it does
+        return "it was interrupted, or a stage failed: the terminal of its process says which"
+    return "its process ended without a word: it was killed, or the machine stopped"
+
+
+def restart_row(r: Restart) -> dict[str, str]:
+    return {
+        "": str(r.number),
+        "at": f"{r.at_s:,.0f} s",
+        "checkpoint": f"step {r.checkpoint}",
+        "resumed at": f"step {r.version}",
+        "taken again": f"{count(r.redone_steps, 'step')}, {count(r.retrained_tokens, 'token')}",
+        "lost": f"{count(r.lost_trajectories, 'answer')}, {count(r.lost_tokens, 'token')}",
+        "in flight": r.rule,
+    }
 
 
 def accounts(books: Books) -> list[Account]:
@@ -204,7 +270,7 @@ def read_trajectory(run_dir: Path, id: str) -> TrajectoryDetails:
         query = f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?"
         found = connection.execute(query, (id,)).fetchone()
         if found is None:
-            raise RunError(_unknown(connection, run_dir, id))
+            raise NotThereError(_unknown(connection, run_dir, id))
         query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
         moves = connection.execute(query, (id,)).fetchall()
         try:
@@ -223,6 +289,16 @@ def read_trajectory(run_dir: Path, id: str) -> TrajectoryDetails:
         step=moves[-1][1] - 1 if trained_step is None else trained_step,
         whole=whole,
     )
+
+
+def read_texts(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, str]:
+    """What these trajectories say, as far as their tokens are kept and can be read."""
+    query = f"SELECT trajectory_id, data FROM journal WHERE trajectory_id IN ({', '.join('?' * len(ids))})"
+    found = {}
+    for id, data in connection.execute(query, tuple(ids)):
+        with contextlib.suppress(SafetensorError, KeyError, ValueError, TypeError):
+            found[id] = load(data)["text"].tobytes().decode(errors="surrogatepass")
+    return found
 
 
 def token_texts(run_dir: Path) -> TokenTexts | None:

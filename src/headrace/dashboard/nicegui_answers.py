@@ -1,0 +1,205 @@
+"""A run's answers: the list, one of them token by token, and all answers to one prompt side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from nicegui import run as threads
+from nicegui import ui
+
+from headrace.dashboard import nicegui_elements as page
+from headrace.dashboard.answers import (
+    PAGE_COLUMNS,
+    Answer,
+    GroupAnswers,
+    Page,
+    Wanted,
+    number,
+    prompt_text,
+    read_answer,
+    read_group,
+    read_page,
+)
+from headrace.dashboard.books import read_accounts
+from headrace.dashboard.site import Site, address
+from headrace.ledger.ledger import Books
+from headrace.runs import show
+from headrace.runs.facts import NotThereError
+from headrace.runs.report import printable
+from headrace.runs.show import Token
+
+ANY = "any"
+TOKENS_SHOWN = 400  # at once
+
+
+def _query() -> Any:
+    return ui.context.client.request.query_params
+
+
+async def trajectories(site: Site, name: str) -> None:
+    path, wanted = site.run(name).path, Wanted.of(_query())
+    older, newer = number(_query(), "older"), number(_query(), "newer")
+
+    def there(**changes: Any) -> str:
+        return address("run", name, "trajectories", **wanted.address() | changes)
+
+    def draw(read: tuple[Books, Page]) -> None:
+        held, found = read
+        says = "Every answer that was finished or dropped. Choose one to read it."
+        with page.card("Answers, the newest first", says):
+            _filters(wanted, list(held.dropped), there)
+        listing = page.Listing(
+            columns=PAGE_COLUMNS,
+            rows=found.rows,
+            numeric={1, 2, 4, 5},
+            links=[address("run", name, "trajectory", id=row[0], **wanted.address()) for row in found.rows],
+            wide={2, 4, 5, 6},
+            instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
+        )
+        with page.card():
+            page.Grid().show(listing)
+            with ui.element("div").classes("line"):
+                if found.places and found.has_newer:
+                    ui.link("← newer", there(newer=found.places[0]))
+                if found.places and found.has_older:
+                    ui.link("older →", there(older=found.places[-1]))
+
+    with page.frame(name):
+        page.run_views(name, "trajectories")
+        shown = page.panel(lambda: (read_accounts(path), read_page(path, wanted, older=older, newer=newer)), draw)
+        await shown.refresh()  # not followed: a list that moves is hard to click
+
+
+def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
+    def go(state: str | None = wanted.state, reason: str | None = wanted.reason) -> None:
+        state, reason = (None if chosen == ANY else chosen for chosen in (state, reason))
+        typed = {name: field.value for name, field in numbers.items()}
+        typed["step"] = None if typed["step"] is None else int(typed["step"])
+        ui.navigate.to(there(state=state, reason=reason if state == "dropped" else None, **typed))
+
+    with ui.element("div").classes("line"):
+        states = [ANY, "trained", "dropped", "buffered"]
+        page.choice(states, wanted.state or ANY, "state", lambda chosen: go(state=chosen))
+        if reasons:
+            because = [ANY, *reasons]
+            page.choice(because, wanted.reason or ANY, "dropped because", lambda chosen: go("dropped", chosen))
+        labels = {"step": "trained in step", "least": "reward from", "most": "reward to"}
+        numbers = {}
+        for name, label in labels.items():
+            field = ui.number(label, value=getattr(wanted, name)).classes("field")
+            numbers[name] = field.props("outlined dense clearable").on("keydown.enter", lambda: go())
+        ui.button("Show", on_click=lambda: go()).props("outline no-caps")
+
+
+async def trajectory(site: Site, name: str) -> None:
+    path, wanted, start = site.run(name).path, Wanted.of(_query()), number(_query(), "start") or 0
+    id = _query().get("id")
+    if not id:
+        raise NotThereError("The address names no answer: it ends with trajectory?id=... of one.")
+    read = await threads.io_bound(read_answer, path, id, wanted)
+    with page.frame(f"Answer {id}", f"of run {name}"):
+        page.run_views(name, "trajectories")
+        here = partial(address, "run", name, "trajectory", **wanted.address())
+        with ui.element("div").classes("line"):
+            if read.newer:
+                ui.link("← newer answer", here(id=read.newer))
+            if read.older:
+                ui.link("older answer →", here(id=read.older))
+            if read.found.serial is not None:
+                ui.link("all answers to this prompt", address("run", name, "group", serial=read.found.serial))
+        _answer(read, start, partial(here, id=id))
+
+
+def _answer(read: Answer, start: int, here: Any) -> None:
+    found, texts = read.found, read.texts
+    with page.card("What became of it"):
+        page.facts(show.trajectory_facts(found).items())
+    _prompt(prompt_text(found, texts), read.record)
+    if found.whole is None:
+        with page.card("Answer"):
+            page.message(show.why_no_tokens(found))
+        return
+    with page.card("Answer", "What it wrote."):
+        ui.label(printable(found.whole.text)).classes("written")
+    num_tokens = len(found.whole.token_ids)
+    start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
+    shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))
+    says = (
+        "Dotted tokens were given to the policy: they are masked out of training. The stronger the colour, the "
+        "less likely the policy found the token that it chose. A small v7 marks where policy version 7 goes on."
+    )
+    with page.card("Token by token", says):
+        if num_tokens > TOKENS_SHOWN:
+            pieces = []
+            for first in range(0, num_tokens, TOKENS_SHOWN):
+                last = min(first + TOKENS_SHOWN, num_tokens) - 1
+                pieces.append((f"{first}-{last}", here(start=first), first == start))
+            page.views(pieces)
+        if texts is None:
+            page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
+        _in_reading_order(shown)
+    with page.card("The same as a table"):
+        cells = [_cells(token) for token in shown]
+        page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
+
+
+def _prompt(text: str | None, record: str) -> None:
+    with page.card("Prompt", "What the policy was given."):
+        ui.label(printable(text) if text else "(not kept)").classes("written")
+        ui.label(printable(record)).classes("says")
+
+
+async def group(site: Site, name: str) -> None:
+    path, serial = site.run(name).path, number(_query(), "serial")
+    if serial is None:
+        raise NotThereError("The address names no group: it ends with group?serial=... of one.")
+    read = await threads.io_bound(read_group, path, serial)
+    with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}"):
+        page.run_views(name, "trajectories")
+        with ui.element("div").classes("line"):
+            for text, other in (("← newer group", read.newer), ("older group →", read.older)):
+                if other is not None:
+                    ui.link(text, address("run", name, "group", serial=other))
+        _prompt(read.prompt, read.record)
+        _side_by_side(name, read)
+
+
+def _side_by_side(name: str, read: GroupAnswers) -> None:
+    with ui.element("div").classes("answers"):
+        for id, facts, text in read.answers:
+            with page.card():
+                ui.link(printable(id), address("run", name, "trajectory", id=id)).classes("part")
+                page.facts(facts)
+                ui.label(printable(text) if text is not None else "(text not kept)").classes("written")
+
+
+def _in_reading_order(shown: Sequence[Token]) -> None:
+    """The surer the policy was, the paler; what it did not write is grey."""
+    version = None
+    with ui.element("div").classes("tokens"):
+        for token in shown:
+            if token.version is not None and token.version != version:
+                version = token.version
+                ui.label(f"v{version}").classes("version")
+            text = printable(token.text).replace("\n", "⏎\n").replace("\t", "⇥\t") or "∅"
+            label = ui.label(text).classes("token")
+            if token.probability is None:
+                label.classes("given").props["title"] = f"token {token.position}: given"
+            else:
+                label.style(f"--surprise: {0.75 * (1.0 - token.probability):.3f}")
+                odds = f"log-prob {token.logprob:.3f}, version {token.version}"
+                label.props["title"] = f"token {token.position}, id {token.id}: {odds}"
+
+
+def _cells(token: Token) -> dict[str, str]:
+    return {
+        "place": str(token.position),
+        "token": repr(token.text),
+        "id": str(token.id),
+        "log-prob": "" if token.logprob is None else f"{token.logprob:.3f}",
+        "probability": "" if token.probability is None else f"{token.probability:.1%}",
+        "version": "" if token.version is None else str(token.version),
+        "mask": "given" if token.logprob is None else "sampled",
+    }
