@@ -22,7 +22,7 @@ from headrace.ledger.origin import Change, changes
 from headrace.row import Row
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
-from headrace.runs.facts import RunState, read_run, read_runs
+from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 from headrace.runs.report import Table, ago, printable
 
 LAST_ROWS = 8  # of a run that is shown
