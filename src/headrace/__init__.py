@@ -13,7 +13,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["UnavailableError", "evaluate_run", "export", "load_config", "resume", "train"]
+__all__ = ["UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ from headrace.ledger.files import (
 )
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.origin import FIXED, check_origin
+from headrace.ledger.origin import FIXED, book_origin, check_origin
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, sampling_of
@@ -53,6 +53,7 @@ from headrace.types import STAGES, StageTimes
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts
 
+Reward = Callable[[Any], Any]  # see docs/guides/own-reward.md for what it gets and returns
 Result = TypeVar("Result")
 
 
@@ -60,19 +61,26 @@ class Nobody(Watcher):
     """Watches nothing."""
 
 
-def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
+def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | None = None) -> dict[str, Any]:
     """Train by `config`; returns the content of the run directory's `summary.json`.
 
-    `watcher` is told about progress: a class with some of the methods of `headrace.Watcher`. Works
-    in a notebook too. What the summary calls unfinished was interrupted, and can be resumed.
+    `watcher` is told about progress: a subclass of `headrace.Watcher` with the methods it wants.
+    `reward` is a function to use instead of the one that `reward.function` names. Works in a notebook
+    too. What the summary calls unfinished was interrupted, and can be resumed.
     """
     config = rooted(config)
     run_dir = prepare_run_dir(config)
     with claimed(run_dir), starting(run_dir), memory_for("training", STEPS):
-        return _to_the_end(config, run_dir, watcher or Nobody(), resumed=False)
+        return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=False)
 
 
-def resume(run_dir: Path | str, watcher: Watcher | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def resume(
+    run_dir: Path | str,
+    watcher: Watcher | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    reward: Reward | None = None,
+) -> dict[str, Any]:
     """Go on with a run that was interrupted or died; returns the content of its `summary.json`.
 
     With `overrides` such as "loop.steps=200" a run goes on with other settings, also a finished one;
@@ -89,11 +97,11 @@ def resume(run_dir: Path | str, watcher: Watcher | None = None, overrides: Seque
         begun = is_complete(run_dir)
         if begun:
             with Ledger.reopen(run_dir) as ledger:
-                check_origin(ledger, config, overrides)
+                check_origin(ledger, config, overrides, _name_of(reward))
             (run_dir / SUMMARY).unlink(missing_ok=True)
         else:
             _refuse_without_ledger(run_dir)
-        return _to_the_end(config, run_dir, watcher or Nobody(), resumed=begun)
+        return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=begun)
 
 
 def _refuse_finished(run_dir: Path, config: Config) -> None:
@@ -125,12 +133,18 @@ def _refuse_without_ledger(run_dir: Path) -> None:
     undo_start(run_dir)
 
 
-def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool) -> dict[str, Any]:
+def _name_of(reward: Reward | None) -> str:
+    return "" if reward is None else getattr(reward, "__name__", type(reward).__name__)
+
+
+def _to_the_end(
+    config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None, *, resumed: bool
+) -> dict[str, Any]:
     """Train. When the learner is lost, resume, unless no step was done since it was lost before."""
     reached = -1
     while True:
         try:
-            return _run_events(partial(_train, config, run_dir, watcher, resumed=resumed))
+            return _run_events(partial(_train, config, run_dir, watcher, reward, resumed=resumed))
         except LearnerLostError as lost:
             resumed = is_complete(run_dir)
             with Ledger.open(run_dir) if resumed else nullcontext() as ledger:
@@ -172,7 +186,9 @@ def _interrupt(events: asyncio.AbstractEventLoop) -> None:
         task.cancel()
 
 
-def evaluate_run(run_dir: Path | str, overrides: Sequence[str] = (), *, best: bool = False) -> float | None:
+def evaluate_run(
+    run_dir: Path | str, overrides: Sequence[str] = (), *, best: bool = False, reward: Reward | None = None
+) -> float | None:
     """The held-out score of a run's weights, or of its `best` ones.
 
     `overrides` are settings, such as "prompts.eval_source=other.jsonl" or "loop.eval_samples=8".
@@ -187,7 +203,7 @@ def evaluate_run(run_dir: Path | str, overrides: Sequence[str] = (), *, best: bo
         "learner": {"ranks": 1},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
-    return _run_events(lambda: _evaluate(config.model_copy(update=sections), run_dir))
+    return _run_events(lambda: _evaluate(config.model_copy(update=sections), run_dir, reward))
 
 
 def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
@@ -218,8 +234,10 @@ def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     return path
 
 
-async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bool = False) -> dict[str, Any]:
-    place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note)
+async def _train(
+    config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None = None, *, resumed: bool = False
+) -> dict[str, Any]:
+    place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note, reward=reward)
     save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
@@ -246,6 +264,8 @@ async def _train(config: Config, run_dir: Path, watcher: Watcher, *, resumed: bo
             watcher.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
+        if not resumed:
+            book_origin(loop.stages.ledger, config, _name_of(reward))
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
@@ -427,8 +447,8 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
     return found.mean_abs
 
 
-async def _evaluate(config: Config, run_dir: Path) -> float | None:
-    place = open_place(config, run_dir)
+async def _evaluate(config: Config, run_dir: Path, reward: Reward | None) -> float | None:
+    place = open_place(config, run_dir, reward=reward)
     try:
         await place.scorer.start()
         return await _score(place)
@@ -445,4 +465,4 @@ def _facts(place: Place) -> dict[str, str]:
     }
 
 
-__all__ = ["evaluate_run", "export", "load_config", "resume", "train"]
+__all__ = ["Watcher", "evaluate_run", "export", "load_config", "resume", "train"]

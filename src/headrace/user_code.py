@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError, MissingExtraError
 MAX_DETAIL_CHARS = 1500
 
 
-class _NotThereError(Exception):
+class _NoCodeError(Exception):
     """The file or module itself is missing, not something that it imports."""
 
 
@@ -38,7 +38,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
         raise error(f"{setting} = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
     try:
         module = _load_file(Path(place)) if names_file(place) else _load_module(place)
-    except _NotThereError as missing:
+    except _NoCodeError as missing:
         raise error(f"{setting}: there is no {missing}") from missing
     except (Exception, SystemExit) as wrong:  # importing runs the user's code
         raise error(f"{setting}: '{place}' cannot be imported:\n{short_traceback(wrong)}") from wrong
@@ -136,7 +136,7 @@ def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     name = f"headrace_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if not path.is_file():
-        raise _NotThereError(f"file {path}")
+        raise _NoCodeError(f"file {path}")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -157,7 +157,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise _NotThereError(f"module '{name}' ({error})") from error
+            raise _NoCodeError(f"module '{name}' ({error})") from error
         raise
 
 

@@ -32,30 +32,35 @@ class Change:
     after: str
 
 
-def origin_of(config: Config) -> dict[str, str]:
-    """By key, every setting that decides what is computed; of functions also a digest of their file."""
+def origin_of(config: Config, reward: str = "") -> dict[str, str]:
+    """By key, every setting that decides what is computed; of functions also a digest of their file.
+
+    `reward` is the name of a reward function that is a Python object.
+    """
     found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
     for key, specs in {"reward.function": [config.reward.function], "buffer.filters": config.buffer.filters}.items():
         if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:
             found[key] += f" with code {' '.join(code)}"
+    if reward:
+        found["reward.function"] = f"{reward}, a Python object"
     return found
 
 
-def book_origin(ledger: Ledger, config: Config) -> None:
-    ledger.remember(_ORIGIN, json.dumps(origin_of(config)))
+def book_origin(ledger: Ledger, config: Config, reward: str = "") -> None:
+    ledger.remember(_ORIGIN, json.dumps(origin_of(config, reward)))
 
 
 def changes(ledger: Ledger) -> list[Change]:
     return [Change(**change) for change in json.loads(ledger.remembered().get(_CHANGES, "[]"))]
 
 
-def check_origin(ledger: Ledger, config: Config, overrides: Sequence[str]) -> list[Change]:
+def check_origin(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> list[Change]:
     """Book what `overrides` change, and refuse every other change; returns the changes."""
     known = ledger.remembered().get(_ORIGIN)
     if known is None:  # of a version that did not book it
-        book_origin(ledger, config)
+        book_origin(ledger, config, reward)
         return []
-    before, after = json.loads(known), origin_of(config)
+    before, after = json.loads(known), origin_of(config, reward)
     asked = {override.partition("=")[0].strip() for override in overrides}
     step = ledger.step - 1
     found = [
@@ -74,5 +79,5 @@ def check_origin(ledger: Ledger, config: Config, overrides: Sequence[str]) -> li
         booked = [asdict(change) for change in (*changes(ledger), *found)]
         with ledger.writing():
             ledger.remember(_CHANGES, json.dumps(booked))
-            book_origin(ledger, config)
+            book_origin(ledger, config, reward)
     return found

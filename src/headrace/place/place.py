@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE, START, undo_start
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.origin import book_origin
 from headrace.loop.books import Bookkeeper
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import Loop
@@ -53,7 +53,8 @@ class Place:
     """Builds the stages from settings and puts them into workers of `cluster`.
 
     `ends` make the two ends of the transport for weights; None if engine and learner share one
-    copy. `make_sampler(device, spec, rank)` and `judges(setup)` make the `Sampler` and the `Judge`.
+    copy. `make_sampler(device, spec, rank)` and `judges(setup)` make the `Sampler` and the `Judge`;
+    `reward` is called instead of the function that the settings name.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Place:
         on_note: Callable[[str], None] = lambda text: None,
         make_sampler: Callable[..., Sampler] = RolloutWorker,
         judges: Callable[[Setup], Judge] | None = None,
+        reward: Callable[[Any], Any] | None = None,
     ) -> None:
         self.config, self.run_dir = config, run_dir
         self.cluster, self.device = cluster, cluster.device
@@ -86,6 +88,7 @@ class Place:
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
+            function=reward,
             judges=judges or (self._reward_hosts if ends and config.reward.workers else None),
             on_verdict=self._on_verdict,
             on_note=on_note,
@@ -131,7 +134,6 @@ class Place:
         if self.ledger is None:  # a ledger means that the run can be resumed
             await asyncio.to_thread(self._first_checkpoint, checkpoints)
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
-            book_origin(self.ledger, config)
             undo_start(self.run_dir)  # this one stays: a run that it replaces goes
         self.scorer.remember(self.ledger.verdicts())
         await self.start_engines()

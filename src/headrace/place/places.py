@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from headrace.config import Config
 from headrace.ledger.files import START
@@ -25,6 +26,7 @@ def open_place(
     *,
     resumed: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
+    reward: Callable[[Any], Any] | None = None,
 ) -> Place:
     config = config.model_copy(update={"model": located(config.model)})  # fetched once, before there are workers
     cluster: Cluster
@@ -35,7 +37,7 @@ def open_place(
         cluster = ray.RayCluster(config.place.address)
         ends = _ends(config, run_dir, "cuda" if uses_gpus(config, cluster) else "cpu")
     try:
-        return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note)
+        return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note, reward=reward)
     except BaseException:
         cluster.close()
         raise
