@@ -53,10 +53,11 @@ async def test_an_error_is_told_with_its_place(tmp_path: Path, told: list[str]) 
     section = RewardSection(function=f"{tmp_path}/sleeping.py:sleeps", workers=0)
     scorer = Scorer(section, max_new_tokens=10, on_note=told.append)
     await scorer.start()
-    await scorer.score(completion("x"))
+    for text in ("x", "y", "z"):
+        await scorer.score(completion(text))
     assert re.match(r"1 verdict failed: Traceback(?s:.)*sleeping.py(?s:.)*could not convert", told[0])
     await scorer.close()
-    assert len(told) == 1
+    assert told[1:] == ["2 verdicts failed; the first: ValueError: could not convert string to float: 'y'"]
 
 
 async def test_a_worker_that_is_replaced_is_told_even_if_the_second_try_succeeds(rewards: str) -> None:

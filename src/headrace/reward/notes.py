@@ -27,31 +27,34 @@ class TroubleNotes:
         self._untold: Counter[str] = Counter()
         self._detail = ""  # of the first that is not told
         self._pause: asyncio.TimerHandle | None = None
+        self._told = False
 
     def add(self, trouble: Mapping[str, int], detail: str = "") -> None:
         """Note how much there was of each kind, a key of WORDS."""
         self._untold.update({kind: num for kind, num in trouble.items() if num})
         self._detail = self._detail or detail
         if self._pause is None:
-            self.tell()
-
-    def tell(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
-        self._pause = None
-        if not self._untold:
-            return
-        told = []
-        for kind, num in self._untold.items():
-            plural = {"s": "s" * (num > 1), "es": "es" * (num > 1)}
-            told.append(WORDS[kind].format(num=num, timeout_s=self._timeout_s, **plural))
-        first = f"; the first: {self._detail}" if self._untold.total() > 1 else f": {self._detail}"
-        self._on_note(", ".join(told) + first * bool(self._detail))
-        self._untold.clear()
-        self._detail = ""
-        self._pause = asyncio.get_running_loop().call_later(NOTE_EVERY_S, self.tell)
+            self._tell()
 
     def close(self) -> None:
-        self.tell()
+        """Tell the rest."""
+        self._tell()
         if self._pause is not None:
             self._pause.cancel()
+
+    def _tell(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        if not self._untold:
+            return
+        told, total = [], self._untold.total()
+        for kind, num in self._untold.items():
+            several = num > 1
+            told.append(WORDS[kind].format(num=num, s="s" * several, es="es" * several, timeout_s=self._timeout_s))
+        lines = self._detail.splitlines()
+        detail = lines[-1] if self._told and lines else self._detail  # one traceback is enough
+        self._on_note(", ".join(told) + ("; the first" * (total > 1) + f": {detail}") * bool(detail))
+        self._untold.clear()
+        self._detail, self._told = "", True
+        self._pause = asyncio.get_running_loop().call_later(NOTE_EVERY_S, self._tell)
