@@ -144,13 +144,19 @@ class Panel:
             found = await run.io_bound(self._read)
         except HeadraceError as error:
             problem = printable(str(error))
-        self._message.set_text(problem)
-        self._message.set_visibility(bool(problem))
+        if problem != self._message.text:
+            self._message.set_text(problem)
+            self._message.set_visibility(bool(problem))
         if self._box is not None:
             self._box.set_visibility(not problem)
         if not problem and found != self._found:
             self._found = found
             self._show(found)
+
+    def say_once(self, said: set[str]) -> None:
+        """Leave out a message that another panel of the page has `said`."""
+        self._message.set_visibility(bool(self._message.text) and self._message.text not in said)
+        said.add(self._message.text)
 
     async def changed(self) -> bool:
         """Look again, a moment after the last of several changes; whether this was the last."""
@@ -168,6 +174,9 @@ async def follow(panels: Sequence[Panel]) -> None:
 
     async def refresh() -> None:
         await asyncio.gather(*(panel.refresh() for panel in panels))
+        said: set[str] = set()
+        for panel in panels:
+            panel.say_once(said)
 
     await refresh()
     ui.timer(EVERY_S, refresh, immediate=False)
