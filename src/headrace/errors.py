@@ -57,4 +57,4 @@ class MissingExtraError(HeadraceError):
     """An optional library is not installed."""
 
     def __init__(self, library: str, extra: str) -> None:
-        super().__init__(f"{library} is not installed. Run: pip install 'headrace[{extra}]'")
+        super().__init__(f"{library} is not installed. Run, in your checkout of Headrace: pip install -e '.[{extra}]'")

@@ -38,7 +38,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 no_page = importlib.util.find_spec("nicegui") is None  # importing it takes seconds, and only the server needs it
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(no_page, reason="nicegui is not installed: pip install 'headrace[dash]'"),
+    pytest.mark.skipif(no_page, reason="nicegui is not installed: pip install -e '.[dash]'"),
 ]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE_S = 60.0

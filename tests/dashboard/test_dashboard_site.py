@@ -220,7 +220,7 @@ def test_a_missing_library_is_named_with_the_extra_that_has_it(tmp_path: Path):
     code = "import sys; sys.modules['nicegui'] = None; from headrace.cli import app; app()"
     done = subprocess.run([sys.executable, "-c", code, "dash", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "pip install 'headrace[dash]'" in done.stderr
+    assert "pip install -e '.[dash]'" in done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path: Path):

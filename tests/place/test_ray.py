@@ -114,5 +114,5 @@ def test_without_ray_the_extra_is_named(workshop: Workshop, monkeypatch: pytest.
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
     monkeypatch.setattr("headrace.user_code.importlib.import_module", missing)
-    with pytest.raises(MissingExtraError, match=r"pip install 'headrace\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[ray\]'"):
         places.open_place(workshop.config("none", "place.cluster=ray"), tmp_path)

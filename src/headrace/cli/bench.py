@@ -72,7 +72,7 @@ def _measured(num_params: int, receivers: int) -> dict[str, Any]:
             store = importlib.import_module("headrace.publish.object_store_ray")
             transports["object_store"] = stack.enter_context(store.local_store(3 * num_bytes))
         except ImportError:
-            found["missing"] = "ray is not installed. Run: pip install 'headrace[ray]'"
+            found["missing"] = "ray is not installed. Run: pip install -e '.[ray]'"
         for transport, ends in transports.items():
             for encoding in measuring.EncodingKind:
                 times = measuring.measure(encoding, versions, ends, receivers)
