@@ -137,7 +137,7 @@ def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]
             section = getattr(changed, name).model_copy(update={field: int(value)})
             changed = changed.model_copy(update={name: section})
         yield move(text, settings, known.of(changed))
-    for side, names in (("generation", ENGINE_SECONDS[:2]), ("training", LEARNER_SECONDS)):
+    for side, names in (("rollout", ENGINE_SECONDS[:2]), ("train", LEARNER_SECONDS)):
         halved: dict[str, Any] = {name: getattr(known.machine, name) / 2 for name in names}
         faster = replace(known, machine=replace(known.machine, **halved))
         yield move(f"{side} twice as fast (a faster device)", (), faster)
