@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.dashboard.books import looking_into
 from headrace.errors import HeadraceError, RunError
-from headrace.ledger.files import run_config
+from headrace.ledger.ledger import Ledger
 from headrace.runs.columns import one
 from headrace.runs.facts import NotThereError
 from headrace.runs.report import count
@@ -95,7 +95,7 @@ class Answer:
     texts: TokenTexts | None
     newer: str | None
     older: str | None
-    record: str  # where the prompt's other fields are
+    fields: Sequence[tuple[str, str]]  # of the prompt, such as the expected answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class GroupAnswers:
     answers: Sequence[tuple[str, Sequence[tuple[str, str]], str | None]]  # id, facts, text
     newer: int | None
     older: int | None
-    record: str
+    fields: Sequence[tuple[str, str]]
 
 
 def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer: int | None = None) -> Page:
@@ -151,7 +151,7 @@ def read_answer(run_dir: Path, id: str, wanted: Wanted | None = None) -> Answer:
             for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
         ]
     return Answer(
-        found=found, texts=_texts(run_dir), newer=sides[0], older=sides[1], record=_record(run_dir, found.prompt_id)
+        found=found, texts=_texts(run_dir), newer=sides[0], older=sides[1], fields=_fields(run_dir, found.prompt_id)
     )
 
 
@@ -177,7 +177,7 @@ def read_group(run_dir: Path, serial: int) -> GroupAnswers:
         answers=answers,
         newer=newer,
         older=older,
-        record=_record(run_dir, prompt_id),
+        fields=_fields(run_dir, prompt_id),
     )
 
 
@@ -219,12 +219,11 @@ def _texts(run_dir: Path) -> TokenTexts | None:
         return None  # the settings, which say where the tokenizer is, cannot be read
 
 
-def _record(run_dir: Path, prompt_id: str) -> str:
-    try:
-        source = f"in prompts.source = {run_config(run_dir).prompts.source}"
-    except HeadraceError:
-        source = "where the prompts came from"
-    return f"The expected answer and other fields of the prompt are not in the ledger: see {prompt_id} {source}."
+def _fields(run_dir: Path, prompt_id: str) -> list[tuple[str, str]]:
+    """The prompt's fields, the expected answer among them; none in ledgers of earlier versions."""
+    with Ledger.open(run_dir) as ledger:
+        found = ledger.prompt(prompt_id).get("fields", {})
+    return [(name, str(value)) for name, value in found.items()]
 
 
 def _no_group(connection: sqlite3.Connection, run_dir: Path, serial: int) -> str:

@@ -116,7 +116,7 @@ def _answer(read: Answer, start: int, here: Any) -> None:
     found, texts = read.found, read.texts
     with page.card("What became of it"):
         page.facts(show.trajectory_facts(found).items())
-    _prompt(prompt_text(found, texts), read.record)
+    _prompt(prompt_text(found, texts), read.fields)
     if found.whole is None:
         with page.card("Answer"):
             page.message(show.why_no_tokens(found))
@@ -145,10 +145,10 @@ def _answer(read: Answer, start: int, here: Any) -> None:
         page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
 
 
-def _prompt(text: str | None, record: str) -> None:
-    with page.card("Prompt", "What the policy was given."):
+def _prompt(text: str | None, fields: Sequence[tuple[str, str]]) -> None:
+    with page.card("Prompt", "What the policy was given, and the other fields of its record: the reward sees them."):
         ui.label(printable(text) if text else "(not kept)").classes("written")
-        ui.label(printable(record)).classes("says")
+        page.facts([(printable(name), printable(value)) for name, value in fields])
 
 
 async def group(site: Site, name: str) -> None:
@@ -162,7 +162,7 @@ async def group(site: Site, name: str) -> None:
             for text, other in (("← newer group", read.newer), ("older group →", read.older)):
                 if other is not None:
                     ui.link(text, address("run", name, "group", serial=other))
-        _prompt(read.prompt, read.record)
+        _prompt(read.prompt, read.fields)
         _side_by_side(name, read)
 
 
