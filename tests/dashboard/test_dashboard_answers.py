@@ -9,7 +9,7 @@ from tiny_runs import select
 
 from headrace.dashboard import answers as module
 from headrace.dashboard.answers import Wanted, read_answer, read_group, read_page
-from headrace.runs.facts import NotThereError
+from headrace.runs.facts import UnknownNameError
 from headrace.runs.show import TokenTexts, TrajectoryDetails, prompt_ids, tokens, trajectory_facts, why_no_tokens
 from headrace.types import Trajectory
 
@@ -97,7 +97,7 @@ def test_filters_are_read_from_an_address(real_run: Path):
         state="dropped", step=3, least=0.5
     )
     for wrong in ({"step": "three"}, {"least": "nan"}, {"step": "9" * 30}):
-        with pytest.raises(NotThereError, match="in the address"):
+        with pytest.raises(UnknownNameError, match="in the address"):
             Wanted.of(wrong)
 
 
@@ -134,5 +134,5 @@ def test_a_group_shows_all_answers_to_one_prompt(real_run: Path, state: str):
 
 
 def test_a_group_that_is_not_there_is_said_to_be_missing(real_run: Path):
-    with pytest.raises(NotThereError, match="There is no group 99999 in real: they go from 0 to"):
+    with pytest.raises(UnknownNameError, match="There is no group 99999 in real: they go from 0 to"):
         read_group(real_run, 99_999)

@@ -6,25 +6,18 @@ import json
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.dashboard.books import looking_into
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.ledger import Ledger
+from headrace.runs import show
 from headrace.runs.columns import one
-from headrace.runs.facts import NotThereError
+from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import count
-from headrace.runs.show import (
-    TokenTexts,
-    TrajectoryDetails,
-    prompt_ids,
-    read_texts,
-    read_trajectory,
-    token_texts,
-    why_dropped,
-)
+from headrace.runs.show import TokenTexts, TrajectoryDetails
 
 PAGE_SIZE = 25
 PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by", "text")
@@ -61,9 +54,6 @@ class Wanted:
         }
         return {text: value for text, value in found.items() if value is not None}
 
-    def address(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def number(query: Mapping[str, str], name: str, kind: type = int) -> Any:
     """The number that an address gives as `name`, if it does."""
@@ -71,9 +61,9 @@ def number(query: Mapping[str, str], name: str, kind: type = int) -> Any:
     try:
         value = None if text is None else kind(text)
     except ValueError:
-        raise NotThereError(f"{name}={text} in the address is not a number.") from None
+        raise UnknownNameError(f"{name}={text} in the address is not a number.") from None
     if value is not None and not (math.isfinite(value) and abs(value) < 2**63):
-        raise NotThereError(f"{name}={text} in the address is out of range.")
+        raise UnknownNameError(f"{name}={text} in the address is out of range.")
     return value
 
 
@@ -112,10 +102,9 @@ class GroupAnswers:
 
 def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer: int | None = None) -> Page:
     """Those before the place `older`, or after the place `newer`, or the newest."""
-    given = wanted.conditions() | {
-        text: place for text, place in {"rowid < ?": older, "rowid > ?": newer}.items() if place is not None
-    }
-    backwards = newer is not None
+    given, backwards = wanted.conditions(), newer is not None
+    if older is not None or backwards:
+        given |= {"rowid > ?": newer} if backwards else {"rowid < ?": older}
     query = (
         f"SELECT {_COLUMNS} FROM trajectories WHERE {' AND '.join(given) or '1'} "
         f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
@@ -123,7 +112,7 @@ def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer:
     with looking_into(run_dir) as connection:
         found = connection.execute(query, tuple(given.values())).fetchall()
         more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
-        texts = read_texts(connection, [line[1] for line in found])
+        texts = show.read_texts(connection, [line[1] for line in found])
     found = found[::-1] if backwards else found
     rows = []
     for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
@@ -142,7 +131,7 @@ def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer:
 def read_answer(run_dir: Path, id: str, wanted: Wanted | None = None) -> Answer:
     """One trajectory; its neighbours are those among the `wanted`."""
     with looking_into(run_dir) as connection:
-        found = read_trajectory(run_dir, id)
+        found = show.read_trajectory(run_dir, id)
         place = one(connection, "SELECT rowid FROM trajectories WHERE id = ?", id)
         given = (wanted or Wanted()).conditions()
         among = "".join(f" AND {text}" for text in given)
@@ -150,9 +139,8 @@ def read_answer(run_dir: Path, id: str, wanted: Wanted | None = None) -> Answer:
             one(connection, f"SELECT id FROM trajectories WHERE rowid {side}", place, *given.values())
             for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
         ]
-    return Answer(
-        found=found, texts=_texts(run_dir), newer=sides[0], older=sides[1], fields=_fields(run_dir, found.prompt_id)
-    )
+    fields = _fields(run_dir, found.prompt_id)
+    return Answer(found=found, texts=_texts(run_dir), newer=sides[0], older=sides[1], fields=fields)
 
 
 def read_group(run_dir: Path, serial: int) -> GroupAnswers:
@@ -163,8 +151,8 @@ def read_group(run_dir: Path, serial: int) -> GroupAnswers:
     with looking_into(run_dir) as connection:
         found = connection.execute(query, (serial,)).fetchall()
         if not found:
-            raise NotThereError(_no_group(connection, run_dir, serial))
-        said = read_texts(connection, [line[0] for line in found])
+            raise UnknownNameError(_no_group(connection, run_dir, serial))
+        said = show.read_texts(connection, [line[0] for line in found])
         newer = one(connection, "SELECT MIN(serial) FROM trajectories WHERE serial > ?", serial)
         older = one(connection, "SELECT MAX(serial) FROM trajectories WHERE serial < ?", serial)
         prompt = _prompt(run_dir, next(iter(said), None))
@@ -184,7 +172,7 @@ def read_group(run_dir: Path, serial: int) -> GroupAnswers:
 def prompt_text(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | None:
     if answer.whole is None:
         return None
-    given = prompt_ids(answer.whole)[-MOST_PROMPT_TOKENS:]
+    given = show.prompt_ids(answer.whole)[-MOST_PROMPT_TOKENS:]
     return texts.text(given) if texts else " ".join(map(str, given))
 
 
@@ -197,7 +185,7 @@ def _facts(line: Sequence[Any], several_attempts: bool) -> list[tuple[str, str]]
     ]
     facts += [("ended by", finish or "-"), ("length", count(num_tokens, "token"))]
     fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
-    facts.append(("fate", f"{fate}: {why_dropped(reason)}" if reason else fate))
+    facts.append(("fate", f"{fate}: {show.why_dropped(reason)}" if reason else fate))
     return [*facts, ("attempt", str(attempt))] if several_attempts else facts
 
 
@@ -207,14 +195,14 @@ def _parts(text: str) -> list[tuple[str, float]]:
 
 def _prompt(run_dir: Path, id: str | None) -> str | None:
     try:
-        return None if id is None else prompt_text(read_trajectory(run_dir, id), _texts(run_dir))
+        return None if id is None else prompt_text(show.read_trajectory(run_dir, id), _texts(run_dir))
     except RunError:
         return None  # its tokens are damaged
 
 
 def _texts(run_dir: Path) -> TokenTexts | None:
     try:
-        return token_texts(run_dir)
+        return show.token_texts(run_dir)
     except HeadraceError:
         return None  # the settings, which say where the tokenizer is, cannot be read
 

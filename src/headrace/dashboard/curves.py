@@ -40,6 +40,11 @@ class Curve:
     held_out: bool = False  # add the scores on held-out prompts
     only_busy: bool = False  # leave out what is zero throughout
 
+    def first(self, series: Series, look: Look) -> Points:
+        """Its first line alone."""
+        column, _, scale = next(iter(self.lines.values()))
+        return along(series, column, look, scale)
+
     def drawn(self, series: Series, look: Look = LOOK, facts: RunFacts | None = None) -> tuple[Options, str]:
         """A chart of what there is, and a sentence on its points; before the first row, only that."""
         if not series.last_step:

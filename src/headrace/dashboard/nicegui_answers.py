@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from nicegui import run as threads
 from nicegui import ui
 
+from headrace.dashboard import answers
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.answers import (
-    PAGE_COLUMNS,
-    Answer,
-    GroupAnswers,
-    Page,
-    Wanted,
-    number,
-    prompt_text,
-    read_answer,
-    read_group,
-    read_page,
-)
+from headrace.dashboard.answers import PAGE_COLUMNS, Answer, GroupAnswers, Page, Wanted, number, prompt_text
 from headrace.dashboard.books import read_accounts
 from headrace.dashboard.site import Site, address
 from headrace.ledger.ledger import Books
 from headrace.runs import show
-from headrace.runs.facts import NotThereError
+from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import printable
 from headrace.runs.show import Token
 
@@ -43,7 +34,7 @@ async def trajectories(site: Site, name: str) -> None:
     older, newer = number(_query(), "older"), number(_query(), "newer")
 
     def there(**changes: Any) -> str:
-        return address("run", name, "trajectories", **wanted.address() | changes)
+        return address("run", name, "trajectories", **asdict(wanted) | changes)
 
     def draw(read: tuple[Books, Page]) -> None:
         held, found = read
@@ -54,7 +45,7 @@ async def trajectories(site: Site, name: str) -> None:
             columns=PAGE_COLUMNS,
             rows=found.rows,
             numeric={1, 2, 4, 5},
-            links=[address("run", name, "trajectory", id=row[0], **wanted.address()) for row in found.rows],
+            links=[address("run", name, "trajectory", id=row[0], **asdict(wanted)) for row in found.rows],
             wide={2, 4, 5, 6},
             instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
         )
@@ -68,7 +59,9 @@ async def trajectories(site: Site, name: str) -> None:
 
     with page.frame(name):
         page.run_views(name, "trajectories")
-        shown = page.panel(lambda: (read_accounts(path), read_page(path, wanted, older=older, newer=newer)), draw)
+        shown = page.panel(
+            lambda: (read_accounts(path), answers.read_page(path, wanted, older=older, newer=newer)), draw
+        )
         await shown.refresh()  # not followed: a list that moves is hard to click
 
 
@@ -97,11 +90,11 @@ async def trajectory(site: Site, name: str) -> None:
     path, wanted, start = site.run(name).path, Wanted.of(_query()), number(_query(), "start") or 0
     id = _query().get("id")
     if not id:
-        raise NotThereError("The address names no answer: it ends with trajectory?id=... of one.")
-    read = await threads.io_bound(read_answer, path, id, wanted)
+        raise UnknownNameError("The address names no answer: it ends with trajectory?id=... of one.")
+    read = await threads.io_bound(answers.read_answer, path, id, wanted)
     with page.frame(f"Answer {id}", f"of run {name}"):
         page.run_views(name, "trajectories")
-        here = partial(address, "run", name, "trajectory", **wanted.address())
+        here = partial(address, "run", name, "trajectory", **asdict(wanted))
         with ui.element("div").classes("line"):
             if read.newer:
                 ui.link("← newer answer", here(id=read.newer))
@@ -154,8 +147,8 @@ def _prompt(text: str | None, fields: Sequence[tuple[str, str]]) -> None:
 async def group(site: Site, name: str) -> None:
     path, serial = site.run(name).path, number(_query(), "serial")
     if serial is None:
-        raise NotThereError("The address names no group: it ends with group?serial=... of one.")
-    read = await threads.io_bound(read_group, path, serial)
+        raise UnknownNameError("The address names no group: it ends with group?serial=... of one.")
+    read = await threads.io_bound(answers.read_group, path, serial)
     with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}"):
         page.run_views(name, "trajectories")
         with ui.element("div").classes("line"):

@@ -10,7 +10,7 @@ from nicegui import ui
 from headrace.config_file import changed, explain
 from headrace.dashboard import charts
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.curves import Curve, Look, along, colour_of, metric_curves
+from headrace.dashboard.curves import GOODPUT, Curve, Look, colour_of, metric_curves
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import ConfigError, RunError
 from headrace.ledger.files import run_config
@@ -19,12 +19,7 @@ from headrace.runs.report import duration, percent
 from headrace.runs.show import scores
 
 MAIN = "the main ones"
-_MAIN_COLUMNS = {  # by title, what the axis says and the column
-    "Reward": ("mean reward", "reward_mean"),
-    "Goodput": ("trained tokens per second", "goodput"),
-    "Step time": ("seconds per step", "wall_s"),
-    "Lag": ("mean lag of trained tokens", "lag_mean"),
-}
+_MAIN_TITLES = ("Reward mean", "Wall", "Lag mean")
 
 
 async def compare(site: Site) -> None:
@@ -65,20 +60,16 @@ def _choices(names: list[str], chosen: list[str], group: str) -> None:
 
 
 def _curves(group: str) -> list[Curve]:
-    if group != MAIN and group in (groups := metric_curves()):
-        return groups[group]
-    return [
-        Curve(title=title, says="", y=y, lines={title: (column, "", 1)}, low=None)
-        for title, (y, column) in _MAIN_COLUMNS.items()
-    ]
+    groups = metric_curves()
+    every = [curve for curves in groups.values() for curve in curves]
+    main = [curve for curve in every if curve.title in _MAIN_TITLES]
+    return groups.get(group, [*main, GOODPUT])
 
 
 def _over_each_other(chosen: list[LiveRun], curve: Curve, look: Callable[[], Look]) -> page.Panel:
     def read() -> tuple[charts.Options, str]:
-        ((column, _, scale),) = curve.lines.values()
         curves = {
-            live.name: (along(live.series(), column, look(), scale), colour_of(place))
-            for place, live in enumerate(chosen)
+            live.name: (curve.first(live.series(), look()), colour_of(place)) for place, live in enumerate(chosen)
         }
         if not any(y for points, _ in curves.values() for _, y in points):
             return {}, "It was 0, or not measured, in all of these runs."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +29,7 @@ from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 from headrace.insight.planner import plan as work_out
 from headrace.insight.reports import plan_report, triage_report
 from headrace.insight.triage import TypedTriage, triage_typed
-from headrace.runs.facts import NotThereError, RunFacts
+from headrace.runs.facts import RunFacts, UnknownNameError
 from headrace.runs.report import Report, Section, printable
 from headrace.runs.show import RUN_COLUMNS, drawn_rewards, run_row
 from headrace.types import STAGES, StageTimes
@@ -104,7 +103,7 @@ def _clearly(site: Site, build: Builder) -> Builder:
     async def built(**given: Any) -> None:
         try:
             await build(**given)
-        except NotThereError as error:
+        except UnknownNameError as error:
             await _not_there(site, str(error))
         except HeadraceError as error:
             with page.frame("Nothing to show"):
@@ -122,14 +121,11 @@ async def _not_there(site: Site, why: str) -> None:
         page.message(why)
         with page.card("What there is"), ui.element("ul"):
             names = [facts.path.name for facts in found[:MOST_NAMED]]
-            places = {"Runs": "/", "Compare": "/compare", "Plan": "/plan"}
+            places = {f"all {len(found):,} runs": "/", "compare": "/compare", "plan": "/plan"}
             places |= {f"run {name}": address("run", name, "overview") for name in names}
             for text, target in places.items():
                 with ui.element("li"):
                     ui.link(printable(text), target)
-            if len(found) > MOST_NAMED:
-                with ui.element("li"):
-                    ui.label(f"and {len(found) - MOST_NAMED:,} more runs")
 
 
 def _no_such_page(site: Site) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -178,7 +174,7 @@ def _runs(found: list[RunFacts]) -> page.Listing:
         sort_by={
             3: [facts.rewards[-1] if facts.rewards else None for facts in found],
             4: [facts.score_after if facts.score_after is not None else facts.score_before for facts in found],
-            7: [round(time.time() - facts.written.timestamp()) for facts in found],
+            7: [-facts.written.timestamp() for facts in found],
         },
         below=Section(title="Cannot be read", facts=problems) if problems else None,
         instead="There is no run here yet. `headrace train` makes one.",

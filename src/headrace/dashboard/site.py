@@ -18,7 +18,7 @@ from headrace.insight.equation import ADVICE
 from headrace.insight.triage import Triage, triage
 from headrace.ledger.files import is_run, read_summary, run_config
 from headrace.ledger.ledger import Books, Ledger
-from headrace.runs.facts import Known, NotThereError, RunFacts, RunState, read_run, read_runs
+from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs
 from headrace.runs.report import Section, dollars, duration, percent, short
 from headrace.runs.show import history, scores
 from headrace.user_code import load_optional
@@ -221,7 +221,7 @@ class Site:
         """The run of this name. A name is one part of a path, so it cannot lead out of the directory."""
         path = self.root if name == self.root.name and self.is_one_run else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
-            raise NotThereError(f"There is no run {name!r} in {self.root}.")
+            raise UnknownNameError(f"There is no run {name!r} in {self.root}.")
         return self._runs.setdefault(name, LiveRun(path))
 
     def measured(self, name: str = "") -> LiveRun:

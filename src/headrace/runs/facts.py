@@ -21,7 +21,7 @@ _WRITTEN = (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY)
 MOST_REWARDS = 40  # of a run's curve in a list
 
 
-class NotThereError(RunError):
+class UnknownNameError(RunError):
     """What was asked for does not exist: a run, a trajectory, a group."""
 
 

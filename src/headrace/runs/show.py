@@ -23,7 +23,7 @@ from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Amount, Books
 from headrace.ledger.schema import DROPPED
 from headrace.runs.columns import reading
-from headrace.runs.facts import NotThereError, RunFacts, RunState
+from headrace.runs.facts import RunFacts, RunState, UnknownNameError
 from headrace.runs.report import Section, Table, ago, count, short
 from headrace.types import Span, Trajectory
 
@@ -270,7 +270,7 @@ def read_trajectory(run_dir: Path, id: str) -> TrajectoryDetails:
         query = f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?"
         found = connection.execute(query, (id,)).fetchone()
         if found is None:
-            raise NotThereError(_unknown(connection, run_dir, id))
+            raise UnknownNameError(_unknown(connection, run_dir, id))
         query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
         moves = connection.execute(query, (id,)).fetchall()
         try:
