@@ -513,6 +513,40 @@ def test_the_plan_answers_what_is_typed_and_says_what_is_wrong_beside_it(browser
     tab.close()
 
 
+CLOSED = """
+import asyncio, threading
+from nicegui import Client, ui
+from headrace.dashboard.nicegui_elements import Panel
+
+async def main():
+    shown, begun, go_on = [], asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    def read():
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(10)
+        return "what was read"
+    with Client(ui.page("")):
+        panel = Panel(read, shown.append)
+        go_on.set()
+        await panel.refresh()
+        go_on.clear()
+        begun.clear()
+        looking = asyncio.create_task(panel.refresh())
+    await begun.wait()
+    looking.cancel()  # as NiceGUI does when a page is closed
+    await asyncio.gather(looking, return_exceptions=True)
+    go_on.set()
+    print(shown)
+
+asyncio.run(main())
+"""
+
+
+def test_a_page_that_is_closed_while_it_is_read_shows_nothing():
+    done = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.stdout.strip(), done.returncode) == ("['what was read']", 0), done.stderr
+
+
 def test_a_long_run_is_on_the_screen_soon(browser: Any, server: Server):
     tab = Tab(browser, server)
     tab.open("/plan", "svg")  # a browser that has been here before

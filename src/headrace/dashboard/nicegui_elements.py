@@ -149,6 +149,8 @@ class Panel:
             self._message.set_visibility(bool(problem))
         if self._box is not None:
             self._box.set_visibility(not problem)
+        if not problem and found is None:  # it was cancelled: nobody looks at the page any more
+            return
         if not problem and found != self._found:
             self._found = found
             self._show(found)
