@@ -283,13 +283,18 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
     run_dir = place.run_dir
     summary = _Summary(loop, await _before(place, loop, watcher))
     watcher.phase("training")
+    stopped = ""
     try:
         await _interruptible(loop)
+        stopped = "it was interrupted" if loop.ending.asked else ""
+    except Exception as error:
+        stopped = str(error)
+        raise
     finally:  # however training ended, its weights are kept; of a hung run they may be half updated
         if not watchdog.hung and not place.ranks.lost:
             with _writing(run_dir / WEIGHTS):
                 await place.device.run(place.ranks.save, run_dir / WEIGHTS)
-        summary.write(finished=False, after=None)
+        summary.write(finished=False, after=None, stopped=stopped)
     if loop.ending.asked:
         return summary.content
     if loop.ending.early:
@@ -348,9 +353,10 @@ class _Summary:
         self.content: dict[str, Any] = {}
         self._loop, self._before, self._run_dir = loop, before, loop.stages.ledger.run_dir
 
-    def write(self, *, finished: bool, after: float | None) -> dict[str, Any]:
-        """Write the file; returns its content."""
-        known = {"run_dir": str(self._run_dir), "finished": finished, **self._before, "score_after": after}
+    def write(self, *, finished: bool, after: float | None, stopped: str = "") -> dict[str, Any]:
+        """Write the file; returns its content. `stopped` is why an unfinished run trains no more."""
+        known = {"run_dir": str(self._run_dir), "finished": finished, "stopped": stopped}
+        known |= {**self._before, "score_after": after}
         self.content = known | self._totals()
         with _writing(self._run_dir / SUMMARY):
             (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")

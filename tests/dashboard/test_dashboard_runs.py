@@ -13,6 +13,7 @@ from tiny_runs import Workshop, select
 from headrace import api
 from headrace.config_file import dump
 from headrace.dashboard.site import Site
+from headrace.errors import StalledError
 from headrace.ledger.database import claimed
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart, insert
@@ -69,6 +70,14 @@ def test_a_run_tells_what_went_wrong(workshop: Workshop):
     assert "reward_error; the first: " in told["reward failures"]
     assert told["reward failures"].rsplit(": ", 1)[1]
     assert told["skipped steps"] == told["restarts"] == "none"
+
+
+def test_a_run_that_could_not_go_on_says_why(workshop: Workshop):
+    with pytest.raises(StalledError) as stopped:
+        api.train(workshop.config("dull", "buffer.patience=1", reward="constant"))
+    told = dict(Site(workshop.directory).run("dull").history().facts)
+    assert told["because"] == str(stopped.value)
+    assert told["state"].startswith("stopped after step 0 of 3")
 
 
 def test_restarts_and_skipped_steps_are_told(real_run: Path, tmp_path: Path):

@@ -16,7 +16,7 @@ from headrace.dashboard.site import serve
 from headrace.errors import RunError
 from headrace.insight.equation import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
-from headrace.ledger.files import run_config
+from headrace.ledger.files import read_summary, run_config
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.ledger.origin import Change, changes
 from headrace.row import Row
@@ -96,6 +96,7 @@ def show_run(paper: Paper, run_dir: Path) -> None:
     paper.line(str(run_dir), style="bold")
     told = {
         "state": shown.standing(facts),
+        "because": shown.why_it_ended(facts, read_summary(run_dir)),
         "set": "  ".join(settings) or "every setting is at its default",
         "held-out": shown.scores(facts, paper.drawn(" → ")),
         "checkpoints": f"of {steps}" if steps else "none",

@@ -204,7 +204,7 @@ def history(
     shown = ", ".join(map(str, skipped[:_SKIPPED])) + (", ..." if len(skipped) > _SKIPPED else "")
     told = [
         ("state", standing(facts)),
-        ("because", _why_it_ended(facts, summary)),
+        ("because", why_it_ended(facts, summary)),
         ("reward failures", f"{failed}; the first: {first}" if failed else "none"),
         ("skipped steps", f"{len(skipped)}: {shown}; the gradient was not finite" if skipped else "none"),
         ("restarts", str(len(restarts) or "none")),
@@ -213,14 +213,13 @@ def history(
     return Section(facts=tuple(told), tables=tables)
 
 
-def _why_it_ended(facts: RunFacts, summary: Mapping[str, Any]) -> str:
+def why_it_ended(facts: RunFacts, summary: Mapping[str, Any]) -> str:
     if facts.state is RunState.RUNNING:
         return "a process is training it"
     if facts.state is RunState.FINISHED:
-        early = facts.steps < facts.wanted_steps
-        return "the reward reached loop.target_reward" if early else "all its steps are done"
-    if summary.get("steps") == facts.steps:  # written when training ends, however it does
-        return "it was interrupted, or a stage failed: the terminal of its process says which"
+        return str(summary.get("ended_early") or "all its steps are done")
+    if summary.get("stopped"):  # written when training ends, however it does
+        return str(summary["stopped"])
     return "its process ended without a word: it was killed, or the machine stopped"
 
 
