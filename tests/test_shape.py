@@ -26,22 +26,22 @@ MAX_CORE_LINES, MAX_LENS_LINES = 19_500, 8_500
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 2_800,
-    "buffer": 380,
+    "(files)": 2_770,
+    "buffer": 350,
     "kernels": 1_130,
-    "learner": 1_195,
-    "ledger": 1_650,
-    "loop": 1_530,
-    "place": 1_580,
+    "learner": 1_210,
+    "ledger": 1_610,
+    "loop": 1_520,
+    "place": 1_560,
     "policy": 2_050,
-    "prompts": 680,
+    "prompts": 675,
     "publish": 1_185,
-    "reward": 1_230,
+    "reward": 1_280,
     "rollout": 2_240,
-    "cli": 1_350,
-    "dashboard": 2_450,
-    "insight": 3_400,
-    "runs": 1_150,
+    "cli": 1_240,
+    "dashboard": 2_460,
+    "insight": 3_380,
+    "runs": 1_100,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 
