@@ -189,6 +189,7 @@ def test_audit_of_a_file_that_is_no_database(trained: tuple[Path, Result], tmp_p
 
 
 def command(*words: str) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     app(list(words))
 
 

@@ -398,7 +398,8 @@ async def _interruptible(loop: Loop) -> None:
     """Run the loop so that Ctrl-C, or a cluster's SIGTERM, interrupts it in an orderly way."""
     events = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOPPING}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # by nohup: it is to go on
+        del before[signal.SIGHUP]
     _TRAINING[events] = loop
     with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
         for number in before:

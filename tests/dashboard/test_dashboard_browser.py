@@ -480,13 +480,13 @@ def test_the_plan_follows_its_sliders(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")
     text = text_of(page)
-    assert "generation: decoding takes most of the step" in text
+    assert "rollout: decoding takes most of the step" in text
     assert re.search(r"as it is\s+34 s", text)
     assert "rollout in half the time" in text
     slider = page.get_by_role("slider", name="train")
     box = slider.bounding_box()
     slider.click(position={"x": box["width"] - 2, "y": box["height"] / 2})
-    page.wait_for_function(says("learner: the gradient takes most of the step"))
+    page.wait_for_function(says("train: the gradient takes most of the step"))
     tab.close()
 
 

@@ -119,5 +119,5 @@ def test_a_missing_library_is_named_with_its_remedy(tmp_path, monkeypatch, libra
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"headrace.ledger.sink_{library}", raising=False)
-    with pytest.raises(MissingExtraError, match=rf"headrace\[{library}\]"):
+    with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{library}\]'"):
         open_sinks(LedgerSection(sinks=("jsonl", library)), tmp_path, {})

@@ -119,8 +119,8 @@ def test_in_turns_on_the_same_devices(workshop: Workshop, local_run: Path):
 def test_a_run_goes_on_elsewhere(workshop: Workshop, local_run: Path):
     """Begun in one process, it ends on a cluster, with two ranks that have its one checkpoint."""
     run_dir = begun_here(workshop, "moved-there", stop_at=2)
-    with pytest.raises(RunError, match=r"learner.lr=1: a run that goes on keeps its settings"):
-        api.resume(run_dir, overrides=["learner.lr=1"])
+    with pytest.raises(RunError, match=r"run.seed=1: that cannot change in the middle of a run"):
+        api.resume(run_dir, overrides=["run.seed=1"])
     assert api.resume(run_dir, overrides=[*ON_RAY, DISK])["finished"]
     assert audit(run_dir) == []
     assert run_config(run_dir).learner.ranks == 2

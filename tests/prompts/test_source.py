@@ -288,7 +288,7 @@ def test_missing_library(tmp_path, monkeypatch, spec, library, extra, module):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, f"headrace.prompts.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingExtraError, match=rf"{library} is not installed.*headrace\[{extra}\]"):
+    with pytest.raises(MissingExtraError, match=rf"{library} is not installed.*pip install -e '\.\[{extra}\]'"):
         opened(spec)
 
 

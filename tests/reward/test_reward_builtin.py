@@ -99,5 +99,5 @@ def test_an_expected_answer_without_mathematics_is_an_error() -> None:
 def test_a_missing_library_names_the_extra(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"headrace.reward.builtin_{module}", raising=False)
-    with pytest.raises(MissingExtraError, match=r"headrace\[tasks\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[tasks\]'"):
         resolve(name)

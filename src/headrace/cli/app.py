@@ -115,7 +115,7 @@ def prepare_process() -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            if number is signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
 
 

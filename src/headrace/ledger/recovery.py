@@ -36,7 +36,8 @@ class Recovery:
 
     def trajectories(self, serial: int, attempt: int) -> list[Trajectory]:
         """The trajectories of an attempt that reached the buffer, with their tokens."""
-        where = "t.serial = ? AND t.attempt = ?"
+        came = "SELECT 1 FROM transfers x WHERE x.trajectory_id = t.id AND x.debit = 'in_flight'"
+        where = f"t.serial = ? AND t.attempt = ? AND EXISTS ({came} AND x.credit = 'buffered')"
         return read_trajectories(self._ledger.connection, where, (serial, attempt))
 
     def partials(self, serial: int) -> dict[int, Trajectory]:

@@ -338,8 +338,7 @@ def _fate(found: TrajectoryDetails) -> str:
 
 
 def why_no_tokens(found: TrajectoryDetails) -> str:
-    pruned = "buffered" in found.times_s
-    why = "this old (recovery.journal_steps)" if pruned else "that never reached the buffer"
+    why = "this old (recovery.journal_steps)" if found.finish else "that did not come to its end"
     return f"No tokens are kept of a trajectory {why}."
 
 
