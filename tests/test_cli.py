@@ -234,6 +234,24 @@ def test_a_signal_ends_a_run_cleanly_and_it_can_be_resumed(workshop: Workshop, n
     assert audit(run) == []
 
 
+def test_control_c_before_the_first_checkpoint_leaves_nothing_behind(tmp_path: Path):
+    run, log, until_s = tmp_path / "run", tmp_path / "log", time.monotonic() + DEADLINE_S
+    process = forked.start(log, command, "train", f"run.dir={run}", "warmstart.steps=100000", "model.threads=1")
+    try:
+        while not log.exists() or "warm start" not in log.read_text():
+            assert process.exitcode is None, log.read_text()
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(DEADLINE_S)
+    finally:
+        process.kill()
+    assert process.exitcode == 130, log.read_text()
+    assert "interrupted; there was no checkpoint yet" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert not run.exists()
+
+
 @pytest.mark.parametrize("interrupt", ["SIG_IGN", "default_int_handler"])  # scripts ignore it for background jobs
 def test_sigterm_is_control_c_in_every_part_of_a_command(interrupt: str):
     code = (

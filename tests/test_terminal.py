@@ -14,6 +14,7 @@ from headrace.row import Row
 from headrace.types import STAGES, StageTimes
 
 SUMMARY: dict[str, Any] = {
+    "run_dir": "runs/x",
     "score_before": 0.148,
     "score_after": 0.836,
     "wall_s": 84.3,
@@ -151,6 +152,7 @@ def test_summary_tells_the_whole_story():
 def test_summary_of_a_run_that_did_nothing():
     shown, text = terminal()
     nothing = SUMMARY | {
+        "run_dir": "elsewhere",
         "score_after": None,
         "wall_s": 0.0,
         "generated_tokens": 0,
@@ -158,7 +160,7 @@ def test_summary_of_a_run_that_did_nothing():
         "dropped_tokens": {},
         "stage_s": {},
     }
-    shown.summary(nothing, run_dir="elsewhere")
+    shown.summary(nothing)
     assert "(no steps)" in text()
     assert "held-out score  0.148" in text()
     assert "headrace audit elsewhere" in text()

@@ -13,7 +13,7 @@ from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.journal import row_from_json, row_to_json
 from headrace.ledger.sinks import open_sinks, scalars
-from headrace.row import ROW_METRICS, Row
+from headrace.row import ROW_METRICS, Row, Sample
 
 
 def test_scalars_of_a_row(make_row):
@@ -78,13 +78,16 @@ def test_tensorboard_file_is_read_back(tmp_path, make_row):
     (sink,) = open_sinks(LedgerSection(sinks=("tensorboard",)), tmp_path, {"run": {"seed": 7}})
     sink.write(make_row(1, reward_mean=0.5))
     sink.write(make_row(2, reward_mean=0.75, loss=math.nan))
+    sink.sample(SAMPLE)
     sink.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
-    found, config = {}, ""
+    found, config, sample = {}, "", ""
     for event in EventFileLoader(str(path)).Load():
         for value in event.summary.value:
             if value.tag == "config/text_summary":
                 config = value.tensor.string_val[0].decode()
+            elif value.tag == "sample/text_summary":
+                sample = value.tensor.string_val[0].decode()
             else:
                 found[event.step, value.tag] = value.tensor.float_val[0]
     assert found[1, "reward/mean"] == 0.5
@@ -92,25 +95,33 @@ def test_tensorboard_file_is_read_back(tmp_path, make_row):
     assert math.isnan(found[2, "learner/loss"])
     assert {tag for step, tag in found if step == 1} == set(scalars(make_row(1)))
     assert '"seed": 7' in config
+    assert "    prompt\n    1+1=" in sample
 
 
-def test_wandb_gets_project_config_and_rows(tmp_path, make_row, monkeypatch):
+SAMPLE = Sample(step=4, prompt="1+1=", answer="<b>3", reward=0.5, fate="dropped: no_signal")
+
+
+def test_wandb_gets_project_config_rows_and_samples(tmp_path, make_row, monkeypatch):
     calls = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append(("log", step, values)), finish=lambda: calls.append(("finish",))
     )
     fake = types.ModuleType("wandb")
     fake.init = lambda **options: calls.append(("init", options)) or run
+    fake.Html = lambda text, inject: text
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb", raising=False)
     for _ in range(2):  # as a run and its restart do
         (sink,) = open_sinks(LedgerSection(sinks=("wandb",), wandb_project="mine"), tmp_path, {"a": 1})
+        sink.sample(SAMPLE)
         sink.write(make_row(4))
         sink.close()
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb")
     id = calls[0][1]["id"]
     where = {"project": "mine", "name": tmp_path.name, "dir": str(tmp_path), "id": id, "resume": "allow"}
-    assert calls == [("init", where | {"config": {"a": 1}}), ("log", 4, scalars(make_row(4))), ("finish",)] * 2
+    sample = "<pre>reward 0.5, dropped: no_signal\n\nprompt\n1+1=\n\nanswer\n&lt;b&gt;3</pre>"
+    logged = [("log", 4, {"sample": sample}), ("log", 4, scalars(make_row(4)))]
+    assert calls == [("init", where | {"config": {"a": 1}}), *logged, ("finish",)] * 2
 
 
 @pytest.mark.parametrize("library", ["wandb", "tensorboard"])

@@ -60,7 +60,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._steps = 0
         self._rows: list[Row] = []
         self._score: float | None = None
-        self._run_dir: Path | str = ""
+        self.run_dir: Path | None = None
         self._config = Config()
         self._bar: _ProgressLine | None = None
         self._quarter = 0
@@ -74,7 +74,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             self._bar.stop()
         self._bar, self._quarter = None, 0
 
-    def header(self, config: Config, run_dir: Path | str, facts: Mapping[str, str]) -> None:
+    def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         self._started_s = self._clock()
         self._run_dir, self._steps, self._config = run_dir, config.loop.steps, config
         loop = config.loop
@@ -125,15 +125,13 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         for line in rest:  # of a traceback
             self.paper.line(line)
 
-    def summary(
-        self, summary: Mapping[str, Any], *, run_dir: Path | str | None = None, rows: Sequence[Row] | None = None
-    ) -> None:
+    def summary(self, summary: Mapping[str, Any], *, rows: Sequence[Row] | None = None) -> None:
         """How the run went: its summary.json, with the curve of the rows shown so far, or of `rows`."""
         self.close()
         self._show_curve(summary, self._rows if rows is None else rows)
         self._show_stages(summary)
         self._show_tokens(summary)
-        self._show_run(summary, self._run_dir if run_dir is None else run_dir)
+        self._show_run(summary)
 
     def _lines(self, text: str) -> list[str]:
         """The lines of what may come from user code, in characters that the terminal has."""
@@ -221,15 +219,15 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         digits, whole = len(f"{generated:,}"), max(generated, 1)
         self.paper.facts((name, f"{num:>{digits},}  {num / whole:>6.1%}") for name, num in lines.items())
 
-    def _show_run(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
-        lag = int(summary["max_lag_seen"])
+    def _show_run(self, summary: Mapping[str, Any]) -> None:
+        lag, run_dir = int(summary["max_lag_seen"]), summary["run_dir"]
         on_average = f"{summary['mean_lag_seen']:.1f} on average, " if lag else ""
         facts = {
             "goodput": f"{summary['goodput_tokens_per_s']:,.0f} trained tokens per second",
             "steps": f"{summary['steps']}, up to policy version {summary['version']}",
             "lag": f"{on_average}at most {count(lag, 'version')} between sampling and training",
             "took": duration(float(summary["wall_s"])),
-            "kept in": str(run_dir),
+            "kept in": run_dir,
         }
         if summary.get("best_step"):
             facts["best"] = f"held-out score {summary['best_score']:.3f} at step {summary['best_step']}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -16,6 +18,7 @@ from headrace.cli.live import LiveDisplay
 from headrace.cli.plot_svg import write_plot
 from headrace.config_file import explain, to_toml
 from headrace.errors import ConfigError
+from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import scale as scale_run
 
 Quiet = Annotated[bool, Option("--quiet", "-q", help="show nothing")]
@@ -32,8 +35,7 @@ Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt"
 @app.command()
 def train(settings: Settings = None, quiet: Quiet = False) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
-    prepare_process()
-    with LiveDisplay(Console(quiet=quiet)) as display:
+    with _display(quiet) as display:
         _concluded(display, headrace.train(settings_from(settings), display))
 
 
@@ -44,9 +46,22 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was interrupted, killed, or stopped by an error; or with more loop.steps."""
+    with _display(quiet) as display:
+        _concluded(display, headrace.resume(run, display, changes or ()))
+
+
+@contextmanager
+def _display(quiet: bool) -> Iterator[LiveDisplay]:
+    """What shows a run. Ctrl-C outside of training, in the warm start say, ends it without a summary."""
     prepare_process()
     with LiveDisplay(Console(quiet=quiet)) as display:
-        _concluded(display, headrace.resume(run, display, changes or ()))
+        try:
+            yield display
+        except KeyboardInterrupt:
+            begun = display.run_dir is not None and (display.run_dir / FILE_NAME).exists()
+            told = f"`headrace resume {display.run_dir}` goes on" if begun else "there was no checkpoint yet"
+            print(f"interrupted; {told}", file=sys.stderr)
+            raise Exit(130) from None
 
 
 def _concluded(display: LiveDisplay, summary: dict[str, Any]) -> None:
