@@ -21,9 +21,9 @@ def write_plot(summary: Mapping[str, Any]) -> None:
     run_dir = Path(summary["run_dir"])
     with Ledger.open(run_dir) as ledger:
         rows = ledger.rows()
-    title = f"{run_dir.name}, {len(rows)} steps"
+    drawn = reward_svg(f"{run_dir.name}, {len(rows)} steps", rows, summary["score_before"], summary["score_after"])
     with suppress(OSError):
-        (run_dir / PLOT).write_text(reward_svg(title, rows, summary["score_before"], summary["score_after"]))
+        (run_dir / PLOT).write_text(drawn)
 
 
 def reward_svg(title: str, rows: Sequence[Row], before: float | None, after: float | None) -> str:
@@ -43,19 +43,18 @@ def reward_svg(title: str, rows: Sequence[Row], before: float | None, after: flo
     def text(x: float, y: float, words: str, anchor: str = "middle", fill: str = GREY) -> str:
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
 
-    parts = [text(LEFT, 22, title, "start", "#111")]
+    parts = [text(LEFT, 22, title, "start", "#111"), text(WIDTH / 2, HEIGHT - 8, "step")]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         _, y = at(0, low + share * (high - low))
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
         parts.append(text(LEFT - 6, y + 4, f"{low + share * (high - low):.2f}", "end"))
         x, _ = at(share * last, low)
         parts.append(text(x, HEIGHT - BOTTOM + 18, f"{share * last:.0f}"))
-    parts.append(text(WIDTH / 2, HEIGHT - 8, "step"))
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
     parts.append(f'<polyline points="{points}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
-    for x, y in (at(*point) for point in held_out):
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{GREEN}"/>')
-    parts.append(text(WIDTH - RIGHT - 110, 22, "mean reward", "end", BLUE))
-    parts.append(text(WIDTH - RIGHT, 22, "held-out score", "end", GREEN))
+    dots = [at(*point) for point in held_out]
+    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{GREEN}"/>' for x, y in dots]
+    for x, words, colour in ((110, "mean reward", BLUE), (0, "held-out score", GREEN)):
+        parts.append(text(WIDTH - RIGHT - x, 22, words, "end", colour))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
     return "\n".join([f'{head} font-size="12">', '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])

@@ -29,7 +29,6 @@ Overrides = Annotated[
     list[str] | None, Argument(metavar="[section.key=value ...]", help="settings that differ from the run's")
 ]
 Best = Annotated[bool, Option("--best", help="the weights with the best held-out score (loop.keep_best)")]
-Samples = Annotated[int | None, Option(min=1, help="answers per held-out prompt")]
 
 
 @app.command()
@@ -80,11 +79,10 @@ def scale(run: RunDir, workers: Workers) -> None:
 
 
 @app.command("eval")
-def evaluate(run: RunDir, changes: Overrides = None, samples: Samples = None, best: Best = False) -> None:
+def evaluate(run: RunDir, changes: Overrides = None, best: Best = False) -> None:
     """The held-out score of a run's weights, also on other data: prompts.eval_source=FILE."""
     prepare_process()
-    of_samples = [] if samples is None else [f"loop.eval_samples={samples}"]
-    score = headrace.evaluate_run(run, [*(changes or ()), *of_samples], best=best)
+    score = headrace.evaluate_run(run, changes or (), best=best)
     print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
 
 
