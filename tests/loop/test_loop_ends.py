@@ -323,10 +323,20 @@ async def test_a_filter_that_always_fails_stalls_and_says_why(workshop: Workshop
     assert drop_reasons(run)["filter_error"] >= 16
 
 
+# the groups of two steps, in whatever order they come
+KEEPS_EIGHT = """
+import itertools, time
+asked = itertools.count(1)
+
+def sleepy(group):
+    return next(asked) <= 8 or time.sleep(600)
+"""
+
+
 @pytest.mark.parametrize("rule", ["requeue", "resume", "drop"])
 def test_an_interrupt_while_filters_are_asked(workshop: Workshop, rule: str):
     path, run = workshop.directory / f"sleepy_{rule}.py", workshop.directory / f"sleepy-{rule}"
-    path.write_text("import time\ndef sleepy(group):\n    return group.serial < 9 or time.sleep(600)\n")
+    path.write_text(KEEPS_EIGHT)
     extra = (f'buffer.filters=["{path}:sleepy"]', "loop.max_lag=2", f"recovery.in_flight={rule}", "loop.steps=4")
     config = workshop.config(run.name, *extra, "reward.timeout_s=300", "buffer.drop_no_signal=false", reward="dense")
 
@@ -343,8 +353,8 @@ def test_an_interrupt_while_filters_are_asked(workshop: Workshop, rule: str):
 
 async def test_a_run_is_complete_while_filters_are_asked(workshop: Workshop):
     path = workshop.directory / "endless.py"
-    path.write_text("import time\ndef endless(group):\n    return group.serial < 9 or time.sleep(600)\n")
-    extra = (f'buffer.filters=["{path}:endless"]', "loop.max_lag=2", "loop.steps=2", "reward.timeout_s=300")
+    path.write_text(KEEPS_EIGHT)
+    extra = (f'buffer.filters=["{path}:sleepy"]', "loop.max_lag=2", "loop.steps=2", "reward.timeout_s=300")
     async with asyncio.timeout(PATIENT_S):
         await play(workshop.config("asked", *extra, "buffer.drop_no_signal=false", reward="dense"))
     assert_all_accounted_for(workshop.directory / "asked")
