@@ -60,7 +60,7 @@ def test_a_run_goes_on_elsewhere_in_turns_on_the_same_devices(workshop: Workshop
     assert_same_result(run_dir, local_run, attempt=2)
 
 
-def test_without_a_rollout_worker_and_then_without_a_rank_the_run_goes_on(
+def test_without_a_rollout_worker_and_then_without_the_learner_the_run_goes_on(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ):
     left = [1, 3]
@@ -73,17 +73,17 @@ def test_without_a_rollout_worker_and_then_without_a_rank_the_run_goes_on(
             kill(place.pool.workers[0])
         else:
             place.ranks.facts()
-            kill(place.ranks.ranks[1])
+            kill(place.ranks.first)
 
     run = train(
-        workshop, "kill", "place.cluster=ray", "learner.ranks=2", "loop.max_lag=1", "loop.steps=4",
+        workshop, "kill", "place.cluster=ray", "loop.max_lag=1", "loop.steps=4",
         "recovery.every_steps=4", "publish.encoding=delta", on_row=on_row, monkeypatch=monkeypatch,
     )  # fmt: skip
     assert [row.step for row in run.rows] == [1, 2, 3, 4]
     assert audit(run.run_dir) == []
     assert any("rollout-0 is lost" in note for note in run.notes)
     assert any("takes part" in note for note in run.notes)
-    assert any("learner-1 is lost" in note and "goes on from its last checkpoint" in note for note in run.notes)
+    assert any("learner-0 is lost" in note and "goes on from its last checkpoint" in note for note in run.notes)
     assert max(row.lag_max for row in run.rows) <= 1
     assert len(trained_tokens(run.run_dir)) == 4 * 4 * 4
     assert books(run.run_dir).trained.trajectories == 4 * 4 * 4
