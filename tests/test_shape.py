@@ -6,7 +6,7 @@ import ast
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from headrace.config_file import explain
@@ -48,10 +48,10 @@ CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic"
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            yield path.relative_to(ROOT), node
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    parsed = ((path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))) for path in FILES)
+    return [(path, node) for path, tree in parsed for node in ast.walk(tree)]
 
 
 def num_lines(path: Path) -> int:
