@@ -214,6 +214,17 @@ def test_reward_code_that_was_edited_is_refused_unless_asked_for(workshop: Works
     assert len(rows_of(run)) == 2
 
 
+@pytest.mark.parametrize("wrong", ["model.path=/no/such", "reward.function=/no/such.py:score"])
+def test_a_restart_that_cannot_begin_changes_nothing(run: Path, wrong: str):
+    before = content(run)
+    with pytest.raises(HeadraceError):
+        headrace.resume(run, overrides=["loop.steps=3", wrong])
+    assert {**content(run), "ledger.sqlite": ""} == {**before, "ledger.sqlite": ""}
+    with Ledger.open(run) as ledger:
+        assert changes(ledger) == []
+    assert headrace.resume(run, overrides=["loop.steps=3"])["steps"] == 3
+
+
 @pytest.mark.parametrize("word", ["run.seed=3", "learner.lora_rank=2", "warmstart.steps=3"])
 def test_what_cannot_change_in_a_run_is_refused(run: Path, word: str):
     with pytest.raises(HeadraceError, match="cannot change in the middle of a run"):

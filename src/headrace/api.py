@@ -34,7 +34,7 @@ from headrace.ledger.files import (
 )
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.origin import FIXED, book_origin, check_origin
+from headrace.ledger.origin import FIXED, book_origin, refuse_unasked
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, sampling_of
@@ -96,9 +96,8 @@ def resume(
             (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
         begun = is_complete(run_dir)
         if begun:
-            with Ledger.reopen(run_dir) as ledger:
-                check_origin(ledger, config, overrides, _name_of(reward))
-            (run_dir / SUMMARY).unlink(missing_ok=True)
+            with Ledger.open(run_dir) as ledger:
+                refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
             _refuse_without_ledger(run_dir)
         return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=begun)
@@ -228,7 +227,7 @@ def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     """Where a run left its weights, or those with the best held-out score."""
     path = run_dir / (BEST if best else WEIGHTS)
     if best and not path.exists():
-        raise RunError(f"{run_dir} has no {BEST} directory: it trained without loop.keep_best, or no evaluation")
+        raise RunError(f"{run_dir} has no {BEST} directory: it trained without loop.keep_best, or made no evaluation")
     if not path.exists():
         raise RunError(f"{run_dir} has no weights (no {WEIGHTS} directory); did the run finish?")
     return path
@@ -238,7 +237,6 @@ async def _train(
     config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None = None, *, resumed: bool = False
 ) -> dict[str, Any]:
     place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note, reward=reward)
-    save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
     watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
@@ -264,8 +262,9 @@ async def _train(
             watcher.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
-        if not resumed:
-            book_origin(loop.stages.ledger, config, _name_of(reward))
+        save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
+        book_origin(loop.stages.ledger, config, _name_of(reward))
+        (run_dir / SUMMARY).unlink(missing_ok=True)
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))

@@ -46,38 +46,36 @@ def origin_of(config: Config, reward: str = "") -> dict[str, str]:
     return found
 
 
-def book_origin(ledger: Ledger, config: Config, reward: str = "") -> None:
-    ledger.remember(_ORIGIN, json.dumps(origin_of(config, reward)))
-
-
 def changes(ledger: Ledger) -> list[Change]:
     return [Change(**change) for change in json.loads(ledger.remembered().get(_CHANGES, "[]"))]
 
 
-def check_origin(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> list[Change]:
-    """Book what `overrides` change, and refuse every other change; returns the changes."""
+def _unbooked(ledger: Ledger, config: Config, reward: str) -> list[Change]:
     known = ledger.remembered().get(_ORIGIN)
-    if known is None:  # of a version that did not book it
-        book_origin(ledger, config, reward)
-        return []
-    before, after = json.loads(known), origin_of(config, reward)
-    asked = {override.partition("=")[0].strip() for override in overrides}
-    step = ledger.step - 1
-    found = [
+    before, after = json.loads(known or "{}"), origin_of(config, reward)
+    step = len(ledger.rows())
+    return [
         Change(step=step, key=key, before=before.get(key, ""), after=after[key])
         for key in after
         if before.get(key, after[key]) != after[key]  # a setting that is new has its default
     ]
-    if silent := [change for change in found if change.key not in asked]:
+
+
+def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> None:
+    """Refuse every change that `overrides` do not name."""
+    asked = {override.partition("=")[0].strip() for override in overrides}
+    if silent := [change for change in _unbooked(ledger, config, reward) if change.key not in asked]:
         told = "".join(f"\n  {c.key} was {c.before}, and is {c.after}" for c in silent)
         words = " ".join(f"{c.key}={values(config)[c.key]}" for c in silent)
         raise RunError(
-            f"{ledger.run_dir} has changed since step {step}:{told}\nTake that back, or ask for it: "
+            f"{ledger.run_dir} has changed since step {silent[0].step}:{told}\nTake that back, or ask for it: "
             f"headrace resume {ledger.run_dir} {words}"
         )
-    if found:
-        booked = [asdict(change) for change in (*changes(ledger), *found)]
-        with ledger.writing():
-            ledger.remember(_CHANGES, json.dumps(booked))
-            book_origin(ledger, config, reward)
-    return found
+
+
+def book_origin(ledger: Ledger, config: Config, reward: str = "") -> None:
+    """Book what the run computes with from here on, and what of it has changed."""
+    with ledger.writing():
+        if found := _unbooked(ledger, config, reward):
+            ledger.remember(_CHANGES, json.dumps([asdict(change) for change in (*changes(ledger), *found)]))
+        ledger.remember(_ORIGIN, json.dumps(origin_of(config, reward)))
