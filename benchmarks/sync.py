@@ -32,6 +32,7 @@ from torch import Tensor
 from headrace.config import LearnerSection
 from headrace.learner.learner import Learner
 from headrace.learner.ranks import Intake
+from headrace.measured import PublishTimes
 from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender
@@ -39,7 +40,6 @@ from headrace.publish.encoding import Encoder, cast
 from headrace.publish.measure import copy_s, publish_once, save_and_load_s
 from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
-from headrace.types import PublishTimes
 
 DTYPE = torch.bfloat16
 ADAPTER_RANK = 16

@@ -13,8 +13,9 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sync_receivers import Receiver, Shapes
 
+from headrace.measured import PublishTimes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
-from headrace.types import PublishTimes, Ticket
+from headrace.types import Ticket
 
 
 class RayTaker:

@@ -10,11 +10,12 @@ from typing import Any, Self
 
 import torch
 
+from headrace.measured import PublishTimes
 from headrace.publish.collective import CollectiveReceiver
 from headrace.publish.disk import DiskReceiver
 from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
-from headrace.types import PublishTimes, Ticket
+from headrace.types import Ticket
 
 Shapes = Mapping[str, tuple[int, ...]]
 ENDS: dict[str, Callable[[], ReceivingEnd]] = {"disk": DiskReceiver, "collective": CollectiveReceiver}

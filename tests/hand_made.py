@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace.measured import StageTimes
 from headrace.row import Row
-from headrace.types import FinishReason, Group, Prompt, Replay, Span, StageTimes, Timing, Trajectory
+from headrace.types import FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
 
 
 def trajectory(

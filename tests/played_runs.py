@@ -27,23 +27,10 @@ from headrace.loop.books import Bookkeeper
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume
 from headrace.loop.stages import Stages
+from headrace.measured import EngineCounts, Mismatch, StepStats
 from headrace.place.device import DeviceThread
 from headrace.prompts.stream import Cursor
-from headrace.types import (
-    Completion,
-    DropReason,
-    EngineCounts,
-    FinishReason,
-    Group,
-    Mismatch,
-    Order,
-    Prompt,
-    Score,
-    Span,
-    StepStats,
-    Timing,
-    Trajectory,
-)
+from headrace.types import Completion, DropReason, FinishReason, Group, Order, Prompt, Score, Span, Timing, Trajectory
 
 SAMPLES = 3
 

@@ -19,8 +19,9 @@ from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import split
 from headrace.learner.learner import Learner, Sharding
 from headrace.learner.ranks import Intake
+from headrace.measured import StepStats
 from headrace.policy.policy import Policy, load_policy
-from headrace.types import Group, StepStats
+from headrace.types import Group
 
 HERE = "127.0.0.1"
 WAIT_S = 300  # a busy machine takes a minute to start the fork server

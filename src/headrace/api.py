@@ -42,13 +42,13 @@ from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.watchdog import Watchdog
+from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
 from headrace.row import Row, Sample
-from headrace.types import STAGES, StageTimes
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts

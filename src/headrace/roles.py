@@ -18,24 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from headrace.config import Config
+from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.row import Row, Sample
-from headrace.types import (
-    Completion,
-    FloatArray,
-    Group,
-    IntArray,
-    Item,
-    Mismatch,
-    News,
-    Order,
-    PolicyFacts,
-    Prompt,
-    PublishTimes,
-    Score,
-    StepStats,
-    Ticket,
-    Trajectory,
-)
+from headrace.types import Completion, FloatArray, Group, IntArray, Item, News, Order, Prompt, Score, Ticket, Trajectory
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
     from torch import Tensor

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from headrace.types import StageTimes
+from headrace.measured import StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,19 +17,18 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.config import Config
+from headrace.measured import EngineCounts, PublishTimes
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Place
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.policy import Policy
 from headrace.types import (
     Completion,
-    EngineCounts,
     FinishReason,
     IntArray,
     News,
     Order,
     Prompt,
-    PublishTimes,
     Score,
     Span,
     Ticket,

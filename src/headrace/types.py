@@ -6,19 +6,19 @@ Shapes: T tokens of a trajectory, S of them sampled, L mixture layers, K experts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.measured import EngineCounts, StageSpan
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 RouteArray = npt.NDArray[Any]  # [T, L, K] uint8 or uint16
-
-STAGES = ("rollout", "reward", "reference", "train", "publish")
 
 
 class FinishReason(StrEnum):
@@ -51,6 +51,12 @@ class DropReason(StrEnum):
     REDONE = "redone"  # lost with a process that died; its prompt was started again
     FILTER_ERROR = "filter_error"  # a user's filter failed on its group
     CRASHED = "crashed"  # lost with a process that died; its prompt was not started again
+    # of episodes: what the policy caused (turn limit, context full) is an end with a reward, and no drop
+    ENV_ERROR = "env_error"  # the environment failed, or gave no reward
+    ENV_TIMEOUT = "env_timeout"
+    ENV_UNAVAILABLE = "env_unavailable"
+    AGENT_ERROR = "agent_error"  # the user's agent failed, or gave no reward
+    ABANDONED = "abandoned"  # sampled for a client that went away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +116,41 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One generation within an episode: tokens `start` to `end` (exclusive) of the trajectory.
+
+    Example:
+        Turn(start=12, end=20, finish="eos", reward=0.1, environment_s=0.03)
+    """
+
+    start: int
+    end: int
+    finish: FinishReason
+    temperature: float = 1.0
+    agent: str = ""  # who asked for it, where an episode has several agents
+    reward: float | None = None  # given by the environment for this turn alone
+    environment_s: float = 0.0  # that the environment's reply took
+    state: str = ""  # what the environment calls the state before the turn; equal ones can be compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A branch: tokens from `start` to the next segment's go on after token `after` (-1: a new root).
+
+    Example:
+        Segment(start=40, after=11)
+    """
+
+    start: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One complete answer: its tokens, which of them were sampled, by which policy, and its reward.
+
+    An episode of several turns is one trajectory. Its tokens form a tree if its history was edited:
+    `segments` says where a branch begins. Without segments each token follows the one before it.
 
     Example:
         Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 7, 6, 1],
@@ -132,6 +171,8 @@ class Trajectory:
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     replay: Replay | None = None
+    turns: tuple[Turn, ...] = ()  # in the order they were sampled; none for a single answer
+    segments: tuple[Segment, ...] = ()  # by `start`; each goes on after a token before its start
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.logprobs) == len(self.token_ids), self.id
@@ -248,26 +289,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """Seconds each stage was busy in some interval: the five τ of the goodput equation.
-
-    Example:
-        StageTimes(rollout=1.9, reward=0.2, reference=0.0, train=0.8, publish=0.01)
-    """
-
-    rollout: float = 0.0
-    reward: float = 0.0
-    reference: float = 0.0
-    train: float = 0.0
-    publish: float = 0.0
-
-    @property
-    def wall(self) -> str:
-        """The bottleneck, at a first guess: the stage that was busy longest. No seconds."""
-        return max(STAGES, key=lambda stage: float(getattr(self, stage)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How one request is sampled. A temperature of 0 takes the likeliest token.
 
@@ -327,40 +348,6 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCounts:
-    """What engines did since they started.
-
-    Example:
-        EngineCounts(computed_tokens=51200, preemptions=2, drafted_tokens=800, accepted_tokens=610)
-    """
-
-    computed_tokens: int = 0  # of prompts and answers: while it grows, engines make progress
-    preemptions: int = 0  # times a sequence gave up its cache for others
-    parks: int = 0  # times a sequence was laid aside at max_wall_s
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def __add__(self, other: EngineCounts) -> EngineCounts:
-        return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpan:
-    """A stage was busy from `start_s` to `end_s`.
-
-    Example:
-        StageSpan(stage="train", start_s=12.0, end_s=12.8, version=3, detail="8192 tokens")
-    """
-
-    stage: str
-    start_s: float
-    end_s: float
-    worker: str = "local"
-    version: int | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class News:
     """What happened on a worker since it was last asked.
 
@@ -403,60 +390,6 @@ class Item:
         return len(self.trajectory.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyFacts:
-    """What a process that holds no weights knows about the policy.
-
-    Example:
-        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", ...)
-    """
-
-    name: str
-    num_weights: int
-    device: str
-    dtype: str
-    max_context: int
-    unchecked: str = ""  # what could not be compared with transformers when it was loaded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """How far the learner's log-probs are from the behaviour's, over `count` tokens.
-
-    Δ is learner - behaviour, r = exp Δ. The defaults mean no mismatch.
-
-    Example:
-        Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, outside_share=0.5)
-    """
-
-    count: int = 0
-    mean_abs: float = 0.0  # mean |Δ|
-    k3: float = 0.0  # estimated KL(behaviour || learner) per token
-    ratio_mean: float = 1.0  # 1 in expectation where the two policies share their support
-    ratio_p01: float = 1.0  # 1st percentile of r
-    ratio_p99: float = 1.0  # 99th percentile of r
-    outside_share: float = 0.0  # of tokens that are not near-on-policy
-    effective_samples: float = 1.0  # (Σr)² / (n Σr²)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one optimizer step did.
-
-    Example:
-        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, mismatch=Mismatch(...), ...)
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    entropy: float
-    kl_reference: float
-    clipped_share: float
-    mismatch: Mismatch
-
-
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What a receiver needs to fetch a version.
@@ -472,28 +405,3 @@ class Ticket:
     def version(self) -> int:
         """The version that can be fetched."""
         return int(self.manifest.version)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
-    """Seconds and bytes of one publication, by operation.
-
-    Example:
-        PublishTimes(gather_s=0.2, encode_s=0.5, transfer_s=0.3, transfer_bytes=31_000_000)
-    """
-
-    gather_s: float = 0.0  # whole tensors from the learner's shards
-    cast_s: float = 0.0
-    encode_s: float = 0.0
-    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
-    apply_s: float = 0.0  # the engine does not decode meanwhile
-    gather_bytes: int = 0
-    cast_bytes: int = 0
-    encode_bytes: int = 0
-    transfer_bytes: int = 0
-    apply_bytes: int = 0
-
-    @property
-    def total_s(self) -> float:
-        """All operations, one after the other."""
-        return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s

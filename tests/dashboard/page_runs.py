@@ -15,7 +15,7 @@ from headrace.config_file import dump
 from headrace.ledger.database import claimed
 from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
-from headrace.types import StageSpan
+from headrace.measured import StageSpan
 
 # By name, what the page must say of it; where it says nothing, it can be read in part.
 BROKEN = {

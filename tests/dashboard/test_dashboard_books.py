@@ -14,9 +14,9 @@ from headrace.dashboard import books as module
 from headrace.dashboard import charts
 from headrace.dashboard.books import LAGS, PARTS, Series, Tally, read_accounts, read_rewards, read_series, read_timeline
 from headrace.ledger.ledger import Ledger
+from headrace.measured import StageSpan
 from headrace.runs.audit import books
 from headrace.runs.show import accounts
-from headrace.types import StageSpan
 
 
 def test_accounts_add_up_to_what_was_generated(real_run: Path):

@@ -13,8 +13,9 @@ from headrace.config_file import dump, load_config
 from headrace.ledger.clock import STALL, StageClock
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Ledger
+from headrace.measured import StageSpan
 from headrace.row import Row
-from headrace.types import Attempt, Drop, FinishReason, Group, StageSpan, Timing
+from headrace.types import Attempt, Drop, FinishReason, Group, Timing
 
 STEP_S, EVALUATION_S = 10.0, 5.0
 BEGINS_S = (0.0, 10.0, 25.0)  # of the steps: an evaluation lies before the third

@@ -9,7 +9,7 @@ from headrace.insight.equation import (
     exposed,
     step_s,
 )
-from headrace.types import StageTimes
+from headrace.measured import StageTimes
 
 SEVEN_B = StageTimes(rollout=30, reward=0, reference=3, train=8, publish=1)  # 16 samples of some 1,024 tokens, 8 GPUs
 LEARNING = StageTimes(rollout=4, reward=1, reference=1, train=10, publish=2)  # training is the longer side

@@ -11,7 +11,8 @@ from tiny_runs import rows_of
 
 from headrace.insight.metrics import family_text, metrics_text
 from headrace.ledger.ledger import Ledger
-from headrace.types import STAGES, Drop
+from headrace.measured import STAGES
+from headrace.types import Drop
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(,|$)')

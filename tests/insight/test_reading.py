@@ -21,9 +21,9 @@ from headrace.insight.metrics import metrics_text
 from headrace.insight.reading import Spread, at_most, read
 from headrace.insight.trace import write_trace
 from headrace.ledger.ledger import Ledger
+from headrace.measured import StageTimes
 from headrace.runs.audit import audit
 from headrace.runs.columns import union
-from headrace.types import StageTimes
 
 
 def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: Path):

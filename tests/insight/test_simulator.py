@@ -22,7 +22,7 @@ from headrace.insight.roofline import Roofline
 from headrace.insight.scenario import speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
-from headrace.types import StageTimes
+from headrace.measured import StageTimes
 
 ROLLOUT_S, REFERENCE_S, TRAIN_S, PUBLISH_S = 30.0, 3.0, 8.0, 1.0
 STEP_TOKENS = 16 * 301  # four prompts with four answers; 301 tokens are 300 decode steps after the first one

@@ -17,7 +17,7 @@ from headrace.insight.reports import triage_report
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import Move, _moves, _ranked, _setting_moves, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
-from headrace.types import STAGES, StageTimes
+from headrace.measured import STAGES, StageTimes
 
 # A step as it is made up: 0.2 s to generate, 8 ms to score, some 20 ms to train, 1 ms to publish.
 SLOW: dict[Bottleneck, dict[str, Any]] = {

@@ -17,8 +17,9 @@ from headrace.config import LearnerSection
 from headrace.learner.learner import Learner
 from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, advantages, correction_weight, kl
 from headrace.learner.ranks import Intake
+from headrace.measured import StepStats
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Replay, Span, StepStats, Trajectory
+from headrace.types import FloatArray, Group, Replay, Span, Trajectory
 
 TEMPERATURE, MAX_NEW_TOKENS, TOTAL_STEPS = 0.8, 12, 10
 TOLERANCE = 1e-10

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.learner.mismatch import mismatch_of, mismatch_sums, ratio_quantile
-from headrace.types import Mismatch
+from headrace.measured import Mismatch
 
 INF = math.inf
 

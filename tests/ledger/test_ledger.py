@@ -18,8 +18,9 @@ from headrace.errors import RunError
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.ledger.schema import SCHEMA_VERSION
+from headrace.measured import StageSpan, StageTimes
 from headrace.runs.audit import audit
-from headrace.types import Drop, DropReason, StageSpan, StageTimes
+from headrace.types import Drop, DropReason
 
 
 @pytest.fixture

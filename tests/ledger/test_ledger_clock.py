@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.ledger.clock import StageClock, busy_s, union_length
-from headrace.types import StageSpan, StageTimes
+from headrace.measured import StageSpan, StageTimes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,20 @@ from hypothesis import strategies as st
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.audit import audit
-from headrace.types import Attempt, BoolArray, Drop, FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
+from headrace.types import (
+    Attempt,
+    BoolArray,
+    Drop,
+    FinishReason,
+    Group,
+    Prompt,
+    Replay,
+    Segment,
+    Span,
+    Timing,
+    Trajectory,
+    Turn,
+)
 
 MAX_TOKENS = 12
 SEED = st.integers(0, 2**32 - 1)
@@ -77,6 +90,11 @@ def trajectory(serial: int, index: int, sampled: BoolArray, seed: int, attempt: 
         reward=float(rng.integers(0, 2)),
         reward_parts={"correct": 1.0},
         replay=replay if seed % 3 else None,
+        turns=tuple(
+            Turn(start=a, end=b, finish=FinishReason.STOP, temperature=0.5, reward=[None, 0.25][a % 2], agent="é")
+            for a, b in pieces(sampled)
+        ),
+        segments=(Segment(start=num_tokens // 2, after=-1),) if rng.integers(2) else (),
     )
 
 

@@ -21,10 +21,11 @@ from headrace.errors import RewardError, StalledError
 from headrace.ledger.ledger import Amount
 from headrace.loop.ending import TARGET_STEPS
 from headrace.loop.loop import Loop
+from headrace.measured import StepStats
 from headrace.place.place import Place
 from headrace.row import Row
 from headrace.runs.audit import audit, books
-from headrace.types import Completion, DropReason, Score, StepStats
+from headrace.types import Completion, DropReason, Score
 
 PATIENT_S = 60.0  # nothing here takes seconds; a test that waits for ever should still end
 

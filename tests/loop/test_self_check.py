@@ -13,9 +13,9 @@ from tiny_runs import Workshop, rows_of, same_bits, timeless, weights
 from headrace import api
 from headrace.errors import ModelError
 from headrace.loop import self_check
+from headrace.measured import Mismatch
 from headrace.policy.policy import Policy
 from headrace.runs.audit import audit
-from headrace.types import Mismatch
 
 
 class Notes(api.Nobody):

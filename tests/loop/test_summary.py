@@ -12,9 +12,9 @@ import pytest
 from tiny_runs import NUM_PROMPTS, Workshop, rows_of, select, write_prompts
 
 from headrace import api
+from headrace.measured import STAGES
 from headrace.row import Row
 from headrace.runs.audit import books
-from headrace.types import STAGES
 
 PUBLIC = {
     "score_before",

@@ -10,10 +10,10 @@ import torch
 from small_weights import copied, same_bits, stepped, weights
 from torch import Tensor
 
+from headrace.measured import PublishTimes
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import MAX_DELTAS, Publisher, Subscriber, with_receivers
-from headrace.types import PublishTimes
 
 START = {name: tensor for name, tensor in weights().items() if tensor.dtype == torch.bfloat16}
 FULL_BYTES = 2 * sum(tensor.numel() for tensor in START.values())

@@ -25,8 +25,8 @@ from headrace.insight.simulator import simulate as simulate_run
 from headrace.insight.trace import VIEWERS, write_trace
 from headrace.insight.triage import Triage, TypedTriage, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
+from headrace.measured import STAGES, StageTimes
 from headrace.runs.report import Report
-from headrace.types import STAGES, StageTimes
 
 Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
 HardwareFile = Annotated[Path | None, Option("--hardware", help="TOML file with devices and prices of your own")]

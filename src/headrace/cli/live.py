@@ -22,9 +22,9 @@ from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
+from headrace.measured import STAGES, StageTimes
 from headrace.row import Row, Sample
 from headrace.runs.report import count, duration
-from headrace.types import STAGES, StageTimes
 
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
 PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal

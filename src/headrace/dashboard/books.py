@@ -22,10 +22,10 @@ import numpy as np
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books
+from headrace.measured import STAGES, StageTimes
 from headrace.row import ROW_METRICS
 from headrace.runs.audit import books
 from headrace.runs.columns import Columns, Ints, Numbers, RowColumns, one, read_spans, read_trajectories, reading, union
-from headrace.types import STAGES, StageTimes
 
 Points = list[tuple[float, float | None]]
 MOST_POINTS = 400  # of a curve

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.dashboard.books import RewardShape, Tally, Timeline
+from headrace.measured import STAGES
 from headrace.runs.show import Account
-from headrace.types import STAGES
 
 Options = dict[str, Any]
 Points = Sequence[tuple[float, float | None]]

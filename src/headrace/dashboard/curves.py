@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from headrace.dashboard import charts
 from headrace.dashboard.books import OVER, Points, Series, Tally
 from headrace.dashboard.charts import Options
+from headrace.measured import STAGES
 from headrace.row import ROW_METRICS
 from headrace.runs.facts import RunFacts, RunState
-from headrace.types import STAGES
 
 NO_ROW = "There is no row yet: the first step is under way."
 

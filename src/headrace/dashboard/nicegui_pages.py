@@ -29,10 +29,10 @@ from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 from headrace.insight.planner import plan as work_out
 from headrace.insight.reports import plan_report, triage_report
 from headrace.insight.triage import TypedTriage, triage_typed
+from headrace.measured import STAGES, StageTimes
 from headrace.runs.facts import RunFacts, UnknownNameError
 from headrace.runs.report import Report, Section, printable
 from headrace.runs.show import RUN_COLUMNS, drawn_rewards, run_row
-from headrace.types import STAGES, StageTimes
 
 BUILD_S = 20.0  # a page may take so long to build; a slow disk is no reason to show none
 ICON = (

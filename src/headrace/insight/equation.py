@@ -20,7 +20,7 @@ from typing import NamedTuple
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.insight.workload import has_full_engines
-from headrace.types import STAGES, StageTimes
+from headrace.measured import STAGES, StageTimes
 
 STAGE_WORDS = {
     "rollout": "generating answers",

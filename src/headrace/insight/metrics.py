@@ -14,10 +14,10 @@ import numpy as np
 from headrace import __version__
 from headrace.errors import RunError
 from headrace.ledger.ledger import Books
+from headrace.measured import STAGES
 from headrace.row import ROW_METRICS
 from headrace.runs.columns import RowColumns, reading
 from headrace.runs.facts import RunFacts, RunState, read_run
-from headrace.types import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RECENT_STEPS = 10  # rates are over these, so that they follow the run without jumping

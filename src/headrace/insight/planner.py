@@ -19,7 +19,7 @@ from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTi
 from headrace.insight.scenario import speeds, verdict_s, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, Machine, Workload
-from headrace.types import StageTimes
+from headrace.measured import StageTimes
 
 SPLITS = 24  # ways to share devices out that are looked at
 PLAYED = 8  # layouts that are simulated

@@ -18,9 +18,10 @@ from headrace.config import Config
 from headrace.errors import RunError
 from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
+from headrace.measured import STAGES, StageTimes
 from headrace.runs.columns import Columns, Numbers, RowColumns, StepTimes, read_spans, read_trajectories, reading, union
 from headrace.runs.facts import RunState, read_run
-from headrace.types import STAGES, BoolArray, FinishReason, StageTimes
+from headrace.types import BoolArray, FinishReason
 
 DEVICE, REWARD = "device", "reward"  # pools: engine and learner take turns on the one
 MOST_SPANS = 100_000  # of a longer run only the last steps are looked at this closely

@@ -14,8 +14,8 @@ from headrace.insight.scenario import Layout
 from headrace.insight.simulator import Simulated
 from headrace.insight.triage import Move, Triage, TypedTriage
 from headrace.insight.workload import Machine, Workload
+from headrace.measured import STAGES
 from headrace.runs.report import Report, Section, Table, count, percent, seconds
-from headrace.types import STAGES
 
 RATIO_OUTSIDE = 0.05  # of the tokens: from there on, the data is far from the policy
 FEW_EFFECTIVE = 0.9

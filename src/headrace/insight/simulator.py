@@ -22,7 +22,8 @@ from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection
 from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually
 from headrace.insight.workload import Machine, Workload
-from headrace.types import STAGES, DropReason, FinishReason, Group, Prompt, Span, StageTimes, Timing, Trajectory
+from headrace.measured import STAGES, StageTimes
+from headrace.types import DropReason, FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer asks for none
 

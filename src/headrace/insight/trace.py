@@ -21,8 +21,8 @@ import numpy as np
 from headrace.errors import RunError
 from headrace.insight.reading import DEVICE, REWARD
 from headrace.ledger.journal import Restart
+from headrace.measured import STAGES
 from headrace.runs.columns import Columns, RowColumns, StepTimes, read_spans, reading
-from headrace.types import STAGES
 
 TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"

@@ -20,7 +20,7 @@ from headrace.insight.equation import BOTTLENECK_OF_STAGE, PLACEMENT_WORDS, Bott
 from headrace.insight.reading import Reading, read
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, has_full_engines
-from headrace.types import STAGES, StageTimes
+from headrace.measured import STAGES, StageTimes
 
 MOVES_SHOWN = 6
 LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one over a smaller one

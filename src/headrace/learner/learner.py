@@ -28,10 +28,11 @@ from headrace.errors import ModelError
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import normaliser, objective
+from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routers
-from headrace.types import FloatArray, Group, Item, Mismatch, StepStats, Trajectory
+from headrace.types import FloatArray, Group, Item, Trajectory
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.adamw import FusedAdamW

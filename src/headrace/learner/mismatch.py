@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.learner.objective import log_ratio
-from headrace.types import Mismatch
+from headrace.measured import Mismatch
 
 NEAR = (0.9, 1.1)  # ratios within these limits, both included, count as near-on-policy
 

@@ -14,8 +14,9 @@ from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.objective import advantages, kl, needs_whole_step
+from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, Reply, Trainer, Worker
-from headrace.types import FloatArray, Group, IntArray, Item, Mismatch, PolicyFacts, Prompt, StepStats, Trajectory
+from headrace.types import FloatArray, Group, IntArray, Item, Prompt, Trajectory
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
 

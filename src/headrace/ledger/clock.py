@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from headrace.types import STAGES, StageSpan, StageTimes
+from headrace.measured import STAGES, StageSpan, StageTimes
 
 STALL = "training waits"  # detail of a `checkpoint` span that holds up training
 

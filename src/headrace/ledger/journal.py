@@ -11,14 +11,15 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
+from headrace.measured import StageTimes
 from headrace.row import Row
-from headrace.types import Drop, FinishReason, Replay, Span, StageTimes, Timing, Trajectory
+from headrace.types import Drop, FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
@@ -86,6 +87,10 @@ def encode(trajectory: Trajectory) -> bytes:
     for name in _REPLAYED:
         if (array := getattr(trajectory.replay, name, None)) is not None:
             arrays[name] = array
+    if trajectory.turns or trajectory.segments:
+        episode = {"turns": [asdict(turn) for turn in trajectory.turns]}
+        episode["segments"] = [asdict(segment) for segment in trajectory.segments]
+        arrays["episode"] = np.frombuffer(json.dumps(plain(episode), allow_nan=False).encode(), np.uint8)
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
@@ -123,6 +128,8 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
     values = dict(zip((*names, "data"), found, strict=True))
     arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
+    episode = json.loads(arrays["episode"].tobytes()) if "episode" in arrays else {"turns": [], "segments": []}
+    turns = (Turn(**turn | {"finish": FinishReason(turn["finish"])}) for turn in episode["turns"])
     return Trajectory(
         id=values["id"],
         prompt_id=values["prompt_id"],
@@ -137,6 +144,8 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         reward=values.get("reward"),
         reward_parts=json.loads(values.get("reward_parts", "{}")),
         replay=Replay(**replayed) if replayed else None,
+        turns=tuple(turns),
+        segments=tuple(Segment(**segment) for segment in episode["segments"]),
     )
 
 
@@ -161,6 +170,8 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
     if hasattr(value, "item"):  # a numpy scalar
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

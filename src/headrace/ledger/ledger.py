@@ -19,8 +19,9 @@ from headrace.errors import RunError
 from headrace.ledger import database, journal
 from headrace.ledger.clock import StageClock
 from headrace.ledger.schema import DROPPED, SOURCE
+from headrace.measured import StageSpan
 from headrace.row import Row
-from headrace.types import Attempt, Drop, DropReason, Group, Prompt, Score, StageSpan, Trajectory
+from headrace.types import Attempt, Drop, DropReason, Group, Prompt, Score, Trajectory
 
 PROMPT = "prompt:"  # key of a prompt in the table `meta`
 MAX_PROMPT_CHARS = 1 << 16  # with its fields

@@ -11,9 +11,9 @@ from typing import Any
 
 from headrace.config import LedgerSection
 from headrace.ledger.journal import row_to_json
+from headrace.measured import STAGES
 from headrace.roles import Sink
 from headrace.row import ROW_METRICS, Row, Sample
-from headrace.types import STAGES
 from headrace.user_code import load_optional
 
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from headrace.ledger.clock import StageClock, busy_s
 from headrace.ledger.ledger import Amount, Books, Ledger
+from headrace.measured import StepStats
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
-from headrace.types import Drop, DropReason, Group, Prompt, StepStats, Trajectory
+from headrace.types import Drop, DropReason, Group, Prompt, Trajectory
 
 Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 

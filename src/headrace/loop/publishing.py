@@ -16,9 +16,10 @@ from headrace.config import PublishSection
 from headrace.errors import PublishError, WorkerLostError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
+from headrace.measured import PublishTimes, StageSpan
 from headrace.publish.publisher import OPERATIONS, with_receivers
 from headrace.roles import Reply, Sampler, Trainer, Worker
-from headrace.types import PublishTimes, StageSpan, Ticket
+from headrace.types import Ticket
 
 TRIES = 3
 LEADER = "learner-0"

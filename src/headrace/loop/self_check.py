@@ -15,9 +15,10 @@ import numpy as np
 
 from headrace.errors import ModelError
 from headrace.learner.mismatch import NEAR
+from headrace.measured import Mismatch
 from headrace.roles import Device
 from headrace.rollout.pool import RolloutPool
-from headrace.types import IntArray, Mismatch, Prompt, Sampling, Trajectory
+from headrace.types import IntArray, Prompt, Sampling, Trajectory
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 

@@ -18,6 +18,7 @@ from headrace.config import Config, ModelSection
 from headrace.learner.learner import Learner, Sharding
 from headrace.learner.supervised import Example, WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
+from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.network import own_address
 from headrace.place.device import LEARNER, MODEL, DeviceThread, memory_for, run_beside
 from headrace.place.threads import ThreadChoice
@@ -26,18 +27,7 @@ from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
-from headrace.types import (
-    FloatArray,
-    Group,
-    IntArray,
-    Item,
-    Mismatch,
-    PolicyFacts,
-    PublishTimes,
-    StepStats,
-    Ticket,
-    Trajectory,
-)
+from headrace.types import FloatArray, Group, IntArray, Item, Ticket, Trajectory
 
 MB = 2**20
 

@@ -18,6 +18,7 @@ import torch
 from headrace.config import Config, ModelSection
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
+from headrace.measured import PublishTimes
 from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
 from headrace.place.learner_rank import LearnerRank, policy_of
 from headrace.policy.policy import Policy
@@ -25,7 +26,7 @@ from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
-from headrace.types import IntArray, News, Order, PublishTimes, Ticket, Trajectory
+from headrace.types import IntArray, News, Order, Ticket, Trajectory
 
 HEARTBEAT_S = 1.0  # a worker without news says so this often
 

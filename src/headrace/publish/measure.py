@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.measured import PublishTimes
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder, EncodingKind, cast
 from headrace.publish.publisher import Publisher, Subscriber, with_receivers
-from headrace.types import PublishTimes
 
 LEARNING_RATE = 1e-6
 STEPS = 3  # before the measured one: AdamW's first steps move more weights than later ones

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
+from headrace.measured import PublishTimes
 from headrace.publish.encoding import Encoder, EncodingKind, Named, Update, cast
 from headrace.roles import ReceivingEnd, SendingEnd
-from headrace.types import PublishTimes, Ticket
+from headrace.types import Ticket
 
 OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
 MAX_DELTAS = 32  # kept since the last base

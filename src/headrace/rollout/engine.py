@@ -21,11 +21,12 @@ import torch
 
 from headrace import kernels
 from headrace.errors import ConfigError, ModelError
+from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
 from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
 from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
-from headrace.types import EngineCounts, FinishReason, IntArray, RouteArray, Trajectory
+from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore

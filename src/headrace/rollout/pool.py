@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import WorkerLostError
+from headrace.measured import EngineCounts, StageSpan
 from headrace.roles import Sampler, Worker
-from headrace.types import EngineCounts, IntArray, News, Order, Prompt, Sampling, StageSpan, Trajectory
+from headrace.types import IntArray, News, Order, Prompt, Sampling, Trajectory
 
 ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 

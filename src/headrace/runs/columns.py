@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME, explain, open_database
-from headrace.types import STAGES, BoolArray, StageTimes
+from headrace.measured import STAGES, StageTimes
+from headrace.types import BoolArray
 
 Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
