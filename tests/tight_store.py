@@ -34,9 +34,11 @@ class TightStore(RowStore):
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
         return self.tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
 
-    def open(self, num_prompt: int, num_requests: int) -> int | None:
-        row = super().open(num_prompt, num_requests)
-        place = None if row is None else self.tables.open(num_prompt, num_requests)
+    def open(self, num_prompt: int, num_requests: int, kept: Any = None, num_kept: int = 0) -> int | None:
+        cache, pages = kept or (None, [])
+        row = super().open(num_prompt, num_requests, cache, num_kept)
+        shared = pages[: num_kept // PAGE]
+        place = None if row is None else self.tables.open(num_prompt, num_requests, shared)
         if row is not None and place is None:
             super().close(row)
         if row is not None and place is not None:
@@ -79,6 +81,13 @@ class TightStore(RowStore):
     def verify(self, rows: Rows, drafts: Drafts) -> Burst:
         self._assert_held(rows.lengths + drafts.counts)
         return super().verify(rows, drafts)
+
+    def keep(self, row: int, num_tokens: int) -> Any:
+        return super().keep(row, num_tokens), self.tables.keep(row, num_tokens)
+
+    def drop_kept(self, kept: Any) -> None:
+        super().drop_kept(kept[0])
+        self.tables.pages.give_back(kept[1])
 
     def remove(self, row: int, rows: Rows) -> None:
         self.tables.remove(row)

@@ -40,6 +40,8 @@ class EngineCounts:
     parks: int = 0  # times a sequence was laid aside at max_wall_s
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    prompt_tokens: int = 0  # of prompts that were started
+    cached_tokens: int = 0  # of those, served from the cache of an earlier turn
 
     def __add__(self, other: EngineCounts) -> EngineCounts:
         return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -50,6 +50,9 @@ class Sampler(Protocol):
     async def abort(self, serials: Sequence[int]) -> None:
         """End what is left of these groups; what they have sampled comes as `news`."""
 
+    async def forget(self, sessions: Sequence[str]) -> None:
+        """These episodes are over: no turn will go on from their cache."""
+
     async def tell_under_way(self) -> None:
         """The next `news` tells what unfinished answers have sampled, too."""
 

@@ -122,6 +122,9 @@ class ScriptedSampler:
     async def abort(self, serials: Sequence[int]) -> None:
         """Nothing is ever under way."""
 
+    async def forget(self, sessions: Sequence[str]) -> None:
+        """It keeps no cache."""
+
     async def tell_under_way(self) -> None:
         self._asked_under_way = True
         self._news.set()

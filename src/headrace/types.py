@@ -324,11 +324,18 @@ class Order:
     counted: bool = True  # False for evaluation, which is not booked
     attempt: int = 1
     so_far: Mapping[int, Trajectory] | None = None  # by index, answers of an earlier attempt to continue
+    turn: int = 0  # of an episode, from 1: `prompt` is all that came before it in the episode
+    routes: RouteArray | None = None  # experts of the first tokens of a turn's prompt
 
     def request_id(self, i: int) -> str:
         """The id of the i-th answer: unique, since serials tell epochs apart and attempts tries."""
         attempt = f".{self.attempt}" if self.attempt > 1 else ""
-        return f"{'' if self.counted else 'eval:'}{self.serial}{attempt}:{self.prompt.id}/{self.indices[i]}"
+        turn = f"#{self.turn}" if self.turn else ""
+        return f"{'' if self.counted else 'eval:'}{self.serial}{attempt}:{self.prompt.id}/{self.indices[i]}{turn}"
+
+    def session(self, i: int) -> str:
+        """The episode that the i-th answer is a turn of; empty for a single answer."""
+        return self.request_id(i).rpartition("#")[0] if self.turn else ""
 
     def nothing_sampled(self, i: int, now_s: float) -> Trajectory:
         """The i-th answer before its first token: the prompt alone."""

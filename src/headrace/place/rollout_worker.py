@@ -116,6 +116,9 @@ class RolloutWorker:
     async def abort(self, serials: Sequence[int]) -> None:
         self.actor.abort(serials)
 
+    async def forget(self, sessions: Sequence[str]) -> None:
+        self.engine.forget(set(sessions))
+
     async def tell_under_way(self) -> None:
         self._asked_under_way = True
         self._news.set()

@@ -66,8 +66,10 @@ class RolloutActor:
                 continue
             before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
             self._pending[id] = _Pending(order, before, future)
-            seed = request_seed(self.seed, int(order.counted), order.serial, index)
-            request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted)
+            parts = (order.serial, index, order.turn) if order.turn else (order.serial, index)
+            seed = request_seed(self.seed, int(order.counted), *parts)
+            session = order.session(i)
+            request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted, session=session)
             if known is not None and len(known.token_ids) > len(before.token_ids):
                 self.engine.resume_request(request, known, len(before.token_ids))
             elif before.num_sampled_tokens:
@@ -75,7 +77,7 @@ class RolloutActor:
             else:
                 requests.append(request)
         if requests:
-            self.engine.submit(order.prompt.token_ids, requests)
+            self.engine.submit(order.prompt.token_ids, requests, order.routes)
         self._work.set()
         return futures
 

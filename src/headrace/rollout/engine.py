@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore
 
+MOST_COMPARED = 32  # waiting prompts that a new one is compared with
+
 Store: TypeAlias = "RowStore | PagedStore"
 
 
@@ -46,10 +49,22 @@ class _PromptGroup:
     routes: list[RouteArray] = field(default_factory=list)  # experts of those tokens
     aborted: set[str] = field(default_factory=set)
     parked: Parked | None = None  # a preempted row, the only request of its group
+    known: RouteArray | None = None  # experts of the first tokens, to be kept
+    cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
     @property
     def all_aborted(self) -> bool:
         return len(self.aborted) == len(self.requests)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """The cache of a request that ended, for the next turn of its session."""
+
+    session: str
+    tokens: IntArray  # in the cache: all but the newest
+    routes: RouteArray
+    cache: Any  # the store's
 
 
 @dataclass(eq=False)
@@ -75,6 +90,7 @@ class Engine:
         self.preemptions = 0  # sequences preempted because the cache was full
         self.parks = 0  # sequences preempted at `max_wall_s`
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
         self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
@@ -90,18 +106,25 @@ class Engine:
         self._prefilling: list[_PromptGroup] = []
         self._finished: list[Generation] = []
         self._begun: deque[tuple[str, int]] = deque()
+        self._kept: list[_Kept] = []  # least recently used first
 
     # ---- called from any thread
 
-    def submit(self, prompt: IntArray, requests: Sequence[Request]) -> None:
-        self._inbox.append(partial(self._split, prompt, list(requests)))
+    def submit(self, prompt: IntArray, requests: Sequence[Request], known: RouteArray | None = None) -> None:
+        """Queue requests that share a prompt; `known` are experts of its first tokens, to be kept."""
+        self._inbox.append(partial(self._split, prompt, list(requests), known))
+
+    def forget(self, sessions: set[str]) -> None:
+        """These sessions are over: their cache is free."""
+        self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.session in sessions]))
 
     def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
         """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
 
         def queue() -> None:
             parked = self._rows.parked(request, known, start)
-            self._waiting.append(_PromptGroup(known.token_ids, [request], parked.longest, parked=parked))
+            group = _PromptGroup(known.token_ids, [request], parked.longest, parked=parked, known=parked.routes)
+            self._waiting.append(group)
 
         self._inbox.append(queue)
 
@@ -152,15 +175,19 @@ class Engine:
     def weights_changed(self, version: int) -> None:
         """The policy's weights are those of `version` from now on. Call it between steps."""
         self.version = version
+        if self.on_update != "keep":  # the next turn computes them again
+            self._drop_kept(self._kept)
         for group in self._prefilling:
-            group.done = 0  # its spans name one version: the cache must be of that version
-            group.routes.clear()
+            # what it samples has one version, and so has the cache, but for that of earlier turns
+            group.done = group.cached if self.on_update == "keep" else 0
+            del group.routes[1 if group.done else 0 :]
         if self.on_update == "recompute":
             self._store.recompute(self._rows, self.prefill_tokens)
 
     @torch.inference_mode()
     def release_cache(self) -> None:
         """Free the KV cache until there is work again; running sequences are preempted."""
+        self._drop_kept(self._kept)
         while self._prefilling or len(self._rows):
             self._make_room()
         self._held = None
@@ -201,12 +228,18 @@ class Engine:
             return PagedStore(self.policy, self.kv_tokens, self.max_running)
         return RowStore(self.policy, self.kv_tokens)
 
-    def _split(self, prompt: IntArray, requests: list[Request]) -> None:
+    def _split(self, prompt: IntArray, requests: list[Request], known: RouteArray | None) -> None:
         """Queue the requests in groups that can run at the same time."""
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
         at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
+        if known is None and len(requests) == 1:  # episodes of a group ask one by one for the same prompt
+            for group in islice(reversed(self._waiting), MOST_COMPARED):
+                open_to_more = group.known is None and group.parked is None and len(group.requests) < at_once
+                if open_to_more and group.longest == longest and np.array_equal(group.prompt, prompt):
+                    group.requests += requests
+                    return
         for start in range(0, len(requests), at_once):
-            self._waiting.append(_PromptGroup(prompt, requests[start : start + at_once], longest))
+            self._waiting.append(_PromptGroup(prompt, requests[start : start + at_once], longest, known=known))
 
     def _admit(self) -> bool:
         """Admit waiting prompts, oldest first, while rows and cache last. True if one is blocked."""
@@ -217,14 +250,20 @@ class Engine:
             sizes = {"num_prompt": len(group.prompt), "num_requests": len(group.requests)}
             others = (g.longest for g in self._prefilling)
             longest = max(group.longest, self._rows.longest_possible, *others)
-            room = self._store.has_room(num_rows=num_rows, longest=longest, **sizes)
+            kept = self._find_kept(group)
+            fits = partial(self._store.has_room, num_rows=num_rows, longest=longest, **sizes)
+            while not (room := fits()) and self._kept:
+                self._drop_kept(self._kept[:1])
+            kept = kept if kept in self._kept else None
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            place = self._store.open(**sizes)
+            cached = 0 if kept is None else _common(group.prompt[:-1], kept.tokens)
+            place = self._store.open(**sizes, kept=None if kept is None else kept.cache, num_kept=cached)
             if place is None:
                 break
-            group.place = place
+            group.place, group.cached, group.done = place, cached, cached
+            group.routes = [] if kept is None else [kept.routes[:cached]]
             reserved += len(group.requests)
             self._prefilling.append(self._waiting.popleft())
         return False
@@ -233,7 +272,7 @@ class Engine:
         """Compute at most `budget` prompt tokens; the requests of a complete prompt start."""
         chunks, complete, left = [], [], budget
         for group in self._prefilling:
-            start, known = group.done, None if group.parked is None else group.parked.routes
+            start, known = group.done, group.known
             group.done = min(start + left, len(group.prompt))
             chunks.append((group, Chunk(group.place, start, group.done, group.prompt, known)))
             left -= group.done - start
@@ -263,6 +302,8 @@ class Engine:
                     self._rows.resume(group.parked, self.clock(), routes)
                 else:
                     self._rows.add(group.prompt, requests, self.clock(), routes)
+                    self.prompt_tokens += num_prompt
+                    self.cached_tokens += group.cached
                     self._begun.extend((r.id, self.version) for r in requests)
                     if self._drafter is not None:
                         self._drafter.read(group.prompt)
@@ -290,6 +331,9 @@ class Engine:
 
     def _make_room(self) -> None:
         """The cache is full: preempt what started last. It will be recomputed."""
+        if self._kept:
+            self._drop_kept(self._kept[:1])
+            return
         if self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
             group = self._prefilling.pop()
             self._store.close(group.place)
@@ -318,7 +362,7 @@ class Engine:
         sequence, parked = self._rows.sequence(row), self._remove(row)
         if new_time_limit:
             parked = replace(parked, decoded_s=0.0)
-        return _PromptGroup(sequence, [parked.request], parked.longest, parked=parked)
+        return _PromptGroup(sequence, [parked.request], parked.longest, parked=parked, known=parked.routes)
 
     def _record(self, burst: Burst, first: int) -> None:
         """Record the sampled tokens of rows `first`.., and finish the rows that are done."""
@@ -342,7 +386,31 @@ class Engine:
             self._finish(row, finish)
 
     def _finish(self, row: int, finish: FinishReason) -> None:
+        if (session := self._rows.request(row).session) and finish is not FinishReason.ABORT:
+            self._keep(row, session)
         self._finished.append(self._remove(row).generation(finish, self.clock()))
+
+    def _keep(self, row: int, session: str) -> None:
+        """Keep the cache of a row that ends, in place of what it goes on from."""
+        tokens, routes = self._rows.sequence(row)[:-1], self._rows.routes(row)
+        longer = [k for k in self._kept if k.session == session and _common(k.tokens, tokens) == len(k.tokens)]
+        self._drop_kept(longer)
+        self._kept.append(_Kept(session, tokens, routes, self._store.keep(row, len(tokens))))
+
+    def _find_kept(self, group: _PromptGroup) -> _Kept | None:
+        """What is kept of the group's session and begins most like its prompt; it counts as just used."""
+        session = group.requests[0].session if len(group.requests) == 1 else ""
+        found = [kept for kept in self._kept if session and kept.session == session]
+        best = max(found, key=lambda kept: _common(group.prompt, kept.tokens), default=None)
+        if best is not None:
+            self._kept.remove(best)
+            self._kept.append(best)
+        return best
+
+    def _drop_kept(self, dropped: Sequence[_Kept]) -> None:
+        for kept in dropped:
+            self._store.drop_kept(kept.cache)
+        self._kept = [kept for kept in self._kept if kept not in dropped]
 
     def _remove(self, row: int) -> Parked:
         """Remove a row, and return what it was; the last row moves into its place."""
@@ -354,7 +422,7 @@ class Engine:
     def _abort(self, ids: set[str]) -> None:
         """A request without a row has sampled something only if it is parked."""
         for row in reversed(range(len(self._rows))):
-            if self._rows.request_id(row) in ids:
+            if self._rows.request(row).id in ids:
                 self._finish(row, FinishReason.ABORT)
         for group in [*self._waiting, *self._prefilling]:
             for request in group.requests:
@@ -368,6 +436,13 @@ class Engine:
             self._store.close(group.place)
         self._prefilling = [g for g in self._prefilling if not g.all_aborted]
         self._waiting = deque(g for g in self._waiting if not g.all_aborted)
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """How many tokens two sequences begin with alike."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size
 
 
 def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:

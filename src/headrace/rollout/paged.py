@@ -90,8 +90,20 @@ class PagedStore:
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
         return self._tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
 
-    def open(self, num_prompt: int, num_requests: int) -> int | None:
-        return self._tables.open(num_prompt, num_requests)
+    def open(self, num_prompt: int, num_requests: int, kept: list[int] | None = None, num_kept: int = 0) -> int | None:
+        """The prompt shares the full pages of `kept`, and gets a copy of the last one."""
+        num_full = num_kept // PAGE
+        place = self._tables.open(num_prompt, num_requests, (kept or [])[:num_full])
+        if place is not None and kept is not None and num_kept % PAGE:
+            for cache in chain(*self._cache):
+                cache[self._tables.prompt(place)[num_full]] = cache[kept[num_full]]
+        return place
+
+    def keep(self, row: int, num_tokens: int) -> list[int]:
+        return self._tables.keep(row, num_tokens)
+
+    def drop_kept(self, kept: list[int]) -> None:
+        self._tables.pages.give_back(kept)
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
         return self._forward(chunks, [self._tables.prompt(c.row) for c in chunks])

@@ -66,10 +66,14 @@ class PageTables:
         """Room for the prompt, a page for each new row, and one to grow for every row."""
         return self.pages.num_free >= num_pages(num_prompt) + num_requests + num_rows
 
-    def open(self, num_prompt: int, num_requests: int) -> int | None:
-        """Take pages for a prompt and copies of its last, partial page; None if too few are free."""
+    def open(self, num_prompt: int, num_requests: int, shared: Sequence[int] = ()) -> int | None:
+        """Take pages for a prompt and copies of its last, partial page; None if too few are free.
+
+        Its first pages are the `shared` ones, which are full.
+        """
         num_copies = num_requests - 1 if num_prompt % PAGE else 0
-        if self.pages.num_free < num_pages(num_prompt) + num_copies:
+        num_own = num_pages(num_prompt) - len(shared)
+        if self.pages.num_free < num_own + num_copies:
             if not self.rows and not self._prompts:
                 raise ConfigError(
                     f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the "
@@ -78,8 +82,15 @@ class PageTables:
                 )
             return None
         self._opened += 1
-        self._prompts[self._opened] = self.pages.take(num_pages(num_prompt)), self.pages.take(num_copies)
+        self.pages.share(shared)
+        self._prompts[self._opened] = [*shared, *self.pages.take(num_own)], self.pages.take(num_copies)
         return self._opened
+
+    def keep(self, row: int, num_tokens: int) -> list[int]:
+        """The pages with the first tokens of a row that ends, held until they are given back."""
+        held = self.rows[row][: num_pages(num_tokens)]
+        self.pages.share(held)
+        return held
 
     def prompt(self, place: int) -> list[int]:
         return self._prompts[place][0]

@@ -48,6 +48,7 @@ class RolloutPool:
     _members: list[_Member] = field(default_factory=list, init=False)
     _waiting: list[Order] = field(default_factory=list, init=False)  # while there is no worker
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
+    _homes: dict[str, _Member] = field(default_factory=dict, init=False)  # by session: who has its cache
     _past: EngineCounts = field(default_factory=EngineCounts, init=False)  # of former workers
     _failure: asyncio.Future[None] | None = field(default=None, init=False)
 
@@ -147,6 +148,18 @@ class RolloutPool:
         self._give(order)
         return futures
 
+    def turn(self, order: Order) -> asyncio.Future[Trajectory]:
+        """Sample one turn of an episode, where its cache is. The trajectory is the prompt and the turn."""
+        future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
+        self._futures[order.request_id(0)] = future
+        self._give(order)
+        return future
+
+    def forget(self, session: str) -> None:
+        """An episode is over."""
+        if (home := self._homes.pop(session, None)) in self._members and home is not None:
+            home.worker.ask(Sampler.forget, [session])
+
     def abort(self, serials: Sequence[int]) -> None:
         """End the rest of these groups; their futures give what was sampled so far."""
         for member in self._members:
@@ -215,7 +228,12 @@ class RolloutPool:
         if not staying:
             self._waiting.append(order)
             return
-        member = min(staying, key=lambda m: len(m.orders))
+        session = order.session(0)
+        member = self._homes.get(session) if session else None
+        if member not in staying or member is None:
+            member = min(staying, key=lambda m: len(m.orders))
+        if session:
+            self._homes[session] = member
         member.orders |= {order.request_id(i): order for i in range(len(order.indices))}
         member.worker.ask(Sampler.take, [order])  # `_follow` sees it if the worker is lost
 

@@ -52,6 +52,7 @@ class Request:
     sampling: Sampling
     seed: int
     counted: bool = True  # in the ledger; False for evaluation
+    session: str = ""  # an episode: its cache is kept when the request ends, for the next turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,8 +320,8 @@ class Rows:
         sampled = self._table["routes"][row, : self.sampled[row] - 1]
         return np.concatenate([self._sequences[row].routes, sampled])
 
-    def request_id(self, row: int) -> str:
-        return self._sequences[row].request.id
+    def request(self, row: int) -> Request:
+        return self._sequences[row].request
 
     def remove(self, row: int) -> None:
         """Remove a row; the last row moves into its place."""

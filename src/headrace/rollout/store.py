@@ -222,6 +222,9 @@ def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: 
     return torch.bmm(probs, values)
 
 
+KeptRow = list[tuple[Tensor, Tensor]]  # keys [J, D, C] and values [J, C, D] of each layer
+
+
 class RowStore:
     """A row of cache per sequence, one decode step at a time."""
 
@@ -229,6 +232,7 @@ class RowStore:
         self._policy, self._kv_tokens = policy, kv_tokens
         self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
         self._free = list(range(STAGING_ROWS))
+        self._kept_tokens = 0  # in caches that `keep` made
 
     def most_rows(self, longest: int) -> int:
         """Rows of `longest` tokens that fit at the same time; no prompt group is larger."""
@@ -236,11 +240,28 @@ class RowStore:
 
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
         """Whether a prompt group may start that makes it `num_rows` rows of up to `longest` tokens."""
-        return num_rows * longest <= self._kv_tokens
+        return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
-    def open(self, num_prompt: int, num_requests: int) -> int | None:
-        """A place for a prompt's cache, or None if there is none now."""
-        return self._free.pop() if self._free else None
+    def open(self, num_prompt: int, num_requests: int, kept: KeptRow | None = None, num_kept: int = 0) -> int | None:
+        """A place for a prompt's cache, or None if there is none now; it begins with `num_kept` tokens of `kept`."""
+        if not self._free:
+            return None
+        place = self._free.pop()
+        if kept is not None and num_kept:
+            self._staging.reserve(STAGING_ROWS, num_prompt)
+            for layer, (keys, values) in enumerate(kept):
+                self._staging.keys[layer][place, ..., :num_kept] = keys[..., :num_kept]
+                self._staging.values[layer][place, :, :num_kept] = values[:, :num_kept]
+        return place
+
+    def keep(self, row: int, num_tokens: int) -> KeptRow:
+        """A copy of the cache of a row that ends: its first `num_tokens`."""
+        self._kept_tokens += num_tokens
+        layers = zip(self._arena.keys, self._arena.values, strict=True)
+        return [(keys[row, ..., :num_tokens].clone(), values[row, :, :num_tokens].clone()) for keys, values in layers]
+
+    def drop_kept(self, kept: KeptRow) -> None:
+        self._kept_tokens -= kept[0][1].shape[1]
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
         """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
