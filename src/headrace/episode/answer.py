@@ -19,7 +19,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 Functions = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
 
 WORDS = {"true": True, "false": False, "null": None}
-JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+JSON_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _python_calls(text: str) -> Calls:
         return _json_calls(text)
     try:
         tree: Any = ast.parse(text.strip(), mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
         if any(call.args for call in calls):
             raise KeyError("arguments without names")
         return [(ast.unparse(call.func), {pair.arg: _literal(pair.value) for pair in call.keywords}) for call in calls]
@@ -219,10 +219,9 @@ class Grammar:
         opens, closes = self.family.thinking
         self._header = re.split(opens, header)[0]
         joined = {"repeats": True, "join": "", "content_args": {"strip": False}}
-        fields: dict[str, Any] = {
-            "content": joined | ({"close_pattern": self.family.noise} if self.family.noise else {}),
-            "reasoning_content": joined | {"open_pattern": opens, "close": closes},
-        }
+        fields = {"content": joined | ({"close_pattern": self.family.noise} if self.family.noise else {})}
+        if closes in template:
+            fields["reasoning_content"] = joined | {"open_pattern": opens, "close": closes}
         if self.family.open:
             call = {"open_pattern": f"(?P<open>{self.family.open})", "repeats": True, "content_args": {"strip": False}}
             call |= {"close": self.family.close} if self.family.close else {}
