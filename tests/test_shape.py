@@ -28,6 +28,7 @@ LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms,
 ROOMS = {
     "(files)": 2_770,
     "buffer": 350,
+    "episode": 900,
     "kernels": 1_130,
     "learner": 1_210,
     "ledger": 1_610,

@@ -21,6 +21,14 @@ class RewardError(HeadraceError):
     """A reward function that cannot be found or called."""
 
 
+class ChatError(HeadraceError):
+    """Messages that a chat template refuses, or a history that it would rewrite."""
+
+
+class ToolArgumentsError(HeadraceError):
+    """Arguments that a tool cannot take. The message is for the model that wrote them."""
+
+
 class UnavailableError(HeadraceError):
     """For reward functions to raise: a service they need is unavailable; retrying may help.
 

@@ -1,0 +1,375 @@
+"""An answer as a message: its thinking, its text and its tool calls, read as the tokens come.
+
+How a model writes tool calls is known from its chat template, which shows them to the model.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+Calls = list[tuple[str, dict[str, Any]]]
+Functions = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
+
+WORDS = {"true": True, "false": False, "null": None}
+JSON_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the model wrote it. Example: ToolCall("add", '{"a": 1, "b": 2}')."""
+
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A parsed answer. `error` tells the model what is wrong with its tool calls.
+
+    A call that cannot be read stays in `content`; one with wrong arguments is in `tool_calls`.
+
+    Example:
+        Answer(content="I add.", reasoning="1 and 2?", tool_calls=(ToolCall("add", '{"a": 1, "b": 2}'),))
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+
+    def message(self, ids: Sequence[str] = ()) -> dict[str, Any]:
+        """As an OpenAI message. `ids` are those of the tool calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": ids[i] if i < len(ids) else f"call_{i}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for i, call in enumerate(self.tool_calls)
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a streamed answer: text, thinking, or a whole call. Example: Delta(content="I ad")."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+
+
+def _call(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
+    arguments = _json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):
+        raise ValueError("not valid: it needs a name, and arguments that are a JSON object")
+    return name.removeprefix("functions."), arguments or {}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+def _json_calls(text: str) -> Calls:
+    value = _json(text)
+    items = [item if isinstance(item, dict) else {} for item in (value if isinstance(value, list) else [value])]
+    keys = ("arguments", "parameters")
+    found = [next((item[key] for key in keys if key in item), None) for item in items]
+    return [_call(item.get("name", item.get("tool_name")), each) for item, each in zip(items, found, strict=True)]
+
+
+def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
+    match = re.fullmatch(whole, text, re.DOTALL)
+    if not match or re.sub(pair, "", match[2], flags=re.DOTALL).strip():
+        raise ValueError(f"not valid: expected {expected}")
+    return [(match[1], {key.strip(): value for key, value in re.findall(pair, match[2], re.DOTALL)})]
+
+
+def _python_calls(text: str) -> Calls:
+    if text.lstrip().startswith(("{", "[{")):
+        return _json_calls(text)
+    try:
+        tree: Any = ast.parse(text.strip(), mode="eval").body
+        calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
+        if any(call.args for call in calls):
+            raise KeyError("arguments without names")
+        return [(ast.unparse(call.func), {pair.arg: _literal(pair.value) for pair in call.keywords}) for call in calls]
+    except (SyntaxError, AttributeError, KeyError) as error:
+        raise ValueError('not valid: expected [name(key="value", ...)]') from error
+
+
+def _literal(node: ast.expr) -> Any:
+    return WORDS[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def _separated_calls(text: str) -> Calls:
+    """NAME or a word stands before the separator; after it JSON, or NAME and JSON in a code block."""
+    found = re.findall(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", text, re.DOTALL)
+    if not found:
+        raise ValueError("not valid: expected a name, <｜tool▁sep｜> and its arguments in JSON")
+    blocks = [re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", body, re.DOTALL) for _, body in found]
+    pairs = [
+        block.groups() if block else (head.strip(), body) for block, (head, body) in zip(blocks, found, strict=True)
+    ]
+    return [_call(name, arguments) for name, arguments in pairs]
+
+
+def _brace_calls(text: str) -> Calls:
+    match = re.fullmatch(r"\s*call:([\w.\-]+)(\{.*\})\s*", text, re.DOTALL)
+    if not match:
+        raise ValueError("not valid: expected call:NAME{key:value}")
+    parts = match[2].split('<|"|>')  # text stands between these
+    parts[::2] = [re.sub(r"([{,]\s*)(\w+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = map(json.dumps, parts[1::2])
+    return [_call(match[1], "".join(parts))]
+
+
+def _listed_calls(text: str) -> Calls:
+    parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
+    return [call for name, has, rest in parts for call in ([_call(name.strip(), rest)] if has else _json_calls(name))]
+
+
+def _channel_calls(text: str) -> Calls:
+    head, _, body = text.partition("<|message|>")
+    return [_call(head.partition("to=")[2].split("<")[0].split()[0], body)]
+
+
+_key_value_calls = partial(
+    _tagged_calls,
+    whole=r"\s*([\w.\-]+)\s*((?:<arg_key>.*)?)",
+    pair=r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    expected="the name, then <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value> for each argument",
+)
+_parameter_calls = partial(
+    _tagged_calls,
+    whole=r"\s*<function=([^>\s]+)>(.*)</function>\s*",
+    pair=r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>",
+    expected="<function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, and </function>",
+)
+# What opens (a pattern) and closes thinking.
+THINK = (r"<think>", "</think>")
+CHANNEL = (r"<\|channel\|>(?:analysis|commentary)<\|message\|>", "<|end|>")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model writes answers: `sign` stands in its chat template. `open` and `noise` are patterns."""
+
+    sign: str
+    open: str = ""  # of a tool call
+    close: str = ""  # of it; without one it ends with the answer
+    read: Callable[[str], Calls] = _json_calls
+    noise: str = ""  # markup around the text
+    thinking: tuple[str, str] = THINK
+
+
+FAMILIES = (  # the first whose sign is in the template
+    Family("<arg_key>", r"\s*<tool_call>", "</tool_call>", _key_value_calls),
+    Family("<function=", r"\s*<tool_call>", "</tool_call>", _parameter_calls),
+    Family("<|tool_call_start|>", r"<\|tool_call_start\|>", "<|tool_call_end|>", _python_calls),
+    Family("<tool_call>", r"\s*<tool_call>", "</tool_call>"),
+    Family("<TOOLCALL>", r"<TOOLCALL>", "</TOOLCALL>"),
+    Family("<|tool_call|>", r"<\|tool_call\|>", "<|/tool_call|>"),
+    Family("<｜tool▁calls▁begin｜>", r"\s*<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _separated_calls),
+    Family("<|tool_call>", r"<\|tool_call>", "<tool_call|>", _brace_calls, "", (r"<\|channel>thought\n", "<channel|>")),
+    Family("[TOOL_CALLS]", r"\[TOOL_CALLS\]", "", _listed_calls, "", (r"\[THINK\]", "[/THINK]")),
+    Family(
+        "<|START_RESPONSE|>",
+        r"<\|START_ACTION\|>",
+        "<|END_ACTION|>",
+        noise=r"<\|(?:START|END)_RESPONSE\|>",
+        thinking=(r"<\|START_THINKING\|>", "<|END_THINKING|>"),
+    ),
+    Family(
+        "<|channel|>",
+        r"(?:<\|start\|>assistant|<\|channel\|>\w+|\A)\s*to=[^\s<]+[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*<\|message\|>",
+        read=_channel_calls,
+        noise=r"<\|start\|>assistant|<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|<\|end\|>",
+        thinking=CHANNEL,
+    ),
+    Family('"parameters": dictionary', r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"name"\s*:)'),
+    Family(""),
+)
+
+
+class Grammar:
+    """Makes readers for the answers of one model, whose prompts end with `header`."""
+
+    def __init__(self, tokenizer: Any, template: str, header: str, stops: Mapping[int, str]) -> None:
+        self.family = next(family for family in FAMILIES if family.sign in template)
+        self.decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self.stops = stops
+        # a description of answers by the model's makers, for what is not known here
+        self.own = getattr(tokenizer, "response_template", None) if not self.family.sign else None
+        opens, closes = self.family.thinking
+        self._header = re.split(opens, header)[0]
+        joined = {"repeats": True, "join": "", "content_args": {"strip": False}}
+        fields = {"content": joined | ({"close_pattern": self.family.noise} if self.family.noise else {})}
+        if closes in template:
+            fields["reasoning_content"] = joined | {"open_pattern": opens, "close": closes}
+        if self.family.open:
+            call = {"open_pattern": f"(?P<open>{self.family.open})", "repeats": True, "content_args": {"strip": False}}
+            call |= {"close": self.family.close} if self.family.close else {}
+            fields["tool_calls"] = call | {"transform": {"open": "{open}", "body": "{content}"}}
+        self._spec = self.own or {"start_anchor": self._header or "\0", "fields": fields}
+
+    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> ResponseParser:
+        """Reads on from the end of `prompt`, which may have opened a block of thinking."""
+        begun = prompt.rpartition(self._header)[2] if self._header and self._header in prompt else ""
+        return ResponseParser(self._spec, prefix=prompt if self.own else begun, tools=tools if self.own else None)
+
+
+class Reader:
+    """Reads one answer to `prompt`: `feed` it tokens as they come, then `finish`."""
+
+    def __init__(self, grammar: Grammar, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self._grammar, self._parser = grammar, grammar.parser(prompt, tools)
+        functions = [tool.get("function", tool) for tool in tools or ()]
+        self._functions = {str(function["name"]): function.get("parameters") or {} for function in functions}
+        self._ids: list[int] = []
+        self._begin = self._end = 0  # of the tokens that were decoded last
+        self._text, self._stopped = "", False
+        self._said, self._held = {"content": "", "reasoning": ""}, {"content": "", "reasoning": ""}
+        self._calls: list[ToolCall] = []
+        self._errors: list[str] = []
+
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
+        self._stopped = self._stopped or any(id in self._grammar.stops for id in token_ids)
+        self._ids += [int(id) for id in token_ids if id not in self._grammar.stops]
+        text = self._decode(final=False)
+        return [] if self._grammar.own else self._deltas(self._parser.feed(text))
+
+    def finish(self) -> tuple[Answer, list[Delta]]:
+        """The answer, and the deltas that `feed` held back."""
+        text = self._decode(final=True)
+        if self._grammar.own:
+            deltas = self._by_own_description()
+        else:
+            deltas = self._deltas(self._parser.feed(text))
+            deltas += self._deltas(self._parser.finalize()[1], ended=True)
+        if not (self._calls or any(self._said.values())):
+            deltas += self._say("content", self._text)
+        return Answer(**self._said, tool_calls=tuple(self._calls), error="; ".join(self._errors)), deltas
+
+    def _decode(self, final: bool) -> str:
+        before = self._grammar.decode(self._ids[self._begin : self._end])
+        text = str(self._grammar.decode(self._ids[self._begin :])[len(before) :])
+        if text.endswith("\ufffd") and not final:  # a character whose bytes are not complete
+            return ""
+        self._begin, self._end = self._end, len(self._ids)
+        self._text += text
+        return text
+
+    def _deltas(self, events: Sequence[Mapping[str, Any]], ended: bool = False) -> list[Delta]:
+        deltas: list[Delta] = []
+        for event in events:
+            if event["field"] == "tool_calls" and event["type"] == "region_close":
+                deltas += self._read_call(event["value"]["open"], event["value"]["body"], is_open=ended)
+            elif event["field"] != "tool_calls" and event["type"] == "region_chunk":
+                deltas += self._say(event["field"].removesuffix("_content"), event["text"])
+        return deltas
+
+    def _say(self, kind: str, text: str) -> list[Delta]:
+        """White space at both ends of a text is held back."""
+        text = self._held[kind] + text
+        text = text if self._said[kind] else text.lstrip()
+        said = text.rstrip()
+        self._held[kind] = text[len(said) :]
+        self._said[kind] += said
+        return [Delta(said) if kind == "content" else Delta("", said)] if said else []
+
+    def _read_call(self, opening: str, body: str, is_open: bool) -> list[Delta]:
+        close, read = self._grammar.family.close, self._grammar.family.read
+        try:
+            if is_open and not self._stopped:
+                raise ValueError("not complete: the answer was cut")
+            if is_open and close:
+                raise ValueError(f"not complete: {close} is missing")
+            found = read(opening + body if read is _channel_calls else body)
+        except ValueError as error:
+            self._errors.append(f"the tool call is {error}")
+            return self._say("content", opening + body + ("" if is_open else close))
+        return [self._add(name, arguments) for name, arguments in found]
+
+    def _add(self, name: str, arguments: dict[str, Any]) -> Delta:
+        if self._grammar.family.read in (_parameter_calls, _key_value_calls):  # every value is text there
+            properties = self._functions.get(name, {}).get("properties", {})
+            arguments = {key: _typed(value, properties.get(key)) for key, value in arguments.items()}
+        self._errors += problems(name, arguments, self._functions) if self._functions else []
+        self._calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        return Delta(call=self._calls[-1])
+
+    def _by_own_description(self) -> list[Delta]:
+        try:
+            self._parser.feed(self._text)
+            message, _ = self._parser.finalize()
+            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+            found = [_call(call.get("name"), call.get("arguments")) for call in calls]
+        except (ValueError, AttributeError, TypeError) as error:
+            self._errors.append(f"the answer cannot be read: {str(error).splitlines()[0]}")
+            return self._say("content", self._text)
+        thinking = message.get("reasoning_content") or message.get("thinking") or ""
+        deltas = self._say("reasoning", thinking) + self._say("content", message.get("content") or "")
+        return deltas + [self._add(name, arguments) for name, arguments in found]
+
+
+def problems(name: str, arguments: Mapping[str, Any], functions: Functions) -> list[str]:
+    """What is wrong with a call, for the model to read."""
+    if name not in functions:
+        return [f"there is no tool '{name}'; the tools are: {', '.join(functions)}"]
+    schema, this = functions[name], f"the tool '{name}'"
+    properties = schema.get("properties", {})
+    found = [f"{this} needs the argument '{key}'" for key in schema.get("required", ()) if key not in arguments]
+    for key, value in arguments.items():
+        types = _types(properties.get(key))
+        if key not in properties and not schema.get("additionalProperties"):
+            found.append(f"{this} has no argument '{key}'; it takes: {', '.join(properties) or 'none'}")
+        elif types and not (_fits(value, types) or _fits(_typed(value, properties[key]), types)):
+            found.append(f"{this} needs {' or '.join(types)} as '{key}', not {json.dumps(value)[:80]}")
+    return found
+
+
+def _types(schema: Any) -> list[str]:
+    """The JSON types that a schema allows; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return []
+    choices = [_types(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key, ())]
+    declared = schema.get("type", [])
+    types = [declared] if isinstance(declared, str) else [*declared, *(name for choice in choices for name in choice)]
+    return types if all(choices) else []
+
+
+def _fits(value: Any, types: Sequence[str]) -> bool:
+    if value is None or isinstance(value, bool):
+        return ("null" if value is None else "boolean") in types
+    whole = isinstance(value, float) and value.is_integer() and "integer" in types
+    return whole or any(isinstance(value, JSON_TYPES.get(name, ())) for name in types)
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    """A value that was written as text, in the type that the tool wants."""
+    types = _types(schema)
+    if not isinstance(value, str) or not types or "string" in types:
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value.strip())
+        except (ValueError, SyntaxError):
+            continue
+        return found if _fits(found, types) else value
+    return value

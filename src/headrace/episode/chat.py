@@ -1,0 +1,318 @@
+"""Chats as token ids: the first prompt, and what goes after a sampled answer.
+
+Sampled tokens are never rendered again. A chat template renders whole chats only, so `append` takes the
+text that it writes after the answer, and encodes that alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from headrace.episode.answer import Answer, Grammar, Reader, ToolCall
+from headrace.errors import ChatError
+from headrace.user_code import time_limit
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+
+TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
+MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and every filter of a template prints it as it is
+HEADER_TOKENS = 64  # at the end of a prompt: what the template writes before an answer
+QUESTION = {"role": "user", "content": "What is it?"}
+CALL = ToolCall("probe_tool", '{"probe_key": "probe value"}')
+RESULT = {"role": "tool", "content": "42", "name": CALL.name, "tool_call_id": "call_0"}
+PROBES = {  # kind of reply -> the answers before it, and the reply
+    "a tool result": ((Answer(tool_calls=(CALL,)), Answer("So.", tool_calls=(CALL,))), RESULT),
+    "a tool result after thinking": ((Answer("", "Hm.", (CALL,)),), RESULT),
+    "a user message": ((Answer("So."),), QUESTION),
+    "a user message after thinking": ((Answer("So.", "Hm."),), QUESTION),
+}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the chat template of `model` can do.
+
+    Example:
+        Proof("Qwen/Qwen3-8B", calls=True, names_tools=True, rewrites={"a user message": "it changes the answer"})
+    """
+
+    model: str
+    calls: bool  # it can show an answer's tool calls
+    names_tools: bool  # it tells the model which tools there are
+    rewrites: Mapping[str, str] = field(default_factory=dict)  # kinds of replies that begin a branch: why
+
+    def __str__(self) -> str:
+        this = f"the chat template of {self.model}"
+        said = [f"{this} rewrites history after {kind} ({why})" for kind, why in self.rewrites.items()]
+        if said:
+            said.append("so each such turn would begin a new branch, with the whole history in it again")
+        if not self.calls:
+            said.append(f"{this} cannot show tool calls: only user messages can follow an answer")
+        elif "a user message" in self.rewrites and "a tool result" not in self.rewrites:
+            said.append("tool results instead of user messages would not")
+        if self.calls and not self.names_tools:
+            said.append(f"{this} does not name the tools: describe them in the system message")
+        return "; ".join(said) or f"{this} appends every kind of reply"
+
+
+class Chat:
+    """Renders and reads chats for one tokenizer.
+
+    `stops` are the tokens that end an answer. `options` go to the template, such as `enable_thinking`.
+    """
+
+    def __init__(self, tokenizer: Any, *, stops: Iterable[int] = (), options: Mapping[str, Any] | None = None) -> None:
+        self.model = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
+        self._tokenizer, self._options = tokenizer, dict(options or {})
+        ends = list(stops) or [id for id in [tokenizer.eos_token_id] if id is not None]
+        self._stops = {int(id): self._decode([int(id)]) for id in ends}
+        texts = sorted(self._stops.values(), key=len, reverse=True)
+        self._longest = len(texts[0]) if texts else 0
+        self._stop = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        source = str(tokenizer.get_chat_template(tools=[{}]))
+        added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
+        special = {token.content for token in added if token.special}
+        shown = {token.content for token in added if token.content in source and not token.content.isspace()}
+        # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
+        self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
+        self._newline = self._ids("\n")
+        self._calls = True
+        self._dialect: tuple[type, str | None] = (dict, "")
+        self._calls = self._find_dialect()
+        header = self._render([QUESTION]).removeprefix(self._render([QUESTION], generation=False))
+        self._grammar = Grammar(tokenizer, source, header, self._stops)
+
+    def first(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """The prompt: the chat and the beginning of an answer. Control tokens in messages are plain text."""
+        mark = _unused_character(messages, tools)
+        return self._encode(self._render(messages, tools, mark), mark)
+
+    def append(
+        self,
+        history: Sequence[Message],
+        sampled: Sequence[int],
+        answer: Message,
+        new: Sequence[Message],
+        tools: Tools = None,
+    ) -> list[int]:
+        """The tokens to put after `sampled`, the answer to `history`, so that the next answer can begin.
+
+        `answer` is what was sampled, as a message. If it was cut, its end is among the tokens. Raises
+        ChatError where the template would change what stands before: begin a branch with `first`.
+        """
+        chat = [*history, answer, *new]
+        mark = _unused_character(chat, tools)
+        stop = sampled[-1] if len(sampled) and sampled[-1] in self._stops else None
+        end = "" if stop is None else self._stops[stop]
+        said = self._decode(sampled if stop is None else sampled[:-1]) + end
+        prompt, whole = self._render(history, tools, mark), self._render(chat, tools, mark)
+        if whole.startswith(prompt + said):
+            at = len(prompt + said)
+        else:  # shown in another way than it was sampled: find its end
+            at = self._end_of_answer(len(history), chat, prompt, whole, tools, mark)
+            if stop is not None:
+                found = self._stop.match(whole, at)
+                if not found or found[0] != end:
+                    raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
+                at = found.end()
+        return self._encode(whole[at:], mark, after=end)
+
+    def reader(self, prompt: Sequence[int], tools: Tools = None) -> Reader:
+        """Reads an answer to `prompt` as its tokens come."""
+        return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools)
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> Answer:
+        """The whole answer to `prompt`."""
+        reader = self.reader(prompt, tools)
+        reader.feed(sampled)
+        return reader.finish()[0]
+
+    def prove(self, tools: Tools = None) -> Proof:
+        """Try every kind of reply on this template."""
+        rewrites = {}
+        for kind, (answers, reply) in PROBES.items():
+            try:
+                for answer in answers:
+                    self._try_reply(answer.message(), reply, tools)
+            except ChatError as error:
+                rewrites[kind] = str(error).rpartition(": ")[2]
+        tools = tools or [{"type": "function", "function": {"name": CALL.name, "description": "?", "parameters": {}}}]
+        try:
+            text = self._render([QUESTION], tools)
+        except ChatError:
+            text = ""
+        return Proof(self.model, self._calls, all(_function(tool).get("name", "") in text for tool in tools), rewrites)
+
+    def _try_reply(self, answer: Message, reply: Message, tools: Tools) -> None:
+        """Append to an answer that is sampled as the template shows it."""
+        prompt, alone = self._render([QUESTION], tools), self._render([QUESTION, answer], tools, generation=False)
+        said = alone[_num_shared(prompt, alone) :]
+        if found := self._stop.search(said):
+            said = said[: found.end()]
+        else:  # the next message's first token ends the answer
+            found = self._stop.search(self._render([QUESTION, answer, reply], tools), len(alone))
+            said += found[0] if found else ""
+        self.append([QUESTION], self._ids(said), answer, [reply], tools)
+
+    def _end_of_answer(
+        self, num_before: int, chat: Sequence[Message], prompt: str, whole: str, tools: Tools, mark: str
+    ) -> int:
+        """Where the answer that the template shows in `whole` ends, with or without a reply."""
+        history, new = chat[:num_before], chat[num_before + 1 :]
+        before = self._render(history, tools, mark, generation=False)
+        shared = _num_shared(prompt, whole)
+        if shared < len(before if prompt.startswith(before) else prompt):
+            raise self._rewrites("it changes text before the answer", new)
+        # a stop token that ends within what is shared belongs to the generation prompt
+        ends = (match for match in self._stop.finditer(whole, shared - self._longest) if match.end() > shared)
+        found = next(ends, None)
+        alone = self._render(chat[: num_before + 1], tools, mark, generation=False)
+        if not found or alone[: found.start()] != whole[: found.start()]:
+            raise self._rewrites("it changes the answer", new)
+        return found.start()
+
+    def _rewrites(self, why: str, new: Sequence[Message]) -> ChatError:
+        roles = " and ".join(dict.fromkeys(str(message["role"]) for message in new))
+        return ChatError(f"the chat template of {self.model} rewrites history before a {roles} message: {why}")
+
+    def _find_dialect(self) -> bool:
+        """Whether the template can show tool calls, with arguments as a mapping or text, content as "" or None."""
+        for self._dialect in product((dict, str), ("", None)):
+            try:
+                text = self._render([QUESTION, Answer(tool_calls=(CALL,)).message()], generation=False)
+            except ChatError:
+                continue
+            if CALL.name in text and "probe value" in text and "None" not in text:
+                return True
+        self._dialect = (dict, "")
+        return False
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools = None, mark: str = "", *, generation: bool = True
+    ) -> str:
+        """The chat as text. Control tokens in messages have `mark` behind their first character."""
+        this = f"the chat template of {self.model}"
+        if not self._calls and any(message.get("tool_calls") for message in messages):
+            raise ChatError(f"{this} refuses these messages: it cannot show tool calls")
+        chat = [self._form(message, mark) for message in messages]
+        listed = _each_text(list(tools), self._inert, mark) if tools else None
+        try:
+            with time_limit(TEMPLATE_S):
+                text = self._tokenizer.apply_chat_template(
+                    chat, tools=listed, add_generation_prompt=generation, tokenize=False, **self._options
+                )
+        except Exception as error:  # a template is a program, and fails in its own ways
+            raise ChatError(f"{this} refuses these messages: {str(error) or type(error).__name__}") from error
+        return str(text)
+
+    def _form(self, message: Message, mark: str) -> Any:
+        """The message in the template's dialect, with inert control tokens."""
+        form: dict[str, Any] = {**message, "content": content_text(message)}
+        form["role"] = "system" if form["role"] == "developer" else form["role"]
+        if thinking := next((form[key] for key in ("reasoning_content", "reasoning", "thinking") if form.get(key)), ""):
+            form |= {"reasoning_content": thinking, "thinking": thinking}
+        calls, (kind, empty) = form.pop("tool_calls", None), self._dialect
+        if calls:
+            form["content"] = form["content"] or empty
+            form["tool_calls"] = [
+                {**call, "function": {**_function(call), "arguments": _arguments(_function(call), kind)}}
+                for call in calls
+            ]
+        return _each_text(form, self._inert_in_answers if form["role"] == "assistant" else self._inert, mark)
+
+    def _encode(self, text: str, mark: str, after: str | None = None) -> list[int]:
+        """Token ids of a text that follows `after`: a stop token, or "" for any other text."""
+        begin, *pieces = text.split(mark)
+        ids = self._inner_ids(begin) if after == "" else self._ids((after or "") + begin)
+        if after:  # encoded with it: some tokenizers take or add white space after a special token
+            ids = ids[len(self._ids(after)) :]
+        return ids + [id for piece in pieces for id in self._inner_ids(piece)]
+
+    def _inner_ids(self, text: str) -> list[int]:
+        """Without the space that some tokenizers put in front of a text."""
+        ids = self._ids("\n" + text)
+        return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(id) for id in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        ids = [int(id) for id in ids]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def content_text(message: Message) -> str:
+    """A message's text, which clients may send in parts."""
+    content = message.get("content") or ""
+    parts = [
+        {"text": part} if isinstance(part, str) else part
+        for part in ([content] if isinstance(content, str) else content)
+    ]
+    if strange := [part.get("type") for part in parts if not isinstance(part.get("text"), str)]:
+        raise ChatError(f"a message has a part of type '{strange[0]}', and only text can be read")
+    return "".join(part["text"] for part in parts)
+
+
+def normal(message: Message) -> tuple[Any, ...]:
+    """Equal for a message and what a client makes of it before it sends it back."""
+    calls = [_function(call) for call in message.get("tool_calls") or ()]
+    arguments = [json.dumps(_arguments(call, dict), sort_keys=True, separators=(",", ":")) for call in calls]
+    role = "system" if message["role"] == "developer" else message["role"]
+    names = [str(call.get("name")) for call in calls]
+    return role, content_text(message).strip(), tuple(zip(names, arguments, strict=True))
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    return call.get("function") or call
+
+
+def _arguments(function: Mapping[str, Any], kind: type) -> Any:
+    """A call's arguments as a mapping, or as JSON text; what is not JSON stays."""
+    arguments = function.get("arguments") or {}
+    if kind is str:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _num_shared(a: str, b: str) -> int:
+    """How many characters at the beginning are the same."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
+
+
+def _unused_character(messages: Sequence[Message], tools: Tools) -> str:
+    text = json.dumps([list(messages), list(tools or ())], ensure_ascii=False, default=str)
+    return next(chr(code) for code in MARKS if chr(code) not in text)
+
+
+def _marker(tokens: set[str]) -> Callable[[str, str], str]:
+    """A function that puts a mark behind the first character of each of the tokens in a text."""
+    lengths = sorted({len(token) for token in tokens})
+    first = re.compile("|".join(map(re.escape, sorted({token[0] for token in tokens}))) or "(?!)")
+
+    def mark_tokens(text: str, mark: str) -> str:
+        def marked(match: re.Match[str]) -> str:
+            at = match.start()
+            return match[0] + mark if any(text[at : at + n] in tokens for n in lengths) else match[0]
+
+        return first.sub(marked, text) if mark else text
+
+    return mark_tokens
+
+
+def _each_text(value: Any, change: Callable[[str, str], str], mark: str) -> Any:
+    if isinstance(value, str):
+        return change(value, mark)
+    if isinstance(value, Mapping):
+        return {_each_text(key, change, mark): _each_text(item, change, mark) for key, item in value.items()}
+    return [_each_text(item, change, mark) for item in value] if isinstance(value, list | tuple) else value
