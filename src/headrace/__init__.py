@@ -13,13 +13,17 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "train"]
+__all__ = [
+    *("Done", "Reply", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "train")
+]
 
 
 def __getattr__(name: str) -> Any:
     """The public functions, loaded when asked for: reward processes and the lighter commands do without torch."""
     if name == "UnavailableError":
         return importlib.import_module("headrace.errors").UnavailableError
+    if name in ("Done", "Reply"):
+        return getattr(importlib.import_module("headrace.reward.environment"), name)
     if name in __all__:
         return getattr(importlib.import_module("headrace.api"), name)
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")

@@ -241,7 +241,7 @@ async def _train(
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s
     watchdog = Watchdog(limit_s, place.progress, place.clock, run_dir, watcher.note)
     try:
-        await place.scorer.start()
+        await place.start_user_code()
         watchdog.start()
         past = place.ledger.rows() if place.ledger is not None else []
         sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
@@ -436,7 +436,7 @@ async def _warm_start(place: Place, watcher: Watcher) -> None:
 async def _score(place: Place) -> float | None:
     """The held-out score."""
     await place.start_engines()
-    return await evaluate(place.pool, place.scorer, place.prompts.held_out, place.config)
+    return await evaluate(place.answers, place.scorer, place.prompts.held_out, place.config)
 
 
 async def _self_check(place: Place, watcher: Watcher) -> float | None:
@@ -456,7 +456,7 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
 async def _evaluate(config: Config, run_dir: Path, reward: Reward | None) -> float | None:
     place = open_place(config, run_dir, reward=reward)
     try:
-        await place.scorer.start()
+        await place.start_user_code()
         return await _score(place)
     finally:
         await place.close()

@@ -22,6 +22,8 @@ LEAST = 1e-6  # what single precision still divides by
 MOST_S = 10**8  # three years; timers of operating systems overflow later
 MOST_TRAJECTORIES = 10**6  # under way at a time: each is an object in memory
 
+DEMOS = ("demo", "demo-chat")  # models that are made on the spot
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -56,7 +58,7 @@ class RunSection(SettingsSection):
 class ModelSection(SettingsSection):
     """The policy."""
 
-    path: Home = setting("demo", "directory, .gguf file, or 'demo' (a small model made on the spot)")
+    path: Home = setting("demo", "directory, .gguf file, or 'demo' or 'demo-chat' (small models made on the spot)")
     allow_download: bool = setting(False, "fetch a path owner/name that is not here from the Hugging Face hub")
     tokenizer: Home = setting("", "tokenizer directory, if not the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -74,7 +76,8 @@ class PromptsSection(SettingsSection):
 
     source: Home = setting(
         "arithmetic",
-        "'arithmetic', 'reasoning-gym:TASK', a .jsonl, .json, .csv or .parquet file, or a datasets directory",
+        "'arithmetic', 'reasoning-gym:TASK', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
+        "or file.py:function (count, seed) -> records",
     )
     count: PositiveInt = setting(20_000, "prompts made by arithmetic or reasoning-gym", most=10**7)
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
@@ -149,6 +152,19 @@ class RewardSection(SettingsSection):
     cache: bool = setting(True, "score the same answer to the same prompt once")
     overlong_tokens: NonNegativeInt = setting(0, "soft penalty this close to max_new_tokens; 0 is off")
     overlong_penalty: NonNegativeFloat = setting(1.0, "penalty at max_new_tokens", most=MOST)
+
+
+class EpisodeSection(SettingsSection):
+    """Answers of several turns: an environment, or an agent of your own."""
+
+    environment: Name = setting("", "file.py:Class or module:Class, which replies to every turn; empty: single answers")
+    workers: PositiveInt = setting(1, "processes in which environments live", most=MOST_PROCESSES)
+    timeout_s: Annotated[float, Field(ge=0.01)] = setting(
+        60.0, "seconds for one reply of an environment; a slower one is a drop, not a zero", most=MOST_S
+    )
+    max_turns: PositiveInt = setting(32, "an episode ends after this many turns, and is scored", most=10_000)
+    max_tokens: NonNegativeInt = setting(0, "an episode ends at this many tokens; 0: the model's context")
+    max_s: Seconds = setting(0.0, "an episode ends after this many seconds; 0 is off")
 
 
 class BufferSection(SettingsSection):
@@ -310,6 +326,7 @@ class Config(SettingsSection):
     prompts: PromptsSection = PromptsSection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
+    episode: EpisodeSection = EpisodeSection()
     buffer: BufferSection = BufferSection()
     learner: LearnerSection = LearnerSection()
     loop: LoopSection = LoopSection()
@@ -365,9 +382,9 @@ def _of_learning(config: Config) -> Iterator[str]:
 
 def _of_generation(config: Config) -> Iterator[str]:
     source, rollout, loop = config.prompts.source, config.rollout, config.loop
-    if config.model.path == "demo" and source != "arithmetic" and not config.warmstart.steps:
+    if config.model.path in DEMOS and source != "arithmetic" and not config.warmstart.steps:
         yield (
-            f"prompts.source = '{source}' and model.path = 'demo': that model is random and cannot "
+            f"prompts.source = '{source}' and model.path = '{config.model.path}': that model is random and cannot "
             "answer your prompts; name a model of your own, model.path=DIRECTORY"
         )
     if config.reward.overlong_tokens > rollout.max_new_tokens:

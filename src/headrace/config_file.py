@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace.config import MOST, Config
+from headrace.config import DEMOS, MOST, Config
 from headrace.errors import ConfigError
 from headrace.user_code import names_file
 
 COMMAND_LINE = "command line"
+NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episode.environment")
+NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 
 
@@ -78,9 +80,10 @@ def rooted(config: Config) -> Config:
     model, prompts, run, reward = config.model, config.prompts, config.run, config.reward
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
-        "prompts": {"source": _absolute(prompts.source), "eval_source": _absolute(prompts.eval_source)},
+        "prompts": {key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")},
         "run": {"dir": run.dir and os.path.abspath(run.dir)},
         "reward": {"function": _absolute_function(reward.function)},
+        "episode": {"environment": _absolute_function(config.episode.environment)},
         "buffer": {"filters": tuple(map(_absolute_function, config.buffer.filters))},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changes.items()}
@@ -88,8 +91,12 @@ def rooted(config: Config) -> Config:
 
 
 def _absolute(path: str) -> str:
-    is_name = path in ("", "demo", "arithmetic")  # even where a file has that name
+    is_name = path in ("", "arithmetic", *DEMOS)  # even where a file has that name
     return path if is_name or not os.path.exists(path) else os.path.abspath(path)
+
+
+def _absolute_source(spec: str) -> str:
+    return _absolute_function(spec) if names_file(spec.rpartition(":")[0]) else _absolute(spec)
 
 
 def _absolute_function(spec: str) -> str:
@@ -158,8 +165,18 @@ def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
     except (OSError, ValueError) as error:  # not UTF-8, or a path with a zero byte
         reason = "it is a directory" if os.path.isdir(path) else str(error)
         return [f"cannot read {path}: {reason}"]
-    given.update({key: Given(value, str(path)) for key, value in leaves})
+    given.update({key: Given(_beside(path, key, value), str(path)) for key, value in leaves})
     return []
+
+
+def _beside(path: Path, key: str, value: Any) -> Any:
+    """A file that a setting names is searched in the working directory, then beside the settings."""
+    if key not in NAME_FILES or not isinstance(value, str):
+        return value
+    file, colon, name = value.rpartition(":") if key in NAME_CODE and ":" in value else (value, "", "")
+    found = path.parent / file
+    wanted = file and not os.path.exists(os.path.expanduser(file)) and found.is_file()
+    return f"{found}{colon}{name}" if wanted else value
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

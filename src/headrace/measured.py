@@ -76,6 +76,7 @@ class PolicyFacts:
     device: str
     dtype: str
     max_context: int
+    eos_ids: tuple[int, ...] = ()  # tokens that end an answer
     unchecked: str = ""  # what could not be compared with transformers when it was loaded
 
 

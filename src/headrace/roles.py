@@ -20,7 +20,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from headrace.config import Config
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.row import Row, Sample
-from headrace.types import Completion, FloatArray, Group, IntArray, Item, News, Order, Prompt, Score, Ticket, Trajectory
+from headrace.types import (
+    Command,
+    Completion,
+    Example,
+    FloatArray,
+    Group,
+    IntArray,
+    Item,
+    News,
+    Order,
+    Score,
+    Ticket,
+    Trajectory,
+)
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
     from torch import Tensor
@@ -81,7 +94,7 @@ class Trainer(Protocol):
     def facts(self) -> PolicyFacts:
         """About the policy."""
 
-    def warm_up(self, examples: Sequence[Sequence[tuple[Prompt, str]]]) -> list[float]:
+    def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         """Supervised steps, one batch of worked examples each, before `meet`; the losses."""
 
     def address(self) -> tuple[str, int]:
@@ -152,6 +165,19 @@ class Judge(Protocol):
 
     async def close(self) -> None:
         """End the processes."""
+
+
+class EnvironmentHost(Protocol):
+    """A worker process in which environments live."""
+
+    async def start(self) -> None:
+        """Raises if the environment's class cannot be loaded."""
+
+    async def run(self, command: Command) -> Score:
+        """What an environment says is the `value`; a `failure` if it cannot."""
+
+    async def close(self) -> None:
+        """End the process."""
 
 
 # ---- attention: T tokens in one row, H query heads, J key/value heads, D head size

@@ -5,7 +5,7 @@ Shapes: T tokens of a trajectory, S of them sampled, L mixture layers, K experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -19,6 +19,7 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 RouteArray = npt.NDArray[Any]  # [T, L, K] uint8 or uint16
+Example = tuple[IntArray, BoolArray]  # tokens of a worked example, and which of them are learned
 
 
 class FinishReason(StrEnum):
@@ -71,6 +72,7 @@ class Prompt:
     text: str
     token_ids: IntArray
     fields: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()  # if it is a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,21 @@ class Replay:
     support_offsets: npt.NDArray[np.int64] | None = None  # [S + 1]
     routes: RouteArray | None = None
 
+    @classmethod
+    def of(cls, supports: Sequence[IntArray], routes: RouteArray | None) -> Replay | None:
+        """`supports` are of the sampled tokens, or empty; `routes` of all tokens, or None."""
+        if not supports:
+            return None if routes is None else cls(routes=routes)
+        offsets = np.cumsum([0, *map(len, supports)], dtype=np.int64)
+        return cls(support_ids=np.concatenate(supports), support_offsets=offsets, routes=routes)
+
+    @property
+    def supports(self) -> list[IntArray]:
+        """The support of each sampled token; none if sampling was not truncated."""
+        if self.support_ids is None or self.support_offsets is None:
+            return []
+        return np.split(self.support_ids, self.support_offsets[1:-1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -120,7 +137,7 @@ class Turn:
     """One generation within an episode: tokens `start` to `end` (exclusive) of the trajectory.
 
     Example:
-        Turn(start=12, end=20, finish="eos", reward=0.1, environment_s=0.03)
+        Turn(start=12, end=20, finish="eos", text="guess(32)", replies=("higher",), environment_s=0.03)
     """
 
     start: int
@@ -129,8 +146,11 @@ class Turn:
     temperature: float = 1.0
     agent: str = ""  # who asked for it, where an episode has several agents
     reward: float | None = None  # given by the environment for this turn alone
-    environment_s: float = 0.0  # that the environment's reply took
-    state: str = ""  # what the environment calls the state before the turn; equal ones can be compared
+    text: str = ""
+    replies: tuple[str, ...] = ()  # of the environment: one per tool call, or one to the text
+    environment_s: float = 0.0  # that these took
+    state: str = ""  # of the environment before the turn; turns with equal ones can be compared
+    snapshot: str = ""  # of the environment after the turn, to restore it; of the newest only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +293,20 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: DropReason | None = None
     detail: str = ""
+    value: Any = None  # what an environment says, in place of a reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What an episode asks of its environment, which lives in a worker process.
+
+    Example:
+        Command(episode="40:train-17/3", do="turn", given={"calls": [["guess", {"x": 32}]]})
+    """
+
+    episode: str
+    do: str  # describe, start, restore, turn, score, end
+    given: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,14 @@ class Chat:
         reader.feed(sampled)
         return reader.finish()[0]
 
+    def answer_ids(self, history: Sequence[Message], answer: Message, tools: Tools = None) -> list[int]:
+        """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""
+        prompt = self._render(history, tools)
+        alone = self._render([*history, answer], tools, generation=False)
+        said = alone[_num_shared(prompt, alone) :]
+        found = self._stop.search(said)
+        return self._ids(said[: found.end()] if found else said)
+
     def prove(self, tools: Tools = None) -> Proof:
         """Try every kind of reply on this template."""
         rewrites = {}

@@ -16,7 +16,7 @@ from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.objective import advantages, kl, needs_whole_step
 from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, Reply, Trainer, Worker
-from headrace.types import FloatArray, Group, IntArray, Item, Prompt, Trajectory
+from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
 
@@ -93,7 +93,7 @@ class Ranks:
     def facts(self) -> PolicyFacts:
         return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]
 
-    def warm_up(self, examples: Sequence[Sequence[tuple[Prompt, str]]]) -> list[float]:
+    def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         """Supervised steps on the first rank, before it meets the others; the losses."""
         return self.gather([self.first.ask(Trainer.warm_up, examples)])[0]
 

@@ -11,9 +11,7 @@ from headrace.config import LearnerSection, WarmstartSection
 from headrace.learner.learner import Optimizer
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
-from headrace.types import IntArray, Prompt
-
-Example = tuple[Prompt, str]
+from headrace.types import Example
 
 
 class WarmStart:
@@ -28,10 +26,9 @@ class WarmStart:
     def step(self, examples: Sequence[Example]) -> float:
         """One optimizer step. Returns the loss before it."""
         policy, steps = self._policy, self._section.steps
-        sequences = [_sequence(policy, *example) for example in examples]
-        lengths = [len(ids) for ids, _ in sequences]
-        solved = np.concatenate([np.arange(len(ids)) >= num_prompt for ids, num_prompt in sequences])
-        joined = np.concatenate([ids for ids, _ in sequences]).astype(np.int64)
+        lengths = [len(ids) for ids, _ in examples]
+        solved = np.concatenate([learned for _, learned in examples])
+        joined = np.concatenate([ids for ids, _ in examples]).astype(np.int64)
         tokens = torch.from_numpy(joined).to(policy.device)
         at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
         loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0)[0].mean()
@@ -42,10 +39,3 @@ class WarmStart:
         self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
         self._done += 1
         return float(loss.detach())
-
-
-def _sequence(policy: Policy, prompt: Prompt, solution: str) -> tuple[IntArray, int]:
-    """Token ids of prompt, solution and end-of-text, and the number of prompt tokens."""
-    tokenizer = policy.tokenizer
-    ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return np.concatenate([prompt.token_ids, np.array(ids, np.int32)]), len(prompt.token_ids)

@@ -108,9 +108,15 @@ def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mappin
     connection.execute("DELETE FROM partials")
     for serial, by_index in partials.items():
         for index, t in by_index.items():
-            known = columns(t) | {"idx": index}
-            values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "data": encode(t)}
-            insert(connection, "partials", values)
+            write_partial(connection, serial, index, t)
+
+
+def write_partial(connection: sqlite3.Connection, serial: int, index: int, t: Trajectory) -> None:
+    """Store a partial trajectory, in place of an earlier state of it."""
+    known = columns(t) | {"idx": index}
+    values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "data": encode(t)}
+    connection.execute("DELETE FROM partials WHERE serial = ? AND idx = ?", (serial, index))
+    insert(connection, "partials", values)
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:

@@ -223,6 +223,11 @@ class Ledger:
 
     # What a restart will need.
 
+    def keep_turn(self, serial: int, episode: Trajectory) -> None:
+        """An episode has sampled another turn: a restart goes on after it."""
+        with self.writing():
+            journal.write_partial(self.connection, serial, episode.index, episode)
+
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
         with self.writing():
             journal.write_partials(self.connection, partials)

@@ -17,7 +17,10 @@ from headrace.ledger.ledger import Ledger
 from headrace.user_code import source_hash
 
 # where and on how many workers: free to change
-WHERE = ("model.threads", "rollout.workers", "reward.workers", "learner.ranks", "publish.", "place.", "ledger.")
+WHERE = (
+    *("model.threads", "rollout.workers", "reward.workers", "episode.workers", "learner.ranks"),
+    *("publish.", "place.", "ledger."),
+)
 FIXED = ("run.", "warmstart.", "learner.lora_rank")  # the steps so far depend on them for good
 _ORIGIN, _CHANGES = "origin", "changes"
 
@@ -38,7 +41,12 @@ def origin_of(config: Config, reward: str = "") -> dict[str, str]:
     `reward` is the name of a reward function that is a Python object.
     """
     found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
-    for key, specs in {"reward.function": [config.reward.function], "buffer.filters": config.buffer.filters}.items():
+    code_of = {
+        "reward.function": [config.reward.function],
+        "episode.environment": [config.episode.environment],
+        "buffer.filters": config.buffer.filters,
+    }
+    for key, specs in code_of.items():
         if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:
             found[key] += f" with code {' '.join(code)}"
     if reward:

@@ -1,19 +1,20 @@
 """How answers come about: one episode per answer, all answers to a prompt as one group.
 
-An episode (rollout and reward) leads from a prompt to a finished trajectory. Here it is a single
-turn: the policy answers once, and the answer is scored. In a trajectory, sampled tokens may lie
-anywhere and in several pieces; nothing after this file relies on where.
+An episode leads from a prompt to a finished trajectory with a reward. Without an environment it is
+a single turn: the policy answers once, and the answer is scored. In a trajectory, sampled tokens may
+lie anywhere and in several pieces; nothing after this file relies on where.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.config import Config
+from headrace.episode.episodes import Episodes
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
@@ -32,10 +33,12 @@ from headrace.types import (
     Trajectory,
 )
 
+Answer = asyncio.Future[Trajectory] | asyncio.Task[Outcome]  # of the engines alone, or of an episode
+
 
 async def episode(
     prompt: Prompt,
-    sampled: Awaitable[Trajectory],
+    sampled: Awaitable[Trajectory | Outcome],
     score: Callable[[Completion], Awaitable[Score]],
     now: Callable[[], float],
 ) -> Outcome:
@@ -43,15 +46,21 @@ async def episode(
 
     An aborted answer is not scored. A reward that cannot be computed is a failure, never a zero.
     """
-    trajectory = await sampled
+    played = await sampled
+    outcome = played if isinstance(played, Outcome) else Outcome(trajectory=played)
+    trajectory = outcome.trajectory
+    if outcome.failure is not None or trajectory.reward is not None:
+        return outcome
     if trajectory.finish is FinishReason.ABORT:
         return Outcome(trajectory=trajectory, failure=DropReason.STALE)
     found = await score(Completion.of(prompt, trajectory))
     if found.failure is not None:
         return Outcome(trajectory=trajectory, failure=found.failure, detail=found.detail)
     timing = replace(trajectory.timing, scored_s=now())
-    scored = replace(trajectory, reward=found.reward, reward_parts=found.parts, timing=timing)
-    return Outcome(trajectory=scored)
+    parts, reward = {**trajectory.reward_parts, **found.parts}, found.reward
+    if reward is not None:
+        reward += sum(trajectory.reward_parts.values())
+    return Outcome(trajectory=replace(trajectory, reward=reward, reward_parts=parts, timing=timing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class Groups:
         self._stages, self._rows, self._ending = stages, rows, ending
         self._filtered = bool(config.buffer.filters)
         self._samplings = [sampling_of(config)] * config.rollout.samples
-        self._running: dict[int, list[asyncio.Future[Trajectory]]] = {}  # serial -> its answers
+        self._running: dict[int, Sequence[Answer]] = {}  # serial -> its answers
         self._scoring: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
 
     def start(
@@ -91,13 +100,13 @@ class Groups:
         started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=wave, version=version)
         if so_far is None:
             stages.ledger.started(len(self._samplings), started)
-        answers = stages.pool.start(serial, prompt, self._samplings, attempt=attempt, so_far=so_far)
+        answers = stages.answers.start(serial, prompt, self._samplings, attempt=attempt, so_far=so_far)
         if begun := [t.oldest_version for t in (so_far or {}).values() if t.spans]:
             stages.buffer.begin(serial, min(begun))
         self._running[serial] = answers
         return self._carry(started, prompt, answers)
 
-    async def _carry(self, started: Attempt, prompt: Prompt, answers: list[asyncio.Future[Trajectory]]) -> None:
+    async def _carry(self, started: Attempt, prompt: Prompt, answers: Sequence[Answer]) -> None:
         """Score each answer as soon as it is complete; then buffer the group, or drop it."""
         serial, number = of = (started.serial, started.number)
         outcomes = await asyncio.gather(*(self._finish(prompt, answer) for answer in answers))
@@ -123,14 +132,14 @@ class Groups:
         if not buffered and not resumable:  # a resumed run makes another attempt
             self._stages.ledger.closed(*of)
 
-    async def _finish(self, prompt: Prompt, answer: asyncio.Future[Trajectory]) -> Outcome:
+    async def _finish(self, prompt: Prompt, answer: Answer) -> Outcome:
         """The outcome of one episode. Its failure is RUN_ENDED if the end of the run cut it off."""
         try:
             outcome = await episode(prompt, answer, self._score, self._stages.clock.now)
         except asyncio.CancelledError:
             if not self._ending.orderly or not answer.done() or answer.cancelled():
                 raise
-            return Outcome(trajectory=answer.result(), failure=DropReason.RUN_ENDED)
+            return Outcome(trajectory=_trajectory(answer), failure=DropReason.RUN_ENDED)
         if outcome.failure is None:
             self._rows.scored(outcome.trajectory)
         elif outcome.failure is DropReason.STALE and self._ending.orderly:
@@ -161,23 +170,28 @@ class Groups:
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have sampled so far."""
-        found = await self._stages.pool.under_way()
+        found = await self._stages.answers.under_way()
         for serial, answers in self._running.items():
-            complete = {i: a.result() for i, a in enumerate(answers) if _is_complete(a)}
+            complete = {i: _trajectory(a) for i, a in enumerate(answers) if _is_complete(a)}
             found[serial] = found.get(serial, {}) | complete
         return {serial: found[serial] for serial in self._running}
 
     async def abort(self, *tasks: asyncio.Task[None]) -> None:
         """End what is in flight. Returns once all of it is booked, or one of `tasks` is done."""
-        self._stages.pool.abort(list(self._running))
+        self._stages.answers.abort(list(self._running))
         while self._running and not any(task.done() for task in tasks):
             for scoring in self._scoring:
                 scoring.cancel()
             await asyncio.sleep(0.01)
 
 
-def _is_complete(answer: asyncio.Future[Trajectory]) -> bool:
+def _is_complete(answer: Answer) -> bool:
     return answer.done() and not answer.cancelled() and not answer.exception()
+
+
+def _trajectory(answer: Answer) -> Trajectory:
+    found = answer.result()
+    return found.trajectory if isinstance(found, Outcome) else found
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -193,7 +207,9 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
-async def evaluate(pool: RolloutPool, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
+async def evaluate(
+    answers: RolloutPool | Episodes, scorer: Scorer, prompts: list[Prompt], config: Config
+) -> float | None:
     """The held-out score: mean reward on `prompts`, with the same random numbers each time.
 
     Answers that could not be scored are left out, not counted as zero; None if all were.
@@ -206,7 +222,7 @@ async def evaluate(pool: RolloutPool, scorer: Scorer, prompts: list[Prompt], con
     episodes = [
         episode(prompt, answer, scorer.score, time.monotonic)
         for i, prompt in enumerate(prompts)
-        for answer in pool.start(i, prompt, [sampling] * config.loop.eval_samples, counted=False)
+        for answer in answers.start(i, prompt, [sampling] * config.loop.eval_samples, counted=False)
     ]
     found = [outcome.trajectory.reward for outcome in await asyncio.gather(*episodes)]
     rewards = [reward for reward in found if reward is not None]

@@ -125,7 +125,7 @@ class Loop:
             last = self.over
             if last:
                 await self.stages.buffer.hold(True)  # a group that starts now is never trained on
-            self.stages.pool.abort(await self.stages.buffer.settle(self.version))
+            self.stages.answers.abort(await self.stages.buffer.settle(self.version))
             self.on_row(row)
             self._check_skipped(row)
             if last:
@@ -148,7 +148,7 @@ class Loop:
         await self._train_on(stages.ranks.rest())
         if self.config.rollout.on_update == "drain":
             await stages.buffer.hold(True)
-            await stages.pool.drain()
+            await stages.answers.drain()
             await stages.buffer.hold(False)
 
     async def _add(self, group: Group) -> None:
@@ -223,7 +223,7 @@ class Loop:
     async def evaluate(self) -> float | None:
         """The held-out score of the present policy."""
         stages = self.stages
-        return await evaluate(stages.pool, stages.scorer, stages.prompts.held_out, self.config)
+        return await evaluate(stages.answers, stages.scorer, stages.prompts.held_out, self.config)
 
     def _check_skipped(self, row: Row) -> None:
         self._skipped = self._skipped + 1 if row.skipped else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.buffer.buffer import Buffer
+from headrace.episode.episodes import Episodes
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
@@ -24,6 +25,7 @@ class Stages:
 
     prompts: PromptStream
     pool: RolloutPool
+    answers: RolloutPool | Episodes  # what is asked for a group's answers
     scorer: Scorer
     buffer: Buffer
     ranks: Ranks

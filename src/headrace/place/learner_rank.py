@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config, ModelSection
 from headrace.learner.learner import Learner, Sharding
-from headrace.learner.supervised import Example, WarmStart
+from headrace.learner.supervised import WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.network import own_address
@@ -27,7 +27,7 @@ from headrace.policy.policy import Lora, Policy, load_policy
 from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
-from headrace.types import FloatArray, Group, IntArray, Item, Ticket, Trajectory
+from headrace.types import Example, FloatArray, Group, IntArray, Item, Ticket, Trajectory
 
 MB = 2**20
 
@@ -80,6 +80,7 @@ class LearnerRank:
             device=self.policy.device.type,
             dtype=str(self.policy.dtype).removeprefix("torch."),
             max_context=self.policy.max_context,
+            eos_ids=tuple(sorted(self.policy.eos_ids)),
             unchecked=self.policy.unchecked,
         )
 

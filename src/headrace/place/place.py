@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
-from headrace.config import Config, ModelSection
-from headrace.errors import ConfigError
+from headrace.config import DEMOS, Config, ModelSection
+from headrace.episode.chat import Chat
+from headrace.episode.environment import Environments
+from headrace.episode.episodes import Episodes
+from headrace.errors import ConfigError, DataError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE, START, undo_start
@@ -37,12 +40,13 @@ from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import load_tokenizer
 from headrace.prompts.stream import PromptStream
+from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
-from headrace.types import Score
+from headrace.types import Example, Prompt, Score
 
 WARM_STEPS_AT_ONCE = 8
 
@@ -82,8 +86,9 @@ class Place:
         self.ranks = Ranks(cluster, ranks, config.learner)
         self.facts = self.device.call(self.ranks.facts)
         room_tokens = _room_for_prompts(config, self.facts.max_context)
-        tokenizer = load_tokenizer(self._model)
-        self.prompts = PromptStream(config.prompts, tokenizer, config.run.seed, room_tokens=room_tokens)
+        self._tokenizer = load_tokenizer(self._model)
+        self._worked_chats: dict[str, Example] = {}  # by prompt id
+        self.prompts = PromptStream(config.prompts, self._tokenizer, config.run.seed, room_tokens=room_tokens)
         self.scorer = Scorer(
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
@@ -107,6 +112,9 @@ class Place:
             on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
         )
+        self.answers: RolloutPool | Episodes = self.pool
+        if config.episode.environment:
+            self.answers = self._episodes()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
@@ -114,6 +122,31 @@ class Place:
         self._names = itertools.count()
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
+
+    async def start_user_code(self) -> None:
+        """Start the processes with reward functions, filters and environments. Raises what is wrong with them."""
+        await self.scorer.start()
+        if isinstance(self.answers, Episodes):
+            await self.answers.prepare()
+
+    def _episodes(self) -> Episodes:
+        config, section = self.config, self.config.episode
+        setup = Setup(function=section.environment, timeout_s=section.timeout_s, is_environment=True)
+        judges = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
+        return Episodes(
+            Environments(judges, section),
+            Chat(self._tokenizer, stops=self.facts.eos_ids),
+            max_context=self.facts.max_context,
+            system=config.prompts.system,
+            reward_follows=bool(config.reward.function),
+            sample=self.pool.turn,
+            forget=self.pool.forget,
+            abort_requests=self.pool.abort,
+            now=self.clock.now,
+            span=self.clock.span,
+            on_turn=lambda serial, episode: self._books.keep_turn(serial, episode),
+            on_note=self._on_note,
+        )
 
     async def start_engines(self) -> None:
         """Let every rollout worker join the pool, once they are ready."""
@@ -159,6 +192,7 @@ class Place:
         stages = Stages(
             prompts=self.prompts,
             pool=self.pool,
+            answers=self.answers,
             scorer=self.scorer,
             buffer=self._buffer,
             ranks=self.ranks,
@@ -179,9 +213,22 @@ class Place:
         at_once = 1 if self._sending is None else WARM_STEPS_AT_ONCE  # calls to a process are slow
         for done in range(0, section.steps, at_once):
             batches = min(at_once, section.steps - done)
-            examples = [self.prompts.worked(section.examples, rng) for _ in range(batches)]
+            drawn = [self.prompts.worked(section.examples, rng) for _ in range(batches)]
+            examples = [[await self._worked(*example) for example in batch] for batch in drawn]
             losses = await self.device.run(self.ranks.warm_up, examples)
             on_step(done + batches, losses[-1])
+
+    async def _worked(self, prompt: Prompt, solution: Any) -> Example:
+        """The tokens of a worked example, and which of them are learned."""
+        if isinstance(solution, str):
+            ids = self._tokenizer(solution, add_special_tokens=False)["input_ids"] + [self._tokenizer.eos_token_id]
+            whole = np.concatenate([prompt.token_ids, np.array(ids, np.int32)])
+            return whole, np.arange(len(whole)) >= len(prompt.token_ids)
+        if not isinstance(self.answers, Episodes):
+            raise DataError(f"prompt '{prompt.id}' has a chat as its worked example, which needs episode.environment")
+        if prompt.id not in self._worked_chats:
+            self._worked_chats[prompt.id] = await self.answers.worked(prompt, solution)
+        return self._worked_chats[prompt.id]
 
     def progress(self) -> object:
         """What the stages have done so far: equal results mean that nothing happened in between.
@@ -197,6 +244,8 @@ class Place:
         self.elastic.close()
         self.pool.close()
         await self.scorer.close()
+        if isinstance(self.answers, Episodes):
+            await self.answers.close()
         self.cluster.close()
         self.device.close(wait=not hung)
         if self.ledger is not None:
@@ -280,10 +329,10 @@ class Place:
 def _model_of(config: Config, run_dir: Path) -> ModelSection:
     """The model to load, by its absolute path; the demo's is made first."""
     path = Path(config.model.path)
-    if config.model.path == "demo":
+    if config.model.path in DEMOS:
         path = run_dir / START
         if not (path / "config.json").exists():
-            build_demo(path, config.run.seed)
+            build_demo(path, config.run.seed, chat=config.model.path == "demo-chat")
     return config.model.model_copy(update={"path": str(path.absolute())})
 
 

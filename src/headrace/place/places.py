@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.config import Config
+from headrace.config import DEMOS, Config
 from headrace.ledger.files import START
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Ends, Place, uses_gpus
@@ -47,7 +47,7 @@ def _ends(config: Config, run_dir: Path, device: str) -> Ends:
     """Constructors of the transport's two ends."""
     match config.publish.transport:
         case "disk":
-            path = run_dir / START if config.model.path == "demo" else Path(config.model.path)
+            path = run_dir / START if config.model.path in DEMOS else Path(config.model.path)
             model_dir = None if path.suffix == ".gguf" else path.absolute()
             return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
         case "collective":

@@ -1,11 +1,11 @@
-"""A small random model, so that a first run needs no download."""
+"""Small random models, so that a first run needs no download."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from headrace.policy.quiet_transformers import save_model
@@ -14,10 +14,31 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 MAX_POSITIONS = 1024
 
+# The chat model's: a token for every number below 100, few for what its demo says, bytes for anything else.
+START, END, CALL, CALLED = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
+CHAT_WORDS = (
+    *("system\n", "user\n", "assistant\n", "tool\n", "higher", "lower", "right", "wrong", "error: "),
+    *('{"name": "guess", "arguments": {"x": ', "}}", "Find my number, ", " to ", "."),
+    '{"name": "guess", "description": "Guess a number.", "parameters": {"additionalProperties": false, "properties": '
+    '{"x": {"type": "integer"}}, "required": ["x"], "type": "object"}}',
+)
+CHAT_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
-def build_demo(directory: Path, seed: int) -> None:
-    """Write a Qwen3 model of 0.4 million random weights, and its character tokenizer."""
-    tokenizer = character_tokenizer()
+
+def build_demo(directory: Path, seed: int, *, chat: bool = False) -> None:
+    """Write a Qwen3 model of 0.4 million random weights and its tokenizer: characters, or one for chats with tools."""
+    tokenizer = chat_tokenizer() if chat else character_tokenizer()
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     layers = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -50,6 +71,32 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a chat template that shows tools and their calls."""
+    backend = Tokenizer(models.BPE())
+    numbers = pre_tokenizers.Split(Regex(r"[0-9]{1,2}"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    special = [PAD, START, END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([*CHAT_WORDS, *(str(n) for n in range(100))] * 8, trainer)
+    backend.add_tokens([CALL, CALLED])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )

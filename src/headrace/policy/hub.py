@@ -15,7 +15,7 @@ from huggingface_hub import constants, create_repo, snapshot_download, upload_fo
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from headrace import __version__
-from headrace.config import Config, ModelSection
+from headrace.config import DEMOS, Config, ModelSection
 from headrace.config_file import changed, did_you_mean
 from headrace.errors import ModelError
 
@@ -28,7 +28,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model
 
 def located(section: ModelSection) -> ModelSection:
     """`section` with paths that exist. What is only on the hub is fetched, if that is allowed."""
-    path = section.path if section.path == "demo" else _find(section.path, "model.path", section)
+    path = section.path if section.path in DEMOS else _find(section.path, "model.path", section)
     tokenizer = section.tokenizer and _find(section.tokenizer, "model.tokenizer", section)
     return section.model_copy(update={"path": path, "tokenizer": tokenizer})
 

@@ -18,13 +18,15 @@ from headrace.errors import DataError
 from headrace.prompts import arithmetic
 from headrace.prompts.lines import KINDS, kind_of, open_lines
 from headrace.roles import PromptSource
-from headrace.user_code import load_optional
+from headrace.user_code import load_function, load_optional, names_file, short_traceback
 
 REASONING_GYM = "reasoning-gym:"
 MAX_DEPTH = 100  # of lists and objects within each other: what handles a record later is recursive
 
 
-def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt") -> PromptSource:
+def open_source(
+    spec: str, *, count: int, seed: int, prompt_field: str = "prompt", setting: str = "prompts.source"
+) -> PromptSource:
     """The records that `spec` names; `count` and `seed` are for sources that make their prompts."""
     if spec == "arithmetic":
         return arithmetic.ArithmeticSource(count=count, seed=seed)
@@ -32,6 +34,8 @@ def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt
         task, module = spec.removeprefix(REASONING_GYM), "headrace.prompts.source_reasoning_gym"
         room = load_optional(module, "reasoning_gym", "tasks")
         return cast(PromptSource, room.ReasoningGymSource(task, count=count, seed=seed))
+    if names_file(spec.rpartition(":")[0]):
+        return _made_by(spec, setting, prompt_field, count=count, seed=seed)
     path = Path(spec).expanduser()
     if kind_of(path) in KINDS and os.path.isfile(path):
         source: PromptSource = RecordFile(path, prompt_field=prompt_field)
@@ -40,14 +44,29 @@ def open_source(spec: str, *, count: int, seed: int, prompt_field: str = "prompt
         source = room.DatasetsSource(path, prompt_field=prompt_field)
     else:
         is_there = os.path.exists(path)
-        use = (
-            "; use 'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, or 'reasoning-gym:TASK'"
-        )
+        use = "; use 'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
+        use += "'reasoning-gym:TASK', or a function of yours, 'file.py:function'"
         hint = use if is_there else did_you_mean(str(path)) or use
-        raise DataError(f"prompts.source = '{spec}' is {'not of a known kind' if is_there else 'not there'}{hint}")
+        raise DataError(f"{setting} = '{spec}' is {'not of a known kind' if is_there else 'not there'}{hint}")
     if len(source) == 0:
         raise DataError(f"{path} is empty: it has no records")
     return source
+
+
+def _made_by(spec: str, setting: str, prompt_field: str, **given: int) -> PromptSource:
+    """The records that the user's function returns for `count` and `seed`."""
+    made = load_function(spec, setting, DataError)
+    try:
+        records = list(made(**given))
+    except Exception as error:  # the user's code
+        raise DataError(f"{setting} = '{spec}' failed:\n{short_traceback(error)}") from error
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, Mapping):
+            raise DataError(f"{setting} = '{spec}': record {number} is no dict but {type(record).__name__}")
+        prompt_key(record, prompt_field, f"{spec}, record {number}")
+    if not records:
+        raise DataError(f"{setting} = '{spec}' returned no records")
+    return records
 
 
 def is_generated(spec: str) -> bool:

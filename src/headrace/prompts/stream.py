@@ -87,7 +87,7 @@ class Renderer:
     def render(self, record: Mapping[str, Any], id: str) -> Prompt:
         where, most, room = f"prompt '{id}'", self._section.max_tokens, self._room_tokens
         key = prompt_key(record, self._section.prompt_field, where)
-        content = record[key]
+        content, messages = record[key], []
         if isinstance(content, str):
             text, token_ids = content, self._text_ids(content, where)
         else:
@@ -105,7 +105,8 @@ class Renderer:
                 "lower rollout.max_new_tokens, or leave the prompt out"
             )
         fields = {name: value for name, value in record.items() if name != key}
-        return Prompt(id=id, text=text, token_ids=np.asarray(token_ids, np.int32), fields=fields)
+        ids = np.asarray(token_ids, np.int32)
+        return Prompt(id=id, text=text, token_ids=ids, fields=fields, messages=tuple(messages))
 
     def surely_fits(self, record: Mapping[str, Any]) -> bool:
         """Whether a text is so short that `render` would accept it: known without tokenising it."""
@@ -180,16 +181,16 @@ class PromptStream:
         """The prompt that was or will be drawn with this serial; the stream stays where it is."""
         return self._prompt(int(self._train[self._cursor.at(serial).index]))
 
-    def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, str]]:
-        """`n` training prompts, each with the solution in its field `worked`."""
+    def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, Any]]:
+        """`n` training prompts, each with the solution in its field `worked`: a text, or a chat."""
         examples = []
         for i in rng.integers(len(self._train), size=n):
             prompt = self._prompt(int(self._train[i]))
             solution = prompt.fields.get("worked")
-            if not isinstance(solution, str) or not solution:
+            if not isinstance(solution, str | list) or not solution:
                 has = ", ".join(sorted(prompt.fields)) or "nothing but its prompt"
                 raise DataError(
-                    "warmstart.steps needs records with a text field 'worked'; prompt "
+                    "warmstart.steps needs records with a text (or a chat) in the field 'worked'; prompt "
                     f"'{prompt.id}' of {self._section.source} has: {has}"
                 )
             examples.append((prompt, solution))
@@ -225,7 +226,8 @@ class PromptStream:
             tail = ((i, self._source[i]) for i in range(num_train, num_train + held))
             return [self._renderer.render(record, _id(record, "eval", i)) for i, record in tail]
         seed, name = seed + EVAL_SEED_OFFSET, section.eval_source
-        source = open_source(name, count=held, seed=seed, prompt_field=section.prompt_field)
+        setting = "prompts.eval_source"
+        source = open_source(name, count=held, seed=seed, prompt_field=section.prompt_field, setting=setting)
         if len(source) < held:
             raise DataError(
                 f"prompts.eval_source = '{name}' has {len(source)} records, fewer than prompts.eval_count = {held}"

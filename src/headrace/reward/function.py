@@ -18,11 +18,11 @@ from enum import StrEnum
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError, UnavailableError
-from headrace.types import Completion, DropReason, Group, Score
+from headrace.types import Command, Completion, DropReason, Group, Score
 from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback
 
 Reward = Callable[[Completion], float]
-Judged = Completion | Group  # by a reward function, or by a filter
+Judged = Completion | Group | Command  # by a reward function, a filter or an environment
 
 BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
 BATCH_PARAMETER = "completions"

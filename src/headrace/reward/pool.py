@@ -27,7 +27,7 @@ from typing import Any
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, failure
 from headrace.reward.worker import HEADER, Setup, frame, score_of
-from headrace.types import Completion, DropReason, Score
+from headrace.types import Command, Completion, DropReason, Score
 from headrace.user_code import search_path
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
@@ -99,13 +99,12 @@ class JudgeProcess:
                 if self._loop.time() > deadline:
                     raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
             if isinstance(ready.get("error"), str):
-                raise (ConfigError if setup.is_filter else RewardError)(ready["error"])
+                raise (ConfigError if setup.is_filter or setup.is_environment else RewardError)(ready["error"])
             if ready.get("mode") not in list(Mode):
                 raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
             self.mode, self._is_ready = Mode(ready["mode"]), True
         except JudgeLostError as lost:
-            setting = "buffer.filters" if setup.is_filter else "reward.function"
-            raise RewardError(f"{setting} = '{setup.function}' cannot be loaded: {lost}") from lost
+            raise RewardError(f"{setup.setting} = '{setup.function}' cannot be loaded: {lost}") from lost
         finally:
             if not self._is_ready:
                 await self.stop()
@@ -397,6 +396,8 @@ class JudgePool:
 
 def own_copy(judged: Judged) -> Judged:
     """A copy for user code: it cannot change the fields, and they are no read-only view, which cannot be pickled."""
+    if isinstance(judged, Command):
+        return judged
     if isinstance(judged, Completion):
         return replace(judged, fields=dict(judged.fields))
     return replace(judged, prompt=replace(judged.prompt, fields=dict(judged.prompt.fields)))

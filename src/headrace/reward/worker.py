@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError, RewardError
+from headrace.reward.environment import environment_function
 from headrace.reward.function import (
     Mode,
     RewardFunction,
@@ -42,7 +43,7 @@ from headrace.types import DropReason, Score
 HEADER = struct.Struct("!Q")
 LAST_WORDS_S = 5.0
 REASONS = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
-_IN_REPLY = ("reward", "parts", "failure", "detail")
+_IN_REPLY = ("reward", "parts", "failure", "detail", "value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +56,18 @@ class Setup:
     timeout_s: float
     pickled: bytes = b""  # the function itself; its name then says nothing
     is_filter: bool = False  # of `buffer.filters`
+    is_environment: bool = False  # of `episode.environment`
+
+    @property
+    def setting(self) -> str:
+        kind = "buffer.filters" if self.is_filter else "episode.environment" if self.is_environment else ""
+        return kind or "reward.function"
 
     def load(self) -> RewardFunction:
         if self.is_filter:
             return filter_function(self.function)
+        if self.is_environment:
+            return environment_function(self.function)
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
         try:
@@ -83,9 +92,11 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 def score_of(reply: Mapping[str, Any]) -> Score:
     """The verdict in a reply. User code can write to the socket, so a reply is checked like any input."""
-    reward, parts, reason, detail = map(reply.get, _IN_REPLY)
+    reward, parts, reason, detail, value = map(reply.get, _IN_REPLY)
     if isinstance(reason, str) and reason in REASONS and isinstance(detail, str):
         return failure(detail, DropReason(reason))
+    if value is not None and reason is None:
+        return Score(reward=0.0, value=value)
     if reason is None and isinstance(parts, dict) and {type(n) for n in (reward, *parts.values())} <= {int, float}:
         score = read_verdict(parts, "")
         if score.reward == reward:

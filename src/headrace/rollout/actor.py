@@ -12,7 +12,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.rows import Generation, Request, make_replay, request_seed, supports_of
+from headrace.rollout.rows import Generation, Request, request_seed
 from headrace.types import FinishReason, Order, Replay, Trajectory
 
 
@@ -155,7 +155,7 @@ def without_last_turn(known: Trajectory) -> Trajectory:
     replay, num_before = known.replay, int(np.count_nonzero(known.sampled[:cut]))
     if replay is not None:
         routes = None if replay.routes is None else replay.routes[:cut]
-        replay = make_replay(supports_of(replay)[:num_before], routes) if num_before else None
+        replay = Replay.of(replay.supports[:num_before], routes) if num_before else None
     return replace(
         known,
         token_ids=known.token_ids[:cut],
@@ -175,4 +175,4 @@ def joined(before: Trajectory, generation: Generation) -> Replay | None:
     if earlier.routes is not None:
         assert routes is not None
         routes = np.concatenate([earlier.routes, routes[len(earlier.routes) :]])
-    return make_replay([*supports_of(earlier), *supports_of(later)], routes)
+    return Replay.of([*earlier.supports, *later.supports], routes)

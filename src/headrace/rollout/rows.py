@@ -124,7 +124,7 @@ class Parked:
             finish=finish,
             started_s=self.sequence.started_s,
             finished_s=now_s,
-            replay=make_replay(self.sequence.supports, routes),
+            replay=Replay.of(self.sequence.supports, routes),
         )
 
 
@@ -292,7 +292,7 @@ class Rows:
             whole["version"][span.start : span.end] = span.version
         if known.replay is not None and known.replay.routes is not None:
             whole["routes"] = known.replay.routes
-        supports = supports_of(known.replay)[np.count_nonzero(known.sampled[:start]) :]
+        supports = known.replay.supports[np.count_nonzero(known.sampled[:start]) :] if known.replay else []
         prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"]
         sequence = _Sequence(request, prompt, started_s, routes[:start], self._started, supports)
         self._started += 1
@@ -369,20 +369,6 @@ def prompt_key(prompt: IntArray) -> np.uint64:
     """A hash of the prompt: the same for all its samples, epochs and processes."""
     digest = hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
-
-
-def make_replay(supports: list[IntArray], routes: RouteArray | None) -> Replay | None:
-    """`supports` are of the sampled tokens, or empty; `routes` of all tokens, or None."""
-    if not supports:
-        return None if routes is None else Replay(routes=routes)
-    offsets = np.cumsum([0, *map(len, supports)], dtype=np.int64)
-    return Replay(support_ids=np.concatenate(supports), support_offsets=offsets, routes=routes)
-
-
-def supports_of(replay: Replay | None) -> list[IntArray]:
-    if replay is None or replay.support_ids is None or replay.support_offsets is None:
-        return []
-    return np.split(replay.support_ids, replay.support_offsets[1:-1])
 
 
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:

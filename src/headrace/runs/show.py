@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 from tokenizers import Tokenizer
 
+from headrace.config import DEMOS
 from headrace.errors import RunError
 from headrace.ledger.files import START, WEIGHTS, run_config
 from headrace.ledger.journal import Restart, read_trajectories
@@ -303,7 +304,7 @@ def read_texts(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, 
 def token_texts(run_dir: Path) -> TokenTexts | None:
     """The run's tokenizer: what it left, or what it began with. None where neither can be read."""
     model = run_config(run_dir).model
-    began_with = run_dir / START if model.path == "demo" else Path(model.path)
+    began_with = run_dir / START if model.path in DEMOS else Path(model.path)
     own = [Path(model.tokenizer)] if model.tokenizer else []
     return TokenTexts.find([run_dir / WEIGHTS, *own, began_with])
 

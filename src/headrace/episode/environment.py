@@ -1,0 +1,206 @@
+"""Environments, as an episode sees them. They live in worker processes (reward/environment.py).
+
+A process that is lost takes its environments with it. Each is made again elsewhere: from its
+snapshot, or from the start, by the same turns. If it then replies otherwise, the episode is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.config import EpisodeSection
+from headrace.errors import ConfigError, RewardError
+from headrace.roles import EnvironmentHost
+from headrace.types import Command, DropReason, Prompt
+
+REASONS = {
+    DropReason.REWARD_ERROR: DropReason.ENV_ERROR,
+    DropReason.REWARD_TIMEOUT: DropReason.ENV_TIMEOUT,
+    DropReason.REWARD_UNAVAILABLE: DropReason.ENV_UNAVAILABLE,
+}
+ADVICE = (
+    "an environment must be the same for the same prompt and turns (take random numbers from the prompt), "
+    "or have snapshot() and restore(snapshot)"
+)
+
+
+class EnvironmentFailedError(Exception):
+    """An environment cannot go on: its episode is dropped."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class _LostError(Exception):
+    """The environment's process was replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An environment's reply to a turn.
+
+    Example:
+        Said(replies=("higher",), reward=None, done=False, state="", snapshot="")
+    """
+
+    replies: tuple[str, ...]
+    reward: float | None
+    done: bool
+    state: str
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What is known of an environment before any episode."""
+
+    tools: tuple[Mapping[str, Any], ...]
+    takes_text: bool  # it replies to answers without a tool call
+    scores: bool  # it has a reward at the end
+    max_turns: int
+    max_tokens: int  # 0: the model's context
+    max_s: float  # 0: no limit
+
+
+class Environments:
+    """All environments of a run. `hosts` are the worker processes they live in."""
+
+    def __init__(self, hosts: Sequence[EnvironmentHost], section: EpisodeSection) -> None:
+        self._hosts, self._section = hosts, section
+        self._next = itertools.count()
+        self.described: Described
+
+    async def start(self) -> None:
+        """Raises if the environment's class cannot be loaded."""
+        for host in self._hosts:
+            await host.start()
+        found = (await self._hosts[0].run(Command(episode="", do="describe"))).value
+        section = self._section
+        limits: dict[str, Any] = {}
+        for name in ("max_turns", "max_tokens", "max_s"):
+            own, most = found.get(name), getattr(section, name)
+            if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or own < 0):
+                raise ConfigError(f"episode.environment = '{section.environment}': {name} = {own!r} is not a limit")
+            limits[name] = min(own or math.inf, most or math.inf)
+            limits[name] = 0 if limits[name] == math.inf else limits[name]
+        known = {name: found[name] for name in ("takes_text", "scores")}
+        self.described = Described(tools=tuple(found["tools"]), **known, **limits)
+
+    def open(self, episode: str, prompt: Prompt) -> Environment:
+        return Environment(self._hosts[next(self._next) % len(self._hosts)], episode, prompt)
+
+    async def close(self) -> None:
+        for host in self._hosts:
+            await host.close()
+
+
+class Environment:
+    """The environment of one episode."""
+
+    def __init__(self, host: EnvironmentHost, episode: str, prompt: Prompt) -> None:
+        self._host, self._episode = host, episode
+        self._prompt = replace(prompt, fields=dict(prompt.fields))
+        self._log: list[tuple[Any, tuple[str, ...]]] = []  # turns so far, with the replies
+        self._snapshot = ""
+        self.state = ""
+
+    async def start(self) -> list[Mapping[str, Any]]:
+        """The messages that the episode begins with."""
+        try:
+            found = await self._ask("start", self._prompt)
+        except _LostError as lost:
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended") from lost
+        self.state = str(found.get("state", ""))
+        match found.get("said"):
+            case None:
+                return list(self._prompt.messages) or [{"role": "user", "content": self._prompt.text}]
+            case str(text):
+                return [{"role": "user", "content": text}]
+            case [*messages] if messages and all(isinstance(m, dict) and "role" in m for m in messages):
+                return messages
+            case said:
+                problem = f"start() returned {said!r}; it must be a text, a list of messages, or None"
+                raise EnvironmentFailedError(DropReason.ENV_ERROR, problem)
+
+    async def turn(self, given: Mapping[str, Any]) -> Said:
+        """The reply to tool calls, or to a text."""
+        try:
+            said = _said(await self._ask("turn", given))
+        except _LostError:
+            await self.make_again(self._log, self._snapshot)
+            try:
+                said = _said(await self._ask("turn", given))
+            except _LostError as lost:
+                raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended twice") from lost
+        self._log.append((given, said.replies))
+        self._snapshot, self.state = said.snapshot, said.state or "\n".join(said.replies)
+        return said
+
+    async def make_again(self, log: Sequence[tuple[Any, tuple[str, ...]]], snapshot: str = "") -> None:
+        """Bring a new environment to where another one was after the turns in `log`."""
+        self._log, self._snapshot = list(log), snapshot
+        try:
+            if snapshot:
+                await self._ask("restore", snapshot)
+                return
+            await self._ask("start", self._prompt)
+            for number, (given, before) in enumerate(self._log, 1):
+                said = _said(await self._ask("turn", given))
+                if said.replies != before:
+                    problem = (
+                        f"turn {number} was replied to with {before}, and when it was repeated with {said.replies}"
+                    )
+                    raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem}; {ADVICE}")
+        except _LostError as lost:
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended while it was made again") from lost
+
+    async def end(self) -> dict[str, float]:
+        """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
+        try:
+            try:
+                found = await self._ask("score", None)
+            except _LostError:
+                await self.make_again(self._log, self._snapshot)
+                found = await self._ask("score", None)
+        except _LostError as lost:
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended") from lost
+        reward = found.get("reward")
+        parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
+        if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):
+            problem = f"reward() returned {reward!r}; it must be a finite number, or a dict of them"
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, problem)
+        return {name: float(number) for name, number in parts.items()}
+
+    async def close(self) -> None:
+        """It is not needed any more."""
+        with suppress(EnvironmentFailedError, _LostError, RewardError):
+            await self._ask("end", None)
+
+    async def _ask(self, do: str, given: Any) -> dict[str, Any]:
+        score = await self._host.run(Command(episode=self._episode, do=do, given=given))
+        if score.failure is not None:
+            raise EnvironmentFailedError(REASONS.get(score.failure, DropReason.ENV_ERROR), score.detail)
+        if not isinstance(score.value, dict):
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {score.value!r}")
+        if score.value.get("lost"):
+            raise _LostError
+        return score.value
+
+
+def _said(value: Mapping[str, Any]) -> Said:
+    """A reply, checked: the user's code can write to the socket of its process."""
+    replies, reward = value.get("replies"), value.get("reward")
+    state, snapshot, done = value.get("state", ""), value.get("snapshot", ""), value.get("done")
+    fine = isinstance(replies, list) and all(isinstance(text, str) for text in [*replies, state, snapshot])
+    is_number = isinstance(reward, int | float) and math.isfinite(reward)
+    if not fine or not isinstance(done, bool) or not (reward is None or is_number):
+        raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {value!r}, which is no reply")
+    assert isinstance(replies, list)
+    number = None if reward is None else float(reward)
+    return Said(replies=tuple(replies), reward=number, done=done, state=state, snapshot=snapshot)

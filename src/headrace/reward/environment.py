@@ -1,0 +1,174 @@
+"""Environments of the user's class, alive in a worker process: one for each episode.
+
+    class Guess:
+        max_turns = 7
+
+        def start(self, prompt):                 # the first message; None: the prompt itself
+            self.n = prompt.fields["n"]
+            return "Find my number, 1 to 64."
+
+        def guess(self, x: int) -> str:          # every other public method is a tool
+            \"\"\"Guess a number.\"\"\"
+            if x == self.n:
+                raise Done("right", reward=1.0)
+            return "higher" if x < self.n else "lower"
+
+Optional: `reply(text)` in place of tools, `reward()` at the end, `state()` for credit per state,
+`snapshot()` and `restore(snapshot)` for restarts, `close()`; limits `max_turns`, `max_tokens`,
+`max_s` as class attributes. Methods may be coroutines. What a tool cannot do with its arguments
+(ValueError, LookupError, ArithmeticError) is told to the policy; any other exception is the
+environment's failure, and the episode is dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from headrace.errors import ConfigError, ToolArgumentsError
+from headrace.reward.function import Mode, RewardFunction, failure
+from headrace.tools import call, schema_of
+from headrace.types import Command, Score
+from headrace.user_code import load_function
+
+PROTOCOL = ("start", "reply", "reward", "state", "snapshot", "restore", "close")
+LIMITS = ("max_turns", "max_tokens", "max_s")
+TOLD = (ToolArgumentsError, ValueError, LookupError, ArithmeticError)  # to the policy
+
+
+class Done(Exception):
+    """Raised by an environment: the episode is over. Example: raise Done("right", reward=1.0)."""
+
+    def __init__(self, text: str = "", reward: float | None = None) -> None:
+        super().__init__(text)
+        self.text, self.reward = text, reward
+
+
+class Reply(str):
+    """A reply with a reward for the turn. Example: return Reply("warmer", reward=0.1)."""
+
+    reward: float
+
+    def __new__(cls, text: str, reward: float) -> Reply:
+        reply = super().__new__(cls, text)
+        reply.reward = reward
+        return reply
+
+
+class EnvironmentFunction(RewardFunction):
+    """What a worker process calls with a `Command`; the result is the score's `value`."""
+
+    __slots__ = ()
+
+    def scores(self, verdict: Any, num_items: int) -> list[Score]:
+        try:
+            json.dumps(verdict, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            return [failure(f"the environment returned something that JSON has no form for: {error}")]
+        return [Score(reward=0.0, value=verdict)]
+
+
+def environment_function(spec: str) -> EnvironmentFunction:
+    """The environment class that `episode.environment = spec` names. Imports the user's code."""
+    make = load_function(spec, "episode.environment", ConfigError)
+    if not inspect.isclass(make) or not callable(getattr(make, "start", None)):
+        raise ConfigError(f"episode.environment = '{spec}' must be a class with a method start(self, prompt)")
+    host = Host(make)
+    if not host.tools and not hasattr(make, "reply"):
+        raise ConfigError(
+            f"episode.environment = '{spec}' has no tools (public methods) and no method reply(self, text): "
+            "there is nothing that the policy could do"
+        )
+    methods = [getattr(make, name) for name in (*host.tools, *PROTOCOL) if hasattr(make, name)]
+    if any(map(inspect.iscoroutinefunction, methods)):
+        return EnvironmentFunction(name=make.__name__, call=host.answer, mode=Mode.ASYNC)
+
+    def without_waiting(command: Command) -> Any:  # no event loop runs: the user's code may start one
+        try:
+            host.answer(command).send(None)
+        except StopIteration as end:
+            return end.value
+        raise TypeError("a method that is no coroutine returned something to wait for")
+
+    return EnvironmentFunction(name=make.__name__, call=without_waiting, mode=Mode.SINGLE)
+
+
+class Host:
+    """The live environments of one class, by episode."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        names = [name for name in dir(make) if not name.startswith("_") and name not in PROTOCOL]
+        functions = [getattr(make, name) for name in names if inspect.isfunction(getattr(make, name))]
+        self.tools = {function.__name__: schema_of(MethodType(function, make)) for function in functions}
+        self._live: dict[str, Any] = {}
+
+    async def answer(self, command: Command) -> dict[str, Any]:
+        if command.do == "describe":
+            limits = {name: getattr(self._make, name) for name in LIMITS if hasattr(self._make, name)}
+            takes_text, scores = hasattr(self._make, "reply"), hasattr(self._make, "reward")
+            return {"tools": list(self.tools.values()), "takes_text": takes_text, "scores": scores, **limits}
+        if command.do in ("start", "restore"):
+            return await self._begin(command)
+        environment = self._live.get(command.episode)
+        if environment is None:  # its process was replaced
+            return {"lost": True}
+        if command.do == "turn":
+            return await self._turn(environment, **command.given)
+        if command.do == "score":
+            return {"reward": await _maybe(environment, "reward")}
+        del self._live[command.episode]
+        await _maybe(environment, "close")
+        return {}
+
+    async def _begin(self, command: Command) -> dict[str, Any]:
+        if (old := self._live.pop(command.episode, None)) is not None:
+            await _maybe(old, "close")
+        environment = self._make()
+        if command.do == "restore":
+            await _maybe(environment, "restore", json.loads(command.given))
+            said = None
+        else:
+            said = await _maybe(environment, "start", command.given)
+        self._live[command.episode] = environment
+        return {"said": said, "state": await self._state(environment)}
+
+    async def _turn(self, environment: Any, calls: list[Any] | None = None, text: str = "") -> dict[str, Any]:
+        replies: list[str] = []
+        rewards: list[float] = []
+        done = False
+        try:
+            if calls is None:
+                replies.append(await _maybe(environment, "reply", text))
+            for name, arguments in calls or []:
+                try:
+                    found = call(getattr(environment, name), arguments)
+                    replies.append(await found if inspect.isawaitable(found) else found)
+                except TOLD as error:
+                    replies.append(f"error: {error}")
+        except Done as end:
+            done = True
+            replies.append(end.text)
+            rewards += [] if end.reward is None else [end.reward]
+        rewards += [reply.reward for reply in replies if isinstance(reply, Reply)]
+        answer = {"replies": ["" if reply is None else str(reply) for reply in replies], "done": done}
+        answer["reward"] = sum(rewards) if rewards else None
+        if not done:
+            answer["state"] = await self._state(environment)
+            snapshot = await _maybe(environment, "snapshot")
+            answer["snapshot"] = "" if snapshot is None else json.dumps(snapshot)
+        return answer
+
+    async def _state(self, environment: Any) -> str:
+        state = await _maybe(environment, "state")
+        return "" if state is None else str(state)
+
+
+async def _maybe(environment: Any, name: str, *given: Any) -> Any:
+    """The result of a method that an environment may lack."""
+    method = getattr(environment, name, None)
+    found = None if method is None else method(*given)
+    return await found if inspect.isawaitable(found) else found
