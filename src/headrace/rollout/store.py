@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from headrace.rollout.paged import PagedPass
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
-STAGING_ROWS = 8  # prompts in prefill at the same time
+STAGING_ROWS = 8  # prompts in prefill at the same time; more of them if they are short
+STAGING_TOKENS = 8192
+SHORT_CHUNK = 48  # tokens: such chunks attend together, padded
 GROWTH_TOKENS = 64  # rows of cache get longer by this many at least
 
 
@@ -231,7 +233,7 @@ class RowStore:
     def __init__(self, policy: Policy, kv_tokens: int) -> None:
         self._policy, self._kv_tokens = policy, kv_tokens
         self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
-        self._free = list(range(STAGING_ROWS))
+        self._free = list(range(4 * STAGING_ROWS))
         self._kept_tokens = 0  # in caches that `keep` made
 
     def most_rows(self, longest: int) -> int:
@@ -244,11 +246,13 @@ class RowStore:
 
     def open(self, num_prompt: int, num_requests: int, kept: KeptRow | None = None, num_kept: int = 0) -> int | None:
         """A place for a prompt's cache, or None if there is none now; it begins with `num_kept` tokens of `kept`."""
-        if not self._free:
+        place = min(self._free, default=None)
+        longest = max(num_prompt, self._staging.capacity)
+        if place is None or (place >= STAGING_ROWS and (place + 1) * longest > STAGING_TOKENS):
             return None
-        place = self._free.pop()
+        self._free.remove(place)
         if kept is not None and num_kept:
-            self._staging.reserve(STAGING_ROWS, num_prompt)
+            self._staging.reserve(place + 1, num_prompt)
             for layer, (keys, values) in enumerate(kept):
                 self._staging.keys[layer][place, ..., :num_kept] = keys[..., :num_kept]
                 self._staging.values[layer][place, :, :num_kept] = values[:, :num_kept]
@@ -265,8 +269,16 @@ class RowStore:
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
         """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
-        self._staging.reserve(STAGING_ROWS, max(c.end for c in chunks))
-        return forward(self._policy, chunks, PrefillPlan(self._staging, chunks, self._policy.device))
+        longest = max(c.end for c in chunks)
+        self._staging.reserve(max(c.row for c in chunks) + 1, longest)
+        plan: PrefillPlan | VerifyPlan = PrefillPlan(self._staging, chunks, self._policy.device)
+        most = max(c.size for c in chunks)
+        if len(chunks) > 1 and most <= SHORT_CHUNK and not self._policy.exact:
+            which = np.concatenate([np.full(c.size, c.row) for c in chunks])
+            ahead = np.concatenate([np.arange(c.size) for c in chunks])
+            cells, shape = (_to(self._policy, which), _to(self._policy, ahead)), (self._staging.num_rows, most)
+            plan = VerifyPlan(self._staging, plan.positions[0], *cells, shape, longest)
+        return forward(self._policy, chunks, plan)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
         """Give the next `count` rows the prompt's cache."""
@@ -329,7 +341,9 @@ def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
             batch = []
 
 
-def forward(policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | PagedPass) -> tuple[Tensor, RouteArray]:
+def forward(
+    policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | VerifyPlan | PagedPass
+) -> tuple[Tensor, RouteArray]:
     """The hidden state of each chunk's last token, and the experts of all tokens."""
     tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
     routes = Routes()
