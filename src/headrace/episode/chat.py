@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from headrace.episode.answer import Answer, Grammar, Reader, ToolCall
+from headrace.episode.answer import ParsedAnswer, Grammar, Reader, ToolCall
 from headrace.errors import ChatError
 from headrace.user_code import time_limit
 
@@ -27,10 +27,10 @@ QUESTION = {"role": "user", "content": "What is it?"}
 CALL = ToolCall("probe_tool", '{"probe_key": "probe value"}')
 RESULT = {"role": "tool", "content": "42", "name": CALL.name, "tool_call_id": "call_0"}
 PROBES = {  # kind of reply -> the answers before it, and the reply
-    "a tool result": ((Answer(tool_calls=(CALL,)), Answer("So.", tool_calls=(CALL,))), RESULT),
-    "a tool result after thinking": ((Answer("", "Hm.", (CALL,)),), RESULT),
-    "a user message": ((Answer("So."),), QUESTION),
-    "a user message after thinking": ((Answer("So.", "Hm."),), QUESTION),
+    "a tool result": ((ParsedAnswer(tool_calls=(CALL,)), ParsedAnswer("So.", tool_calls=(CALL,))), RESULT),
+    "a tool result after thinking": ((ParsedAnswer("", "Hm.", (CALL,)),), RESULT),
+    "a user message": ((ParsedAnswer("So."),), QUESTION),
+    "a user message after thinking": ((ParsedAnswer("So.", "Hm."),), QUESTION),
 }
 
 
@@ -129,7 +129,7 @@ class Chat:
         """Reads an answer to `prompt` as its tokens come."""
         return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools)
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> Answer:
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> ParsedAnswer:
         """The whole answer to `prompt`."""
         reader = self.reader(prompt, tools)
         reader.feed(sampled)
@@ -187,7 +187,7 @@ class Chat:
         """Whether the template can show tool calls, with arguments as a mapping or text, content as "" or None."""
         for self._dialect in product((dict, str), ("", None)):
             try:
-                text = self._render([QUESTION, Answer(tool_calls=(CALL,)).message()], generation=False)
+                text = self._render([QUESTION, ParsedAnswer(tool_calls=(CALL,)).message()], generation=False)
             except ChatError:
                 continue
             if CALL.name in text and "probe value" in text and "None" not in text:
