@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 
 from headrace.errors import ConfigError, ToolArgumentsError
 
-SECTION = re.compile(r"^(args|arguments|parameters|returns?|raises|yields|examples?|notes?):\s*$", re.IGNORECASE)
+SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -24,44 +24,28 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     Example:
         schema_of(add) == {"type": "function", "function": {"name": "add", "description": ..., "parameters": ...}}
     """
-    description, _ = _docstring(function)
-    parameters = _plain(_arguments_of(function).model_json_schema())
-    parameters.setdefault("required", [])
-    about = {"name": function.__name__, "description": description or function.__name__.replace("_", " ")}
-    return {"type": "function", "function": {**about, "parameters": parameters}}
+    parameters = _untitled(_arguments_of(function).model_json_schema()) | {"additionalProperties": False}
+    about = {"name": function.__name__, "description": _docstring(function)[0] or function.__name__}
+    return {"type": "function", "function": about | {"parameters": {"properties": {}, "required": []} | parameters}}
 
 
 def call(function: Callable[..., Any], arguments: str | Mapping[str, Any]) -> Any:
-    """What the function returns for the arguments, which may be JSON text. Wrong ones raise ToolArgumentsError."""
-    name = function.__name__
+    """What the function returns for arguments that may be JSON text. Wrong ones raise ToolArgumentsError."""
+    name, model = function.__name__, _arguments_of(function)
     try:
-        given = json.loads(arguments or "{}") if isinstance(arguments, str) else dict(arguments)
+        checked = model.model_validate(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
+    except ValidationError as error:
+        takes = ", ".join(field.alias or "" for field in model.model_fields.values()) or "none"
+        extra = f"there is no such argument; it takes: {takes}"
+        found = [
+            (".".join(map(str, e["loc"])), extra if e["type"] == "extra_forbidden" else e["msg"])
+            for e in error.errors()
+        ]
+        text = "; ".join(f"{where}: {why}" if where else why for where, why in found)
+        raise ToolArgumentsError(f"'{name}' cannot take these arguments: {text}") from error
     except ValueError as error:
         raise ToolArgumentsError(f"the arguments of '{name}' are not valid JSON: {error}") from error
-    model = _arguments_of(function)
-    try:
-        checked = model.model_validate(given)
-    except ValidationError as error:
-        raise ToolArgumentsError(f"'{name}' cannot take these arguments: {_reasons(error, model)}") from error
-    fields = type(checked).model_fields
-    return function(
-        **{
-            field.alias or key: getattr(checked, key)
-            for key, field in fields.items()
-            if key in checked.model_fields_set
-        }
-    )
-
-
-def _reasons(error: ValidationError, model: type[BaseModel]) -> str:
-    takes = ", ".join(field.alias or name for name, field in model.model_fields.items()) or "none"
-    lines = []
-    for problem in error.errors(include_url=False):
-        where = ".".join(map(str, problem["loc"]))
-        unknown = problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1
-        said = f"there is no such argument; it takes: {takes}" if unknown else problem["msg"]
-        lines.append(f"{where}: {said}" if where else said)
-    return "; ".join(lines)
+    return function(**{str(model.model_fields[key].alias): getattr(checked, key) for key in checked.model_fields_set})
 
 
 def _arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
@@ -70,17 +54,17 @@ def _arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
 
 @lru_cache(maxsize=1024)
 def _model(function: Callable[..., Any], is_bound: bool) -> type[BaseModel]:
-    """A pydantic model of the parameters."""
-    where, (_, described) = f"the tool '{getattr(function, '__name__', function)}'", _docstring(function)
+    """A pydantic model of the parameters. Its own names are others: a parameter may have any name."""
+    where, described = f"the tool '{getattr(function, '__name__', function)}'", _docstring(function)[1]
     try:
         hints = typing.get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
         for i, parameter in enumerate(list(inspect.signature(function).parameters.values())[is_bound:]):
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(f"{where}: a model gives arguments by name, which '{parameter}' does not allow")
-            default = ... if parameter.default is parameter.empty else parameter.default
-            field = Field(default, alias=parameter.name, description=described.get(parameter.name))
-            fields[f"argument_{i}"] = (hints.get(parameter.name, Any), field)  # any name may be an alias
+            name, default = parameter.name, ... if parameter.default is parameter.empty else parameter.default
+            about: dict[str, Any] = {"description": described[name]} if name in described else {}
+            fields[f"argument_{i}"] = (hints.get(name, Any), Field(default, alias=name, **about))
         model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema()
     except (NameError, PydanticUserError, TypeError) as error:
@@ -91,30 +75,20 @@ def _model(function: Callable[..., Any], is_bound: bool) -> type[BaseModel]:
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The text before the first section, and the descriptions under `Args:`."""
-    lines = (inspect.getdoc(function) or "").splitlines()
-    starts = [i for i, line in enumerate(lines) if SECTION.match(line)]
+    text, *sections = SECTION.split(inspect.getdoc(function) or "")
     described: dict[str, str] = {}
-    for start in starts:
-        if lines[start].lower().startswith(("args", "arg", "param")):
-            end = next((i for i in starts if i > start), len(lines))
-            block = inspect.cleandoc("\n" + "\n".join(lines[start + 1 : end])).splitlines()
-            name = ""
-            for line in block:
-                if match := re.match(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line):
-                    name, described[match[1]] = match[1], match[2]
-                elif name and line.strip():
-                    described[name] = f"{described[name]} {line.strip()}".strip()
-    return " ".join("\n".join(lines[: starts[0] if starts else None]).split()), described
+    for title, block in zip(sections[::2], sections[1::2], strict=True):
+        if title in ("Args", "Arguments", "Parameters"):
+            entries = re.split(r"^(\w+)\s*(?:\([^)\n]*\))?:", inspect.cleandoc("\n" + block), flags=re.MULTILINE)[1:]
+            described |= {name: " ".join(said.split()) for name, said in zip(entries[::2], entries[1::2], strict=True)}
+    return " ".join(text.split()), described
 
 
-def _plain(schema: Any) -> Any:
-    """Without pydantic's titles."""
+def _untitled(schema: Any, is_names: bool = False) -> Any:
+    """Without pydantic's titles; an argument may have that name."""
     if isinstance(schema, list):
-        return [_plain(item) for item in schema]
+        return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: {name: _plain(item) for name, item in value.items()} if key in ("properties", "$defs") else _plain(value)
-        for key, value in schema.items()
-        if key != "title"
-    }
+    kept = {key: value for key, value in schema.items() if is_names or key != "title"}
+    return {key: _untitled(value, key in ("properties", "$defs") and not is_names) for key, value in kept.items()}

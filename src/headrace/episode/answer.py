@@ -31,13 +31,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ParsedAnswer:
     """A parsed answer. `error` tells the model what is wrong with its tool calls.
 
     A call that cannot be read stays in `content`; one with wrong arguments is in `tool_calls`.
 
     Example:
-        Answer(content="I add.", reasoning="1 and 2?", tool_calls=(ToolCall("add", '{"a": 1, "b": 2}'),))
+        ParsedAnswer(content="I add.", reasoning="1 and 2?", tool_calls=(ToolCall("add", '{"a": 1, "b": 2}'),))
     """
 
     content: str = ""
@@ -254,7 +254,7 @@ class Reader:
         text = self._decode(final=False)
         return [] if self._grammar.own else self._deltas(self._parser.feed(text))
 
-    def finish(self) -> tuple[Answer, list[Delta]]:
+    def finish(self) -> tuple[ParsedAnswer, list[Delta]]:
         """The answer, and the deltas that `feed` held back."""
         text = self._decode(final=True)
         if self._grammar.own:
@@ -264,7 +264,7 @@ class Reader:
             deltas += self._deltas(self._parser.finalize()[1], ended=True)
         if not (self._calls or any(self._said.values())):
             deltas += self._say("content", self._text)
-        return Answer(**self._said, tool_calls=tuple(self._calls), error="; ".join(self._errors)), deltas
+        return ParsedAnswer(**self._said, tool_calls=tuple(self._calls), error="; ".join(self._errors)), deltas
 
     def _decode(self, final: bool) -> str:
         before = self._grammar.decode(self._ids[self._begin : self._end])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from headrace.episode.answer import Answer, Grammar, Reader, ToolCall
+from headrace.episode.answer import Grammar, ParsedAnswer, Reader, ToolCall
 from headrace.errors import ChatError
 from headrace.user_code import time_limit
 
@@ -27,10 +27,10 @@ QUESTION = {"role": "user", "content": "What is it?"}
 CALL = ToolCall("probe_tool", '{"probe_key": "probe value"}')
 RESULT = {"role": "tool", "content": "42", "name": CALL.name, "tool_call_id": "call_0"}
 PROBES = {  # kind of reply -> the answers before it, and the reply
-    "a tool result": ((Answer(tool_calls=(CALL,)), Answer("So.", tool_calls=(CALL,))), RESULT),
-    "a tool result after thinking": ((Answer("", "Hm.", (CALL,)),), RESULT),
-    "a user message": ((Answer("So."),), QUESTION),
-    "a user message after thinking": ((Answer("So.", "Hm."),), QUESTION),
+    "a tool result": ((ParsedAnswer(tool_calls=(CALL,)), ParsedAnswer("So.", tool_calls=(CALL,))), RESULT),
+    "a tool result after thinking": ((ParsedAnswer("", "Hm.", (CALL,)),), RESULT),
+    "a user message": ((ParsedAnswer("So."),), QUESTION),
+    "a user message after thinking": ((ParsedAnswer("So.", "Hm."),), QUESTION),
 }
 
 
@@ -87,13 +87,13 @@ class Chat:
         self._calls = True
         self._dialect: tuple[type, str | None] = (dict, "")
         self._calls = self._find_dialect()
-        header = self._render([QUESTION]).removeprefix(self._render([QUESTION], generation=False))
-        self._grammar = Grammar(tokenizer, source, header, self._stops)
+        prompt, chat = self._render([QUESTION]), self._render([QUESTION], generation=False)
+        self._grammar = Grammar(tokenizer, source, prompt[_num_shared(prompt, chat) :], self._stops)
 
     def first(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The prompt: the chat and the beginning of an answer. Control tokens in messages are plain text."""
         mark = _unused_character(messages, tools)
-        return self._encode(self._render(messages, tools, mark), mark)
+        return self._encode(self._render(messages, tools, mark=mark), mark)
 
     def append(
         self,
@@ -108,28 +108,25 @@ class Chat:
         `answer` is what was sampled, as a message. If it was cut, its end is among the tokens. Raises
         ChatError where the template would change what stands before: begin a branch with `first`.
         """
-        chat = [*history, answer, *new]
-        mark = _unused_character(chat, tools)
+        mark = _unused_character([*history, answer, *new], tools)
         stop = sampled[-1] if len(sampled) and sampled[-1] in self._stops else None
         end = "" if stop is None else self._stops[stop]
         said = self._decode(sampled if stop is None else sampled[:-1]) + end
-        prompt, whole = self._render(history, tools, mark), self._render(chat, tools, mark)
+        forms, listed = self._forms([*history, answer, *new], mark), self._listed(tools, mark)
+        prompt, whole = self._text(forms[: len(history)], listed), self._text(forms, listed)
         if whole.startswith(prompt + said):
-            at = len(prompt + said)
-        else:  # shown in another way than it was sampled: find its end
-            at = self._end_of_answer(len(history), chat, prompt, whole, tools, mark)
-            if stop is not None:
-                found = self._stop.match(whole, at)
-                if not found or found[0] != end:
-                    raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
-                at = found.end()
-        return self._encode(whole[at:], mark, after=end)
+            return self._encode(whole[len(prompt + said) :], mark, after=end)
+        # It is shown in another way than it was sampled: what follows its end is the same.
+        at = self._end_of_answer(len(history), forms, listed, prompt, whole)
+        if stop is not None and not whole.startswith(end, at):
+            raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
+        return self._encode(whole[at + len(end) :], mark, after=end)
 
     def reader(self, prompt: Sequence[int], tools: Tools = None) -> Reader:
         """Reads an answer to `prompt` as its tokens come."""
         return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools)
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> Answer:
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> ParsedAnswer:
         """The whole answer to `prompt`."""
         reader = self.reader(prompt, tools)
         reader.feed(sampled)
@@ -170,21 +167,18 @@ class Chat:
             said += found[0] if found else ""
         self.append([QUESTION], self._ids(said), answer, [reply], tools)
 
-    def _end_of_answer(
-        self, num_before: int, chat: Sequence[Message], prompt: str, whole: str, tools: Tools, mark: str
-    ) -> int:
-        """Where the answer that the template shows in `whole` ends, with or without a reply."""
-        history, new = chat[:num_before], chat[num_before + 1 :]
-        before = self._render(history, tools, mark, generation=False)
+    def _end_of_answer(self, num_before: int, forms: Sequence[Any], listed: Any, prompt: str, whole: str) -> int:
+        """Where the answer ends in `whole`, if the template shows it there as it does without a reply."""
+        before = self._text(forms[:num_before], listed, generation=False)
+        alone = self._text(forms[: num_before + 1], listed, generation=False)
         shared = _num_shared(prompt, whole)
         if shared < len(before if prompt.startswith(before) else prompt):
-            raise self._rewrites("it changes text before the answer", new)
+            raise self._rewrites("it changes text before the answer", forms[num_before + 1 :])
         # a stop token that ends within what is shared belongs to the generation prompt
         ends = (match for match in self._stop.finditer(whole, shared - self._longest) if match.end() > shared)
         found = next(ends, None)
-        alone = self._render(chat[: num_before + 1], tools, mark, generation=False)
         if not found or alone[: found.start()] != whole[: found.start()]:
-            raise self._rewrites("it changes the answer", new)
+            raise self._rewrites("it changes the answer", forms[num_before + 1 :])
         return found.start()
 
     def _rewrites(self, why: str, new: Sequence[Message]) -> ChatError:
@@ -195,7 +189,7 @@ class Chat:
         """Whether the template can show tool calls, with arguments as a mapping or text, content as "" or None."""
         for self._dialect in product((dict, str), ("", None)):
             try:
-                text = self._render([QUESTION, Answer(tool_calls=(CALL,)).message()], generation=False)
+                text = self._render([QUESTION, ParsedAnswer(tool_calls=(CALL,)).message()], generation=False)
             except ChatError:
                 continue
             if CALL.name in text and "probe value" in text and "None" not in text:
@@ -204,25 +198,32 @@ class Chat:
         return False
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools = None, mark: str = "", *, generation: bool = True
+        self, messages: Sequence[Message], tools: Tools = None, *, mark: str = "", generation: bool = True
     ) -> str:
-        """The chat as text. Control tokens in messages have `mark` behind their first character."""
-        this = f"the chat template of {self.model}"
-        if not self._calls and any(message.get("tool_calls") for message in messages):
-            raise ChatError(f"{this} refuses these messages: it cannot show tool calls")
-        chat = [self._form(message, mark) for message in messages]
-        listed = _each_text(list(tools), self._inert, mark) if tools else None
+        return self._text(self._forms(messages, mark), self._listed(tools, mark), generation=generation)
+
+    def _text(self, forms: Sequence[Any], listed: Any, *, generation: bool = True) -> str:
+        """The chat as the template writes it."""
         try:
             with time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
-                    chat, tools=listed, add_generation_prompt=generation, tokenize=False, **self._options
+                    list(forms), tools=listed, add_generation_prompt=generation, tokenize=False, **self._options
                 )
         except Exception as error:  # a template is a program, and fails in its own ways
-            raise ChatError(f"{this} refuses these messages: {str(error) or type(error).__name__}") from error
+            reason = str(error) or type(error).__name__
+            raise ChatError(f"the chat template of {self.model} refuses these messages: {reason}") from error
         return str(text)
 
+    def _listed(self, tools: Tools, mark: str) -> Any:
+        return _each_text(list(tools), self._inert, mark) if tools else None
+
+    def _forms(self, messages: Sequence[Message], mark: str) -> list[Any]:
+        if not self._calls and any(message.get("tool_calls") for message in messages):
+            raise ChatError(f"the chat template of {self.model} refuses these messages: it cannot show tool calls")
+        return [self._form(message, mark) for message in messages]
+
     def _form(self, message: Message, mark: str) -> Any:
-        """The message in the template's dialect, with inert control tokens."""
+        """The message in the template's dialect; control tokens have `mark` behind their first character."""
         form: dict[str, Any] = {**message, "content": content_text(message)}
         form["role"] = "system" if form["role"] == "developer" else form["role"]
         if thinking := next((form[key] for key in ("reasoning_content", "reasoning", "thinking") if form.get(key)), ""):

@@ -1,0 +1,183 @@
+"""Answers as messages: what a template shows is read back, and bad calls are told, whole or in a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from chat_templates import SHAPES, TOOLS, Shape, im, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_chat import APPENDING, answer_of, as_shown, chat_of, reply_of
+
+from headrace.episode.answer import Delta, ParsedAnswer, ToolCall, problems
+from headrace.episode.chat import Chat
+
+QUESTION = [{"role": "user", "content": "x"}]
+
+
+def parse(name: str, text: str, tools: Any = TOOLS) -> ParsedAnswer:
+    """Of an answer that ends with the first stop token, or is cut if it has no end."""
+    chat = chat_of(name)
+    return chat.parse(chat._ids(text.replace("$", SHAPES[name].stops[0])), chat.first(QUESTION, TOOLS), tools)
+
+
+def said(deltas: list[Delta]) -> ParsedAnswer:
+    calls = tuple(delta.call for delta in deltas if delta.call)
+    return ParsedAnswer("".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls)
+
+
+@pytest.mark.parametrize(("name", "kind"), APPENDING)
+def test_what_the_template_shows_is_read_back(name: str, kind: str):
+    chat, answer = chat_of(name), answer_of(kind)
+    text = as_shown(chat, SHAPES[name], QUESTION, answer.message(), reply_of(kind, "y"))
+    if name == "text arguments":
+        text = (answer.reasoning or "Hm.") + "</think>" + text  # it never shows the thinking that it opens
+    found = chat.parse(chat._ids(text), chat.first(QUESTION, TOOLS), TOOLS)
+    assert (found.content, found.error) == (answer.content, "")
+    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == [
+        (c.name, json.loads(c.arguments)) for c in answer.tool_calls
+    ]
+    if "</think>" in text or name in ("channels", "brace calls", "marked text"):
+        assert found.reasoning == (answer.reasoning or ("Hm." if name == "text arguments" else ""))
+
+
+BAD = [
+    ("json calls", 'A <tool_call>{"name": "look", }</tool_call> B$', "the tool call is not valid JSON: Expecting"),
+    ("json calls", 'A <tool_call>{"name": "look"}$', "the tool call is not complete: </tool_call> is missing"),
+    ("json calls", 'A <tool_call>{"name": "lo', "the tool call is not complete: the answer was cut"),
+    ("json calls", "<tool_call>[1]</tool_call>$", "the tool call is not valid: it needs a name"),
+    ("json calls", '<tool_call>{"name": "look", "arguments": [2]}</tool_call>$', "arguments that are a JSON object"),
+    ("opened thinking", "</think><tool_call><function=look>x</tool_call>$", "not valid: expected <function=NAME>"),
+    ("opened thinking", "</think><tool_call><function=look>x</function></tool_call>$", "expected <function=NAME>"),
+    ("stop opens", "<tool_call>look <arg_key>where</arg_key></tool_call>$", "expected the name, then <arg_key>KEY"),
+    ("channels", " to=functions.look<|channel|>commentary json<|message|>{x$", "not valid JSON"),
+    ("channels", ' to=functions.look<|channel|>commentary json<|message|>{"where": "x"}', "the answer was cut"),
+    ("text arguments", "</think><｜tool▁calls▁begin｜>look<｜tool▁calls▁end｜>$", "expected a name"),
+    ("bare call", '{"name": "look", "parameters": {"where": }}$', "not valid JSON"),
+    ("python calls", "<|tool_call_start|>[look(3)]<|tool_call_end|>$", "expected [name(key="),
+    ("python calls", "<|tool_call_start|>look(where=x)<|tool_call_end|>$", "expected [name(key="),
+    ("python calls", "<|tool_call_start|>[look(where=f(1))]<|tool_call_end|>$", "the tool call is"),
+    ("brace calls", "<|tool_call>look{}<tool_call|>$", "expected call:NAME{key:value}"),
+    ("listed calls", "[TOOL_CALLS]look[ARGS]{$", "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "error"), BAD)
+def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_text(name: str, text: str, error: str):
+    found = parse(name, text)
+    assert error in found.error
+    assert not found.tool_calls
+    assert found.content == text.removeprefix("</think>").removesuffix("$").strip()
+
+
+def test_wrong_arguments_are_told_and_the_call_stays():
+    def error(arguments: str, name: str = "look") -> str:
+        found = parse("json calls", f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>$')
+        assert [call.name for call in found.tool_calls] == [name]
+        return found.error
+
+    assert error('{"where": "x", "times": 2}') == ""
+    assert error('{"where": "x", "times": "2"}') == ""  # what reads as a number is one
+    assert error("{}", "see") == "there is no tool 'see'; the tools are: look"
+    assert error('{"times": 1}') == "the tool 'look' needs the argument 'where'"
+    assert error('{"where": "x", "when": 1}') == "the tool 'look' has no argument 'when'; it takes: where, times"
+    assert error('{"where": 5}') == "the tool 'look' needs string as 'where', not 5"
+    assert error('{"where": "x", "times": "two"}') == "the tool 'look' needs integer as 'times', not \"two\""
+    assert error('{"where": "x", "times": true}') == "the tool 'look' needs integer as 'times', not true"
+    choice = {
+        "a": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "b": {"$ref": "#"},
+        "c": {"type": ["array", "null"]},
+    }
+    assert problems("f", {"a": None, "b": 1, "c": [1]}, {"f": {"properties": choice}}) == []
+    assert problems("f", {"a": "x", "c": 1}, {"f": {"properties": choice}}) == [
+        "the tool 'f' needs number or null as 'a', not \"x\"",
+        "the tool 'f' needs array or null as 'c', not 1",
+    ]
+
+
+def test_text_becomes_what_the_tool_wants():
+    schema = {"n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"}, "l": {"type": "array"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": schema}}}]
+    values = {"n": "7", "s": "7", "b": "True", "l": "[1, 'x']", "x": "8"}
+    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    found = parse("opened thinking", f"</think>\n<tool_call>\n<function=f>\n{pairs}</function>\n</tool_call>$", tools)
+    assert json.loads(found.tool_calls[0].arguments) == {"n": 7, "s": "7", "b": True, "l": [1, "x"], "x": "8"}
+
+
+def test_several_calls_and_text_around_them():
+    call = '<tool_call>\n{"name": "look", "arguments": {"where": "%s"}}\n</tool_call>'
+    found = parse("json calls", f"First \n{call % 'a'}\n{call % 'b'}\n then$")
+    assert found.content == "First\n then"
+    assert [json.loads(each.arguments)["where"] for each in found.tool_calls] == ["a", "b"]
+    message = found.message(["id-a"])
+    assert [each["id"] for each in message["tool_calls"]] == ["id-a", "call_1"]
+    assert parse(
+        "python calls", '<|tool_call_start|>[look(where="a", times=null), look(where="b")]<|tool_call_end|>$', None
+    ) == (ParsedAnswer("", "", (ToolCall("look", '{"where": "a", "times": null}'), ToolCall("look", '{"where": "b"}'))))
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+    found = parse("channels", analysis + '<|constrain|>json<|message|>{"where": "a"}$')
+    assert found == ParsedAnswer("", "Hm.", (ToolCall("look", '{"where": "a"}'),))
+    assert parse("channels", "no channel$") == ParsedAnswer("no channel")
+
+
+PIECES = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "look", "arguments": {"where": "é"}}',
+    "{",
+    " ",
+]
+PIECES += ["\n", "So", "漢", "<|im_end|>", "<tool", "🙂", "<function=look>", "</function>", "<|im_start|>"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["json calls", "opened thinking", "empty thinking", "channels", "bare call", "listed calls"]),
+    st.lists(st.sampled_from(PIECES), max_size=8).map("".join),
+    st.randoms(use_true_random=False),
+)
+def test_a_stream_says_what_the_whole_says(name: str, text: str, random: Any):
+    """However the tokens come, and whatever the model wrote: no error is raised, and nothing is said twice."""
+    chat = chat_of(name)
+    prompt, ids = chat.first(QUESTION, TOOLS), chat._ids(text)
+    reader, deltas = chat.reader(prompt, TOOLS), []
+    while ids:
+        n = random.randint(1, 4)
+        deltas += reader.feed(ids[:n])
+        ids = ids[n:]
+    answer, last = reader.finish()
+    whole = chat.parse(chat._ids(text), prompt, TOOLS)
+    assert answer == whole
+    heard = said(deltas + last)
+    assert (heard.content, heard.reasoning, heard.tool_calls) == (whole.content, whole.reasoning, whole.tool_calls)
+
+
+def test_a_stream_does_not_wait():
+    chat = chat_of("opened thinking")
+    reader = chat.reader(chat.first(QUESTION, TOOLS), TOOLS)
+    assert said(reader.feed(chat._ids("Hm, "))) == ParsedAnswer("", "Hm,")
+    assert said(reader.feed(chat._ids("well.\n</think>\n\nSo"))) == ParsedAnswer("So", " well.")
+    assert said(reader.feed(chat._ids(" be it.\n<tool_call><function=look>"))) == ParsedAnswer(" be it.")
+    (delta,) = reader.feed(chat._ids("<parameter=where>x</parameter></function></tool_call>"))
+    assert delta.call == ToolCall("look", '{"where": "x"}')
+    assert reader.finish()[1] == []
+
+
+def test_a_models_own_description_of_answers_is_used():
+    """For families that are not known here."""
+    tokenizer = make_tokenizer(Shape(im("{{ m.content }}")))
+    field = {"open": "<<", "close": ">>", "content": "json", "repeats": True, "transform": {"function": "{content}"}}
+    fields = {"content": {}, "tool_calls": field}
+    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    chat = Chat(tokenizer)
+    prompt = chat.first(QUESTION)
+    good = chat.parse(chat._ids('So <<{"name": "look", "arguments": {"where": "x"}}>>'), prompt, TOOLS)
+    assert good == ParsedAnswer("So", "", (ToolCall("look", '{"where": "x"}'),))
+    bad = chat.parse(chat._ids("So <<{>>"), prompt, TOOLS)
+    assert bad.content == "So <<{>>"
+    assert bad.error.startswith("the answer cannot be read: ")
