@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -22,6 +23,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and every filter of a template prints it as it is
+MOST_TAILS = 4096  # that are remembered
 HEADER_TOKENS = 64  # at the end of a prompt: what the template writes before an answer
 QUESTION = {"role": "user", "content": "What is it?"}
 CALL = ToolCall("probe_tool", '{"probe_key": "probe value"}')
@@ -84,6 +86,8 @@ class Chat:
         # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
         self._newline = self._ids("\n")
+        self._proven = False  # what comes after an answer does not depend on what came before it
+        self._tails: dict[str, list[int]] = {}  # after answers of one shape
         self._calls = True
         self._dialect: tuple[type, str | None] = (dict, "")
         self._calls = self._find_dialect()
@@ -108,6 +112,25 @@ class Chat:
         `answer` is what was sampled, as a message. If it was cut, its end is among the tokens. Raises
         ChatError where the template would change what stands before: begin a branch with `first`.
         """
+        if not self._proven:
+            return self._append(history, sampled, answer, new, tools)
+        calls = [_function(call).get("name") for call in answer.get("tool_calls") or ()]
+        shape = [calls, *(bool(answer.get(part)) for part in ("content", "reasoning_content"))]
+        key = json.dumps([sampled[-1] if len(sampled) else -1, shape, list(new), len(tools or ())], default=str)
+        if key not in self._tails:
+            if len(self._tails) >= MOST_TAILS:
+                del self._tails[next(iter(self._tails))]
+            self._tails[key] = self._append([QUESTION], sampled, answer, new, tools)
+        return self._tails[key]
+
+    def _append(
+        self,
+        history: Sequence[Message],
+        sampled: Sequence[int],
+        answer: Message,
+        new: Sequence[Message],
+        tools: Tools,
+    ) -> list[int]:
         mark = _unused_character([*history, answer, *new], tools)
         stop = sampled[-1] if len(sampled) and sampled[-1] in self._stops else None
         end = "" if stop is None else self._stops[stop]
@@ -141,14 +164,20 @@ class Chat:
         return self._ids(said[: found.end()] if found else said)
 
     def prove(self, tools: Tools = None) -> Proof:
-        """Try every kind of reply on this template."""
-        rewrites = {}
+        """Try every kind of reply on this template, after one question and in a longer chat.
+
+        If it makes no difference what came before, `append` does not render whole chats any more.
+        """
+        rewrites, alike = {}, True
         for kind, (answers, reply) in PROBES.items():
             try:
                 for answer in answers:
-                    self._try_reply(answer.message(), reply, tools)
+                    tail = self._try_reply([QUESTION], answer.message(), reply, tools)
+                    chat = [QUESTION, answer.message(), reply, answer.message(), reply]
+                    alike = alike and self._try_reply(chat, answer.message(), reply, tools) == tail
             except ChatError as error:
                 rewrites[kind] = str(error).rpartition(": ")[2]
+        self._proven = alike
         tools = tools or [{"type": "function", "function": {"name": CALL.name, "description": "?", "parameters": {}}}]
         try:
             text = self._render([QUESTION], tools)
@@ -156,16 +185,16 @@ class Chat:
             text = ""
         return Proof(self.model, self._calls, all(_function(tool).get("name", "") in text for tool in tools), rewrites)
 
-    def _try_reply(self, answer: Message, reply: Message, tools: Tools) -> None:
+    def _try_reply(self, chat: Sequence[Message], answer: Message, reply: Message, tools: Tools) -> list[int]:
         """Append to an answer that is sampled as the template shows it."""
-        prompt, alone = self._render([QUESTION], tools), self._render([QUESTION, answer], tools, generation=False)
+        prompt, alone = self._render(chat, tools), self._render([*chat, answer], tools, generation=False)
         said = alone[_num_shared(prompt, alone) :]
         if found := self._stop.search(said):
             said = said[: found.end()]
         else:  # the next message's first token ends the answer
-            found = self._stop.search(self._render([QUESTION, answer, reply], tools), len(alone))
+            found = self._stop.search(self._render([*chat, answer, reply], tools), len(alone))
             said += found[0] if found else ""
-        self.append([QUESTION], self._ids(said), answer, [reply], tools)
+        return self._append(chat, self._ids(said), answer, [reply], tools)
 
     def _end_of_answer(self, num_before: int, forms: Sequence[Any], listed: Any, prompt: str, whole: str) -> int:
         """Where the answer ends in `whole`, if the template shows it there as it does without a reply."""
@@ -205,7 +234,7 @@ class Chat:
     def _text(self, forms: Sequence[Any], listed: Any, *, generation: bool = True) -> str:
         """The chat as the template writes it."""
         try:
-            with time_limit(TEMPLATE_S):
+            with nullcontext() if self._proven else time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
                     list(forms), tools=listed, add_generation_prompt=generation, tokenize=False, **self._options
                 )

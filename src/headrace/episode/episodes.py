@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.episode.answer import Answer
+from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Chat, Message
 from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedError, Environments, Said
 from headrace.episode.tree import context, indices, told, turned
@@ -212,7 +212,7 @@ class _Episode:
         except ChatError as error:
             raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
 
-    async def _repeat(self, known: Trajectory) -> Answer:
+    async def _repeat(self, known: Trajectory) -> ParsedAnswer:
         """Come to where an earlier attempt was, and return its last answer: no turn is sampled again."""
         assert self._environment is not None
         began = known.turns[0].start
@@ -232,7 +232,7 @@ class _Episode:
             await self._timed(self._environment.make_again(log, snapshot))
         return answer
 
-    async def _next_answer(self) -> Answer | None:
+    async def _next_answer(self) -> ParsedAnswer | None:
         """Sample a turn and read it; None if the episode has reached a limit."""
         room, limits, turns = self.room, self._described, self.trajectory.turns
         tokens, routes = context(self.trajectory, self._place)
@@ -264,10 +264,10 @@ class _Episode:
             room.on_turn(self.order.serial, self.trajectory)
         return self._read(tokens, sampled.token_ids[len(tokens) :])
 
-    def _read(self, prompt: IntArray, sampled: IntArray) -> Answer:
+    def _read(self, prompt: IntArray, sampled: IntArray) -> ParsedAnswer:
         return self.room.chat.parse(sampled.tolist(), prompt.tolist(), self._tools)
 
-    async def _reply(self, answer: Answer) -> bool:
+    async def _reply(self, answer: ParsedAnswer) -> bool:
         """Let the environment reply; False if the episode is over."""
         message, turn = answer.message(), self.trajectory.turns[-1]
         began_s = self.room.now()
@@ -285,7 +285,7 @@ class _Episode:
         self._go_on(message, _as_messages(message, said.replies))
         return True
 
-    async def _said(self, answer: Answer) -> Said | None:
+    async def _said(self, answer: ParsedAnswer) -> Said | None:
         """The environment's reply; None if the answer was the last word."""
         assert self._environment is not None
         if answer.error:
@@ -294,7 +294,7 @@ class _Episode:
         given = self._given(answer)
         return None if given is None else await self._timed(self._environment.turn(given))
 
-    def _given(self, answer: Answer) -> dict[str, Any] | None:
+    def _given(self, answer: ParsedAnswer) -> dict[str, Any] | None:
         """What the environment is asked; None if it is not: an error, or a last word."""
         if answer.error:
             return None
