@@ -198,7 +198,7 @@ def test_messages_as_clients_send_them_back_are_the_same():
     assert hash(normal(sent))
     assert normal(sent) != normal({**sent, "tool_calls": []})
     assert normal({"role": "assistant", "content": None}) == normal({"role": "assistant", "content": ""})
-    with pytest.raises(ChatError, match="part of type 'image_url'"):
+    with pytest.raises(ChatError, match=r"a part that is not text: \{'type': 'image_url'"):
         normal({"role": "user", "content": [{"type": "image_url", "image_url": {}}]})
 
 
@@ -209,6 +209,8 @@ def test_what_a_template_refuses_is_told():
     tokenizer.chat_template = "{{ raise_exception('no ' + messages[0].role) if messages[0].role == 'system' }}x"
     with pytest.raises(ChatError, match="refuses these messages: no system"):
         Chat(tokenizer).first([{"role": "developer", "content": "x"}])
+    with pytest.raises(ChatError, match="a message is not valid Unicode"):
+        chat_of("json calls").first([{"role": "user", "content": "\ud800"}])
     tokenizer.chat_template = None
     with pytest.raises(ChatError, match="a/model has no chat template"):
         Chat(tokenizer)
