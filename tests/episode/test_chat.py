@@ -170,6 +170,19 @@ def test_a_cut_answer_is_closed():
     assert chat._decode(tail) == "\n</think>\n\n<|im_end|>\n<|im_start|>tool\ny<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_the_end_of_an_answer_is_not_taken_for_another():
+    """A stop token in the generation prompt is none; one that begins as the generation prompt goes on is one."""
+    history, reply = [{"role": "user", "content": "x"}], {"role": "user", "content": "y"}
+    chat = chat_of("text arguments")  # the prompt goes on with <think>, the chat with <｜end｜>
+    tail = chat.append(history, chat._ids("Hm.</think><｜end｜>"), ParsedAnswer().message(), [reply])
+    assert chat._decode(tail) == "<｜User｜>y<｜Assistant｜><think>\n"
+    tokenizer = make_tokenizer(SHAPES["trailing end"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>\n", "<|assistant|>")
+    chat = Chat(tokenizer, stops=tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"]))
+    tail = chat.append(history, chat._ids("  So.<|end|>"), ParsedAnswer("So.").message(), [reply])
+    assert chat._decode(tail) == "\n<|user|>\ny<|end|>\n<|assistant|>"
+
+
 def test_a_space_in_front_is_not_added_in_the_middle():
     """Tokenizers that put a space before every text, and take white space after a special token."""
     pieces = ["<unk>", "▁", *map(chr, range(33, 127)), "\n"]
