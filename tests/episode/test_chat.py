@@ -154,6 +154,13 @@ def test_an_answer_need_not_look_as_the_template_shows_it():
         assert chat._decode(tail) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_an_answer_that_the_template_leaves_as_sampled_appends():
+    """It shows an empty block of thinking on the last turn alone: a model that writes none is not rewritten."""
+    chat, history = chat_of("empty thinking"), [{"role": "user", "content": "x"}]
+    tail = chat.append(history, chat._ids("So.<|im_end|>"), ParsedAnswer("So.").message(), [reply_of("u", "y")])
+    assert chat._decode(tail) == "\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_another_stop_token_than_the_templates_is_refused():
     chat, history = chat_of("json calls"), [{"role": "user", "content": "x"}]
     with pytest.raises(ChatError, match=r"does not end the answer with <\|endoftext\|>"):
