@@ -61,6 +61,20 @@ BAD = [
     ("python calls", "<|tool_call_start|>[look(where=f(1))]<|tool_call_end|>$", "the tool call is"),
     ("brace calls", "<|tool_call>look{}<tool_call|>$", "expected call:NAME{key:value}"),
     ("listed calls", "[TOOL_CALLS]look[ARGS]{$", "not valid JSON"),
+    ("json calls", "<tool_call>" + "[" * 3000 + "</tool_call>$", "not valid: it is nested too deeply"),
+    (
+        "json calls",
+        '<tool_call>{"name": "look", "arguments": {"where": NaN}}</tool_call>$',
+        "not valid JSON: Out of range",
+    ),
+    (
+        "json calls",
+        '<tool_call>{"name": "look", "arguments": {"where": "\\ud800"}}</tool_call>$',
+        "not valid JSON: 'utf",
+    ),
+    ("python calls", "<|tool_call_start|>[look(where={1, 2})]<|tool_call_end|>$", "not JSON serializable"),
+    ("python calls", "<|tool_call_start|>[look(where={[]: 1})]<|tool_call_end|>$", "expected [name(key="),
+    ("python calls", "<|tool_call_start|>" + "[" * 3000 + "<|tool_call_end|>$", "the tool call is not valid"),
 ]
 
 
@@ -92,6 +106,8 @@ def test_wrong_arguments_are_told_and_the_call_stays():
         "c": {"type": ["array", "null"]},
     }
     assert problems("f", {"a": None, "b": 1, "c": [1]}, {"f": {"properties": choice}}) == []
+    assert len(problems("f", {"a": float("inf"), "c": 0.5}, {"f": {"properties": choice}})) == 2
+    assert problems("f", {"n": 2.0}, {"f": {"properties": {"n": {"type": "integer"}}}}) == []
     assert problems("f", {"a": "x", "c": 1}, {"f": {"properties": choice}}) == [
         "the tool 'f' needs number or null as 'a', not \"x\"",
         "the tool 'f' needs array or null as 'c', not 1",
@@ -101,7 +117,7 @@ def test_wrong_arguments_are_told_and_the_call_stays():
 def test_text_becomes_what_the_tool_wants():
     schema = {"n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"}, "l": {"type": "array"}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": schema}}}]
-    values = {"n": "7", "s": "7", "b": "True", "l": "[1, 'x']", "x": "8"}
+    values = {"n": "7", "s": "7", "b": "True", "l": "[1, 'x']", "x": "8"}  # there is no x
     pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     found = parse("opened thinking", f"</think>\n<tool_call>\n<function=f>\n{pairs}</function>\n</tool_call>$", tools)
     assert json.loads(found.tool_calls[0].arguments) == {"n": 7, "s": "7", "b": True, "l": [1, "x"], "x": "8"}

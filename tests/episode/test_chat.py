@@ -154,6 +154,13 @@ def test_an_answer_need_not_look_as_the_template_shows_it():
         assert chat._decode(tail) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_an_answer_that_the_template_leaves_as_sampled_appends():
+    """It shows an empty block of thinking on the last turn alone: a model that writes none is not rewritten."""
+    chat, history = chat_of("empty thinking"), [{"role": "user", "content": "x"}]
+    tail = chat.append(history, chat._ids("So.<|im_end|>"), ParsedAnswer("So.").message(), [reply_of("u", "y")])
+    assert chat._decode(tail) == "\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_another_stop_token_than_the_templates_is_refused():
     chat, history = chat_of("json calls"), [{"role": "user", "content": "x"}]
     with pytest.raises(ChatError, match=r"does not end the answer with <\|endoftext\|>"):
@@ -168,6 +175,19 @@ def test_a_cut_answer_is_closed():
     assert answer == ParsedAnswer("", "Hm, well")
     tail = chat.append(history, sampled, answer.message(), [reply_of("t", "y")])
     assert chat._decode(tail) == "\n</think>\n\n<|im_end|>\n<|im_start|>tool\ny<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_end_of_an_answer_is_not_taken_for_another():
+    """A stop token in the generation prompt is none; one that begins as the generation prompt goes on is one."""
+    history, reply = [{"role": "user", "content": "x"}], {"role": "user", "content": "y"}
+    chat = chat_of("text arguments")  # the prompt goes on with <think>, the chat with <｜end｜>
+    tail = chat.append(history, chat._ids("Hm.</think><｜end｜>"), ParsedAnswer().message(), [reply])
+    assert chat._decode(tail) == "<｜User｜>y<｜Assistant｜><think>\n"
+    tokenizer = make_tokenizer(SHAPES["trailing end"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>\n", "<|assistant|>")
+    chat = Chat(tokenizer, stops=tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"]))
+    tail = chat.append(history, chat._ids("  So.<|end|>"), ParsedAnswer("So.").message(), [reply])
+    assert chat._decode(tail) == "\n<|user|>\ny<|end|>\n<|assistant|>"
 
 
 def test_a_space_in_front_is_not_added_in_the_middle():
@@ -198,7 +218,7 @@ def test_messages_as_clients_send_them_back_are_the_same():
     assert hash(normal(sent))
     assert normal(sent) != normal({**sent, "tool_calls": []})
     assert normal({"role": "assistant", "content": None}) == normal({"role": "assistant", "content": ""})
-    with pytest.raises(ChatError, match="part of type 'image_url'"):
+    with pytest.raises(ChatError, match=r"a part that is not text: \{'type': 'image_url'"):
         normal({"role": "user", "content": [{"type": "image_url", "image_url": {}}]})
 
 
@@ -209,6 +229,8 @@ def test_what_a_template_refuses_is_told():
     tokenizer.chat_template = "{{ raise_exception('no ' + messages[0].role) if messages[0].role == 'system' }}x"
     with pytest.raises(ChatError, match="refuses these messages: no system"):
         Chat(tokenizer).first([{"role": "developer", "content": "x"}])
+    with pytest.raises(ChatError, match="a message is not valid Unicode"):
+        chat_of("json calls").first([{"role": "user", "content": "\ud800"}])
     tokenizer.chat_template = None
     with pytest.raises(ChatError, match="a/model has no chat template"):
         Chat(tokenizer)

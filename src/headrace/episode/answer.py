@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 Calls = list[tuple[str, dict[str, Any]]]
-Functions = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
 
 WORDS = {"true": True, "false": False, "null": None}
 JSON_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict}
@@ -51,14 +52,9 @@ class ParsedAnswer:
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": ids[i] if i < len(ids) else f"call_{i}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for i, call in enumerate(self.tool_calls)
-            ]
+            names = [*ids, *(f"call_{i}" for i in range(len(ids), len(self.tool_calls)))]
+            pairs = zip(names, self.tool_calls, strict=False)
+            message["tool_calls"] = [{"id": id, "type": "function", "function": asdict(call)} for id, call in pairs]
         return message
 
 
@@ -93,6 +89,14 @@ def _json_calls(text: str) -> Calls:
     return [_call(item.get("name", item.get("tool_name")), each) for item, each in zip(items, found, strict=True)]
 
 
+def _held_by_json(calls: Calls) -> Calls:
+    try:
+        json.dumps(calls, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    return calls
+
+
 def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
     match = re.fullmatch(whole, text, re.DOTALL)
     if not match or re.sub(pair, "", match[2], flags=re.DOTALL).strip():
@@ -109,7 +113,7 @@ def _python_calls(text: str) -> Calls:
         if any(call.args for call in calls):
             raise KeyError("arguments without names")
         return [(ast.unparse(call.func), {pair.arg: _literal(pair.value) for pair in call.keywords}) for call in calls]
-    except (SyntaxError, AttributeError, KeyError) as error:
+    except (SyntaxError, AttributeError, KeyError, TypeError) as error:
         raise ValueError('not valid: expected [name(key="value", ...)]') from error
 
 
@@ -123,10 +127,8 @@ def _separated_calls(text: str) -> Calls:
     if not found:
         raise ValueError("not valid: expected a name, <｜tool▁sep｜> and its arguments in JSON")
     blocks = [re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", body, re.DOTALL) for _, body in found]
-    pairs = [
-        block.groups() if block else (head.strip(), body) for block, (head, body) in zip(blocks, found, strict=True)
-    ]
-    return [_call(name, arguments) for name, arguments in pairs]
+    pairs = zip(blocks, found, strict=True)
+    return [_call(*block.groups()) if block else _call(head.strip(), body) for block, (head, body) in pairs]
 
 
 def _brace_calls(text: str) -> Calls:
@@ -140,8 +142,8 @@ def _brace_calls(text: str) -> Calls:
 
 
 def _listed_calls(text: str) -> Calls:
-    parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
-    return [call for name, has, rest in parts for call in ([_call(name.strip(), rest)] if has else _json_calls(name))]
+    parts = [re.split(r"(?:\[CALL_ID\][^\[]*)?\[ARGS\]", part, maxsplit=1) for part in text.split("[TOOL_CALLS]")]
+    return [call for part in parts for call in ([_call(part[0].strip(), part[1])] if part[1:] else _json_calls(*part))]
 
 
 def _channel_calls(text: str) -> Calls:
@@ -161,21 +163,18 @@ _parameter_calls = partial(
     pair=r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>",
     expected="<function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, and </function>",
 )
-# What opens (a pattern) and closes thinking.
-THINK = (r"<think>", "</think>")
-CHANNEL = (r"<\|channel\|>(?:analysis|commentary)<\|message\|>", "<|end|>")
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a model writes answers: `sign` stands in its chat template. `open` and `noise` are patterns."""
+    """How a model writes answers: `sign` stands in its chat template. What opens a block is a pattern."""
 
     sign: str
     open: str = ""  # of a tool call
     close: str = ""  # of it; without one it ends with the answer
     read: Callable[[str], Calls] = _json_calls
-    noise: str = ""  # markup around the text
-    thinking: tuple[str, str] = THINK
+    noise: str = ""  # a pattern: markup around the text
+    thinking: tuple[str, str] = ("<think>", "</think>")
 
 
 FAMILIES = (  # the first whose sign is in the template
@@ -200,7 +199,7 @@ FAMILIES = (  # the first whose sign is in the template
         r"(?:<\|start\|>assistant|<\|channel\|>\w+|\A)\s*to=[^\s<]+[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*<\|message\|>",
         read=_channel_calls,
         noise=r"<\|start\|>assistant|<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|<\|end\|>",
-        thinking=CHANNEL,
+        thinking=(r"<\|channel\|>(?:analysis|commentary)<\|message\|>", "<|end|>"),
     ),
     Family('"parameters": dictionary', r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"name"\s*:)'),
     Family(""),
@@ -226,7 +225,7 @@ class Grammar:
             call = {"open_pattern": f"(?P<open>{self.family.open})", "repeats": True, "content_args": {"strip": False}}
             call |= {"close": self.family.close} if self.family.close else {}
             fields["tool_calls"] = call | {"transform": {"open": "{open}", "body": "{content}"}}
-        self._spec = self.own or {"start_anchor": self._header or "\0", "fields": fields}
+        self._spec = load_response_template(self.own or {"start_anchor": self._header or "\0", "fields": fields})
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> ResponseParser:
         """Reads on from the end of `prompt`, which may have opened a block of thinking."""
@@ -300,9 +299,10 @@ class Reader:
                 raise ValueError("not complete: the answer was cut")
             if is_open and close:
                 raise ValueError(f"not complete: {close} is missing")
-            found = read(opening + body if read is _channel_calls else body)
-        except ValueError as error:
-            self._errors.append(f"the tool call is {error}")
+            found = _held_by_json(read(opening + body if read is _channel_calls else body))
+        except (ValueError, RecursionError, MemoryError) as error:
+            deep = not isinstance(error, ValueError)
+            self._errors.append(f"the tool call is {'not valid: it is nested too deeply' if deep else error}")
             return self._say("content", opening + body + ("" if is_open else close))
         return [self._add(name, arguments) for name, arguments in found]
 
@@ -320,7 +320,7 @@ class Reader:
             message, _ = self._parser.finalize()
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
             found = [_call(call.get("name"), call.get("arguments")) for call in calls]
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             self._errors.append(f"the answer cannot be read: {str(error).splitlines()[0]}")
             return self._say("content", self._text)
         thinking = message.get("reasoning_content") or message.get("thinking") or ""
@@ -328,7 +328,7 @@ class Reader:
         return deltas + [self._add(name, arguments) for name, arguments in found]
 
 
-def problems(name: str, arguments: Mapping[str, Any], functions: Functions) -> list[str]:
+def problems(name: str, arguments: Mapping[str, Any], functions: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What is wrong with a call, for the model to read."""
     if name not in functions:
         return [f"there is no tool '{name}'; the tools are: {', '.join(functions)}"]
@@ -357,8 +357,9 @@ def _types(schema: Any) -> list[str]:
 def _fits(value: Any, types: Sequence[str]) -> bool:
     if value is None or isinstance(value, bool):
         return ("null" if value is None else "boolean") in types
-    whole = isinstance(value, float) and value.is_integer() and "integer" in types
-    return whole or any(isinstance(value, JSON_TYPES.get(name, ())) for name in types)
+    if isinstance(value, float):
+        return math.isfinite(value) and ("number" in types or (value.is_integer() and "integer" in types))
+    return any(isinstance(value, JSON_TYPES.get(name, ())) for name in types)
 
 
 def _typed(value: Any, schema: Any) -> Any:
@@ -369,7 +370,7 @@ def _typed(value: Any, schema: Any) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             found = read(value.strip())
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
         return found if _fits(found, types) else value
     return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
@@ -19,6 +19,7 @@ from headrace.errors import ChatError
 from headrace.user_code import time_limit
 
 Message = Mapping[str, Any]
+Messages = Sequence[Message]
 Tools = Sequence[Mapping[str, Any]] | None
 
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
@@ -69,13 +70,12 @@ class Chat:
     `stops` are the tokens that end an answer. `options` go to the template, such as `enable_thinking`.
     """
 
-    def __init__(self, tokenizer: Any, *, stops: Iterable[int] = (), options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, stops: Sequence[int] = (), options: Mapping[str, Any] | None = None) -> None:
         self.model = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
         self._tokenizer, self._options = tokenizer, dict(options or {})
-        ends = list(stops) or [id for id in [tokenizer.eos_token_id] if id is not None]
-        self._stops = {int(id): self._decode([int(id)]) for id in ends}
+        self._stops = {int(id): self._decode([id]) for id in stops or [tokenizer.eos_token_id] if id is not None}
         texts = sorted(self._stops.values(), key=len, reverse=True)
         self._longest = len(texts[0]) if texts else 0
         self._stop = re.compile("|".join(map(re.escape, texts)) or "(?!)")
@@ -94,29 +94,24 @@ class Chat:
         prompt, chat = self._render([QUESTION]), self._render([QUESTION], generation=False)
         self._grammar = Grammar(tokenizer, source, prompt[_num_shared(prompt, chat) :], self._stops)
 
-    def first(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+    def first(self, messages: Messages, tools: Tools = None) -> list[int]:
         """The prompt: the chat and the beginning of an answer. Control tokens in messages are plain text."""
         mark = _unused_character(messages, tools)
         return self._encode(self._render(messages, tools, mark=mark), mark)
 
     def append(
-        self,
-        history: Sequence[Message],
-        sampled: Sequence[int],
-        answer: Message,
-        new: Sequence[Message],
-        tools: Tools = None,
+        self, history: Messages, sampled: Sequence[int], answer: Message, new: Messages, tools: Tools = None
     ) -> list[int]:
         """The tokens to put after `sampled`, the answer to `history`, so that the next answer can begin.
 
         `answer` is what was sampled, as a message. If it was cut, its end is among the tokens. Raises
         ChatError where the template would change what stands before: begin a branch with `first`.
         """
-        if not self._proven:
-            return self._append(history, sampled, answer, new, tools)
+        if not self._proven or not len(sampled) or sampled[-1] not in self._stops:
+            return self._append([QUESTION] if self._proven else history, sampled, answer, new, tools)
         calls = [_function(call).get("name") for call in answer.get("tool_calls") or ()]
         shape = [calls, *(bool(answer.get(part)) for part in ("content", "reasoning_content"))]
-        key = json.dumps([sampled[-1] if len(sampled) else -1, shape, list(new), len(tools or ())], default=str)
+        key = json.dumps([int(sampled[-1]), shape, list(new), len(tools or ())], default=str)
         if key not in self._tails:
             if len(self._tails) >= MOST_TAILS:
                 del self._tails[next(iter(self._tails))]
@@ -124,12 +119,7 @@ class Chat:
         return self._tails[key]
 
     def _append(
-        self,
-        history: Sequence[Message],
-        sampled: Sequence[int],
-        answer: Message,
-        new: Sequence[Message],
-        tools: Tools,
+        self, history: Messages, sampled: Sequence[int], answer: Message, new: Messages, tools: Tools
     ) -> list[int]:
         mark = _unused_character([*history, answer, *new], tools)
         stop = sampled[-1] if len(sampled) and sampled[-1] in self._stops else None
@@ -155,7 +145,7 @@ class Chat:
         reader.feed(sampled)
         return reader.finish()[0]
 
-    def answer_ids(self, history: Sequence[Message], answer: Message, tools: Tools = None) -> list[int]:
+    def answer_ids(self, history: Messages, answer: Message, tools: Tools = None) -> list[int]:
         """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""
         prompt = self._render(history, tools)
         alone = self._render([*history, answer], tools, generation=False)
@@ -185,7 +175,7 @@ class Chat:
             text = ""
         return Proof(self.model, self._calls, all(_function(tool).get("name", "") in text for tool in tools), rewrites)
 
-    def _try_reply(self, chat: Sequence[Message], answer: Message, reply: Message, tools: Tools) -> list[int]:
+    def _try_reply(self, chat: Messages, answer: Message, reply: Message, tools: Tools) -> list[int]:
         """Append to an answer that is sampled as the template shows it."""
         prompt, alone = self._render(chat, tools), self._render([*chat, answer], tools, generation=False)
         said = alone[_num_shared(prompt, alone) :]
@@ -210,7 +200,7 @@ class Chat:
             raise self._rewrites("it changes the answer", forms[num_before + 1 :])
         return found.start()
 
-    def _rewrites(self, why: str, new: Sequence[Message]) -> ChatError:
+    def _rewrites(self, why: str, new: Messages) -> ChatError:
         roles = " and ".join(dict.fromkeys(str(message["role"]) for message in new))
         return ChatError(f"the chat template of {self.model} rewrites history before a {roles} message: {why}")
 
@@ -221,14 +211,13 @@ class Chat:
                 text = self._render([QUESTION, ParsedAnswer(tool_calls=(CALL,)).message()], generation=False)
             except ChatError:
                 continue
-            if CALL.name in text and "probe value" in text and "None" not in text:
+            # neither mapping nor None is shown as Python prints it
+            if CALL.name in text and "probe value" in text and "'probe_key'" not in text and "None" not in text:
                 return True
         self._dialect = (dict, "")
         return False
 
-    def _render(
-        self, messages: Sequence[Message], tools: Tools = None, *, mark: str = "", generation: bool = True
-    ) -> str:
+    def _render(self, messages: Messages, tools: Tools = None, *, mark: str = "", generation: bool = True) -> str:
         return self._text(self._forms(messages, mark), self._listed(tools, mark), generation=generation)
 
     def _text(self, forms: Sequence[Any], listed: Any, *, generation: bool = True) -> str:
@@ -246,7 +235,7 @@ class Chat:
     def _listed(self, tools: Tools, mark: str) -> Any:
         return _each_text(list(tools), self._inert, mark) if tools else None
 
-    def _forms(self, messages: Sequence[Message], mark: str) -> list[Any]:
+    def _forms(self, messages: Messages, mark: str) -> list[Any]:
         if not self._calls and any(message.get("tool_calls") for message in messages):
             raise ChatError(f"the chat template of {self.model} refuses these messages: it cannot show tool calls")
         return [self._form(message, mark) for message in messages]
@@ -261,7 +250,11 @@ class Chat:
         if calls:
             form["content"] = form["content"] or empty
             form["tool_calls"] = [
-                {**call, "function": {**_function(call), "arguments": _arguments(_function(call), kind)}}
+                {
+                    "type": "function",
+                    **call,
+                    "function": {**_function(call), "arguments": _arguments(_function(call), kind)},
+                }
                 for call in calls
             ]
         return _each_text(form, self._inert_in_answers if form["role"] == "assistant" else self._inert, mark)
@@ -280,7 +273,10 @@ class Chat:
         return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
-        return [int(id) for id in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        try:
+            return [int(id) for id in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        except (TypeError, UnicodeError) as error:
+            raise ChatError(f"a message is not valid Unicode text: {error}") from error
 
     def _decode(self, ids: Sequence[int]) -> str:
         ids = [int(id) for id in ids]
@@ -290,13 +286,12 @@ class Chat:
 def content_text(message: Message) -> str:
     """A message's text, which clients may send in parts."""
     content = message.get("content") or ""
-    parts = [
-        {"text": part} if isinstance(part, str) else part
-        for part in ([content] if isinstance(content, str) else content)
-    ]
-    if strange := [part.get("type") for part in parts if not isinstance(part.get("text"), str)]:
-        raise ChatError(f"a message has a part of type '{strange[0]}', and only text can be read")
-    return "".join(part["text"] for part in parts)
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if strange := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
+        raise ChatError(f"a message has a part that is not text: {str(strange[0])[:80]}")
+    return "".join(map(str, texts))
 
 
 def normal(message: Message) -> tuple[Any, ...]:
@@ -328,7 +323,7 @@ def _num_shared(a: str, b: str) -> int:
     return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
 
 
-def _unused_character(messages: Sequence[Message], tools: Tools) -> str:
+def _unused_character(messages: Messages, tools: Tools) -> str:
     text = json.dumps([list(messages), list(tools or ())], ensure_ascii=False, default=str)
     return next(chr(code) for code in MARKS if chr(code) not in text)
 

@@ -79,6 +79,7 @@ class Ledger:
         self._file = path.stat().st_ino
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._verdicts: dict[bytes, Score] = {}  # not written yet
+        self._turns: dict[tuple[int, int], Trajectory] = {}  # by serial and index, not yet stored
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
@@ -107,9 +108,8 @@ class Ledger:
         if self._clock is None:
             self.connection.close()
             return
-        if self._verdicts:
-            with suppress(RunError), self.writing():  # if the disk is full, a restart judges again
-                pass
+        with suppress(RunError):  # if the disk is full, a restart judges and samples again
+            self.flush()
         database.close_database(self.connection)
 
     def __enter__(self) -> Self:
@@ -224,13 +224,18 @@ class Ledger:
     # What a restart will need.
 
     def keep_turn(self, serial: int, episode: Trajectory) -> None:
-        """An episode has sampled another turn: a restart goes on after it."""
-        with self.writing():
-            journal.write_partial(self.connection, serial, episode.index, episode)
+        """An episode has sampled another turn: a restart goes on after it. Stored with the next transaction."""
+        self._turns[serial, episode.index] = episode
 
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
         with self.writing():
             journal.write_partials(self.connection, partials)
+
+    def flush(self) -> None:
+        """Store what waits for the next transaction."""
+        if self._verdicts or self._turns:
+            with self.writing():
+                pass
 
     def judged(self, key: bytes, score: Score) -> None:
         self._verdicts[key] = score
@@ -304,8 +309,11 @@ class Ledger:
             self.connection.executemany(
                 query, [(key, s.reward, json.dumps(dict(s.parts))) for key, s in self._verdicts.items()]
             )
+            for (serial, index), episode in self._turns.items():
+                journal.write_partial(self.connection, serial, index, episode)
             yield self.connection
         self._verdicts.clear()
+        self._turns.clear()
 
     def read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         try:

@@ -46,9 +46,10 @@ from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
-from headrace.types import Example, Prompt, Score
+from headrace.types import Example, Prompt, Score, Trajectory
 
 WARM_STEPS_AT_ONCE = 8
+STORED_S = 0.05  # after which a sampled turn is in the ledger
 
 Ends = tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]
 
@@ -87,6 +88,7 @@ class Place:
         self.facts = self.device.call(self.ranks.facts)
         room_tokens = _room_for_prompts(config, self.facts.max_context)
         self._tokenizer = load_tokenizer(self._model)
+        self._storing: asyncio.TimerHandle | None = None
         self._worked_chats: dict[str, Example] = {}  # by prompt id
         self.prompts = PromptStream(config.prompts, self._tokenizer, config.run.seed, room_tokens=room_tokens)
         self.scorer = Scorer(
@@ -144,7 +146,7 @@ class Place:
             abort_requests=self.pool.abort,
             now=self.clock.now,
             span=self.clock.span,
-            on_turn=lambda serial, episode: self._books.keep_turn(serial, episode),
+            on_turn=self._on_turn,
             on_note=self._on_note,
         )
 
@@ -243,6 +245,8 @@ class Place:
         """End the workers and close the ledger. With `hung`, do not wait for the device thread."""
         self.elastic.close()
         self.pool.close()
+        if self._storing is not None:
+            self._storing.cancel()
         await self.scorer.close()
         if isinstance(self.answers, Episodes):
             await self.answers.close()
@@ -313,6 +317,12 @@ class Place:
     def _books(self) -> Ledger:
         assert self.ledger is not None
         return self.ledger
+
+    def _on_turn(self, serial: int, episode: Trajectory) -> None:
+        """Turns of one moment are stored together, but soon: an environment may take minutes to reply."""
+        self._books.keep_turn(serial, episode)
+        if self._storing is None or self._storing.when() < asyncio.get_running_loop().time():
+            self._storing = asyncio.get_running_loop().call_later(STORED_S, self._books.flush)
 
     def _on_verdict(self, key: bytes, score: Score) -> None:
         if self.ledger is not None:  # the evaluation of a finished run has no ledger
