@@ -30,6 +30,7 @@ from headrace.types import (
     Item,
     News,
     Order,
+    Outcome,
     Score,
     Ticket,
     Trajectory,
@@ -178,6 +179,15 @@ class EnvironmentHost(Protocol):
 
     async def close(self) -> None:
         """End the process."""
+
+
+class Episode(Protocol):
+    """One way to come from a prompt to a trajectory with a reward in several turns."""
+
+    session: Any  # an `episode.session.Session`: its tokens
+
+    async def play(self) -> Outcome:
+        """From the first turn to the reward, or to why there is none."""
 
 
 # ---- attention: T tokens in one row, H query heads, J key/value heads, D head size

@@ -145,6 +145,10 @@ class Chat:
         reader.feed(sampled)
         return reader.finish()[0]
 
+    def text(self, sampled: Sequence[int]) -> str:
+        """The text of sampled tokens, without the end of the answer."""
+        return self._decode([id for id in sampled if id not in self._stops])
+
     def answer_ids(self, history: Messages, answer: Message, tools: Tools = None) -> list[int]:
         """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""
         prompt = self._render(history, tools)

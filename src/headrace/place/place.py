@@ -22,6 +22,8 @@ from headrace.config import DEMOS, Config, ModelSection
 from headrace.episode.chat import Chat
 from headrace.episode.environment import Environments
 from headrace.episode.episodes import Episodes
+from headrace.episode.played import Player
+from headrace.episode.session import Desk
 from headrace.errors import ConfigError, DataError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
@@ -115,8 +117,9 @@ class Place:
             on_lost=self._on_lost,
         )
         self.answers: RolloutPool | Episodes = self.pool
-        if config.episode.environment:
-            self.answers = self._episodes()
+        self._player = self._make_player() if config.episode.environment else None
+        if self._player is not None:
+            self.answers = Episodes(self._player.open, self.pool.abort)
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
@@ -128,27 +131,24 @@ class Place:
     async def start_user_code(self) -> None:
         """Start the processes with reward functions, filters and environments. Raises what is wrong with them."""
         await self.scorer.start()
-        if isinstance(self.answers, Episodes):
-            await self.answers.prepare()
+        if self._player is not None:
+            await self._player.prepare()
 
-    def _episodes(self) -> Episodes:
+    def _make_player(self) -> Player:
         config, section = self.config, self.config.episode
         setup = Setup(function=section.environment, timeout_s=section.timeout_s, is_environment=True)
-        judges = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
-        return Episodes(
-            Environments(judges, section),
-            Chat(self._tokenizer, stops=self.facts.eos_ids),
+        hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
+        desk = Desk(
+            chat=Chat(self._tokenizer, stops=self.facts.eos_ids),
             max_context=self.facts.max_context,
-            system=config.prompts.system,
-            reward_follows=bool(config.reward.function),
             sample=self.pool.turn,
             forget=self.pool.forget,
-            abort_requests=self.pool.abort,
             now=self.clock.now,
             span=self.clock.span,
             on_turn=self._on_turn,
-            on_note=self._on_note,
         )
+        follows = bool(config.reward.function)
+        return Player(Environments(hosts, section), desk, config.prompts.system, follows, self._on_note)
 
     async def start_engines(self) -> None:
         """Let every rollout worker join the pool, once they are ready."""
@@ -226,10 +226,10 @@ class Place:
             ids = self._tokenizer(solution, add_special_tokens=False)["input_ids"] + [self._tokenizer.eos_token_id]
             whole = np.concatenate([prompt.token_ids, np.array(ids, np.int32)])
             return whole, np.arange(len(whole)) >= len(prompt.token_ids)
-        if not isinstance(self.answers, Episodes):
+        if self._player is None:
             raise DataError(f"prompt '{prompt.id}' has a chat as its worked example, which needs episode.environment")
         if prompt.id not in self._worked_chats:
-            self._worked_chats[prompt.id] = await self.answers.worked(prompt, solution)
+            self._worked_chats[prompt.id] = await self._player.worked(prompt, solution)
         return self._worked_chats[prompt.id]
 
     def progress(self) -> object:
@@ -248,8 +248,8 @@ class Place:
         if self._storing is not None:
             self._storing.cancel()
         await self.scorer.close()
-        if isinstance(self.answers, Episodes):
-            await self.answers.close()
+        if self._player is not None:
+            await self._player.close()
         self.cluster.close()
         self.device.close(wait=not hung)
         if self.ledger is not None:

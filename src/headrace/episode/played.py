@@ -1,0 +1,221 @@
+"""An episode with an environment: it and the policy take turns, until one of them ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headrace.episode.answer import ParsedAnswer
+from headrace.episode.chat import Message
+from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedError, Environments, Said
+from headrace.episode.session import AbortedError, Desk, Session
+from headrace.episode.tree import context
+from headrace.errors import ChatError, ConfigError
+from headrace.types import BoolArray, DropReason, FinishReason, IntArray, Order, Outcome, Prompt, Trajectory, Turn
+
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class Player:
+    """Plays episodes with environments."""
+
+    environments: Environments
+    desk: Desk
+    system: str = ""  # a message before every episode, if the environment begins without one
+    reward_follows: bool = False  # a reward function adds to what the environment says
+    on_note: Callable[[str], None] = lambda text: None
+    _closing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    async def prepare(self) -> None:
+        """Raises if the environment cannot be loaded, or the chat template cannot serve it."""
+        await self.environments.start()
+        described = self.environments.described
+        proof = self.desk.chat.prove(described.tools or None)
+        if described.tools and not proof.calls:
+            raise ConfigError(f"episode.environment has tools, but {proof}")
+        kinds = ["a tool result"] * bool(described.tools) + ["a user message"] * described.takes_text
+        if any(kind in proof.rewrites for kind in kinds):
+            self.on_note(str(proof))
+
+    async def close(self) -> None:
+        for task in self._closing:
+            task.cancel()
+        await self.environments.close()
+
+    def open(self, order: Order, i: int, known: Trajectory | None) -> PlayedEpisode:
+        return PlayedEpisode(self, Session(self.desk, order, i), known)
+
+    async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> tuple[IntArray, BoolArray]:
+        """The tokens of a worked episode, and which of them the policy should learn to sample.
+
+        `chat` is what follows the environment's first message: answers, and replies to them.
+        """
+        environment = self.environments.open(f"worked:{prompt.id}", prompt)
+        tools, renderer = list(self.environments.described.tools), self.desk.chat
+        history = self.with_system(await environment.start())
+        self.let_go(environment)
+        ids, learned = renderer.first(history, tools), list[bool]()
+        answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
+        for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
+            learned += [False] * (len(ids) - len(learned))
+            said, replies = renderer.answer_ids(history, chat[i], tools), chat[i + 1 : after]
+            ids, learned = ids + said, learned + [True] * len(said)
+            if replies:
+                ids += renderer.append(history, said, chat[i], replies, tools)
+            history += chat[i:after]
+        return np.array(ids[: len(learned)], np.int32), np.array(learned, np.bool_)
+
+    def with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The first messages of an episode, with the system message of `prompts.system`."""
+        if not self.system or messages[0].get("role") == "system":
+            return list(messages)
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def let_go(self, environment: Environment) -> None:
+        """End an environment, without waiting for it."""
+        task = asyncio.create_task(environment.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class PlayedEpisode:
+    """One episode, from its first message to its reward. `known` is of an earlier attempt, to be continued."""
+
+    def __init__(self, player: Player, session: Session, known: Trajectory | None) -> None:
+        self.player, self.session, self._known = player, session, known
+        self._described = player.environments.described
+        self._tools = list(self._described.tools) or None
+        self._environment = player.environments.open(session.id, session.order.prompt)
+        self._history: list[Message] = []
+        self._place = -1  # the last token so far
+        self._ended = False  # by the environment
+
+    async def play(self) -> Outcome:
+        """Take turns until the episode is over."""
+        try:
+            await self._start()
+            known = self._known
+            answer = await self._repeat(known) if known and known.turns else await self._next_answer()
+            while answer is not None and await self._reply(answer):
+                answer = await self._next_answer()
+            return await self._score()
+        except EnvironmentFailedError as failed:
+            return Outcome(trajectory=self.session.trajectory, failure=failed.reason, detail=str(failed))
+        except AbortedError:
+            return Outcome(trajectory=replace(self.session.trajectory, finish=FinishReason.ABORT))
+        finally:
+            self.player.let_go(self._environment)
+
+    async def _start(self) -> None:
+        self._history = self.player.with_system(await self._timed(self._environment.start()))
+        try:
+            self._place = self.session.begin(self._history, self._tools)
+        except ChatError as error:
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
+
+    async def _repeat(self, known: Trajectory) -> ParsedAnswer:
+        """Come to where an earlier attempt was, and return its last answer: no turn is sampled again."""
+        session, began, log = self.session, known.turns[0].start, []
+        if not np.array_equal(known.token_ids[:began], session.trajectory.token_ids):
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"it began otherwise than before; {ADVICE}")
+        session.trajectory = replace(known, id=session.id)
+        for turn in known.turns[:-1]:
+            answer = self._read(turn)
+            if (given := self._given(answer)) is not None:
+                log.append((given, turn.replies))
+            message = answer.message()
+            self._history += [message, *_as_messages(message, turn.replies)]
+        if log:
+            await self._timed(self._environment.make_again(log, known.turns[-2].snapshot))
+        return self._read(known.turns[-1])
+
+    async def _next_answer(self) -> ParsedAnswer | None:
+        """Sample a turn and read it; None if the episode has reached a limit."""
+        session, limits = self.session, self._described
+        num_new = min(session.sampling.max_new_tokens, session.room(self._place, limits.max_tokens))
+        elapsed_s = self.player.desk.now() - session.trajectory.timing.submitted_s
+        too_many = len(session.trajectory.turns) >= limits.max_turns
+        if num_new <= 0 or too_many or (limits.max_s and elapsed_s > limits.max_s):
+            return None
+        sampling = replace(session.sampling, max_new_tokens=num_new)
+        self._place = await session.sample(self._place, sampling, state=self._environment.state)
+        return self._read(session.trajectory.turns[-1])
+
+    def _read(self, turn: Turn) -> ParsedAnswer:
+        session = self.session
+        prompt, _ = context(session.trajectory, turn.start - 1)
+        return self.player.desk.chat.parse(session.sampled_ids(turn).tolist(), prompt.tolist(), self._tools)
+
+    async def _reply(self, answer: ParsedAnswer) -> bool:
+        """Let the environment reply; False if the episode is over."""
+        message, turn = answer.message(), self.session.trajectory.turns[-1]
+        began_s = self.player.desk.now()
+        said = await self._said(answer)
+        if said is None:
+            return False
+        environment_s = self.player.desk.now() - began_s
+        done = replace(
+            turn, replies=said.replies, reward=said.reward, environment_s=environment_s, snapshot=said.snapshot
+        )
+        self.session.replace_turn(turn, done)
+        if said.done:
+            self._ended = True
+            return False
+        new = _as_messages(message, said.replies)
+        self._place = self.session.go_on(done, self._history, message, new, self._tools)
+        self._history += [message, *new]
+        return True
+
+    async def _said(self, answer: ParsedAnswer) -> Said | None:
+        """The environment's reply; None if the answer was the last word."""
+        if answer.error:
+            replies = (f"error: {answer.error}",) * max(1, len(answer.tool_calls))
+            return Said(replies=replies, reward=None, done=False, state="", snapshot="")
+        given = self._given(answer)
+        return None if given is None else await self._timed(self._environment.turn(given))
+
+    def _given(self, answer: ParsedAnswer) -> dict[str, Any] | None:
+        """What the environment is asked; None if it is not: an error, or a last word."""
+        if answer.error:
+            return None
+        if answer.tool_calls and self._tools:
+            return {"calls": [[call.name, call.arguments] for call in answer.tool_calls]}
+        return {"text": answer.content} if self._described.takes_text else None
+
+    async def _score(self) -> Outcome:
+        """The reward: what the environment gave for turns, and what it gives for the whole."""
+        turns = tuple(replace(turn, snapshot="") for turn in self.session.trajectory.turns)
+        given = [turn.reward for turn in turns if turn.reward is not None]
+        parts = {"turns": float(sum(given))} if given else {}
+        parts |= await self._timed(self._environment.end())
+        # what the policy caused (a limit, a last word) is an end with a reward
+        if not parts and not self._described.scores and not self._ended:
+            parts = {"turns": 0.0}
+        trajectory = replace(self.session.trajectory, turns=turns, reward_parts=parts)
+        if self.player.reward_follows:
+            return Outcome(trajectory=trajectory)
+        if not parts:
+            detail = "the episode ended without a reward: raise Done(text, reward=...), or give it a method reward()"
+            return Outcome(trajectory=trajectory, failure=DropReason.ENV_ERROR, detail=detail)
+        timing = replace(trajectory.timing, scored_s=self.player.desk.now())
+        return Outcome(trajectory=replace(trajectory, reward=float(sum(parts.values())), timing=timing))
+
+    async def _timed(self, asked: Awaitable[R]) -> R:
+        with self.player.desk.span("environment"):
+            return await self.session.unless_aborted(asked)
+
+
+def _as_messages(message: Message, replies: Sequence[str]) -> list[Message]:
+    """The replies to an answer: one per tool call, or one to its text."""
+    calls = message.get("tool_calls") or ()
+    if not calls:
+        return [{"role": "user", "content": reply} for reply in replies]
+    return [
+        {"role": "tool", "content": reply, "name": call["function"]["name"], "tool_call_id": call["id"]}
+        for call, reply in zip(calls, replies, strict=False)
+    ]

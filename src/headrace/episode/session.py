@@ -1,0 +1,123 @@
+"""One episode's tokens, and the turns that are sampled after them.
+
+An environment takes turns with the policy in one line (played.py); an agent's requests may branch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from headrace.episode.chat import Chat, Message, Tools
+from headrace.episode.tree import context, indices, told, turned
+from headrace.errors import ChatError
+from headrace.types import FinishReason, IntArray, Order, Sampling, Trajectory, Turn
+
+R = TypeVar("R")
+
+
+class AbortedError(Exception):
+    """The episode's group is not wanted any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """What the sessions of a run share."""
+
+    chat: Chat
+    max_context: int
+    sample: Callable[[Order], Awaitable[Trajectory]]  # by the engines
+    forget: Callable[[str], None]  # a session's cache
+    now: Callable[[], float]
+    span: Callable[[str], AbstractContextManager[None]]  # of a stage
+    on_turn: Callable[[int, Trajectory], None]  # a group's serial, and the episode with its newest turn
+
+
+class Session:
+    """An episode under way. A place in it is the index of its last token; -1 is before the first."""
+
+    def __init__(self, desk: Desk, order: Order, i: int) -> None:
+        self.desk, self.order, self.sampling = desk, order, order.samplings[i]
+        self.id, self.index = order.request_id(i), order.indices[i]
+        self.aborted = asyncio.Event()
+        empty = replace(order.prompt, token_ids=np.empty(0, np.int32))
+        self.trajectory = replace(order, prompt=empty).nothing_sampled(i, desk.now())
+        self._num_asked = 0
+
+    def room(self, place: int, max_tokens: int = 0) -> int:
+        """Tokens that can come after `place`, in the model's context or in `max_tokens`."""
+        most = min(max_tokens or self.desk.max_context, self.desk.max_context)
+        return most - len(indices(self.trajectory, place))
+
+    async def sample(self, place: int, sampling: Sampling, *, agent: str = "", state: str = "") -> int:
+        """Sample a turn after `place`; returns the place of its last token."""
+        if self.aborted.is_set():
+            raise AbortedError
+        self._num_asked = max(self._num_asked, len(self.trajectory.turns)) + 1
+        tokens, routes = context(self.trajectory, place)
+        order = replace(
+            self.order,
+            prompt=replace(self.order.prompt, token_ids=tokens, fields={}, messages=()),
+            samplings=(sampling,),
+            indices=(self.index,),
+            turn=self._num_asked,
+            routes=routes,
+        )
+        sampled = await self.desk.sample(order)
+        if len(sampled.token_ids) > len(tokens):
+            temperature, text = sampling.temperature, self.desk.chat.text(sampled.token_ids[len(tokens) :].tolist())
+            turn = Turn(start=0, end=0, finish=sampled.finish, temperature=temperature, agent=agent, state=state)
+            self.trajectory = turned(self.trajectory, sampled, place, replace(turn, text=text))
+            self.trajectory = replace(self.trajectory, text=text)
+        if sampled.finish is FinishReason.ABORT:
+            raise AbortedError
+        if self.order.counted:
+            self.desk.on_turn(self.order.serial, self.trajectory)
+        return len(self.trajectory.token_ids) - 1
+
+    def sampled_ids(self, turn: Turn) -> IntArray:
+        return self.trajectory.token_ids[turn.start : turn.end]
+
+    def begin(self, messages: Sequence[Message], tools: Tools, place: int = -1) -> int:
+        """The prompt of a chat. What it has in common with the tokens before `place` is not repeated."""
+        tokens = np.array(self.desk.chat.first(messages, tools), np.int32)
+        t, at = self.trajectory, indices(self.trajectory, place)
+        size = min(len(at), len(tokens) - 1)
+        different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
+        same = int(different[0]) if len(different) else size
+        return self._tell(tokens[same:], int(at[same - 1]) if same else -1)
+
+    def go_on(
+        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
+    ) -> int:
+        """Append messages to `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
+        place = turn.end - 1
+        try:
+            tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
+        except ChatError:
+            return self.begin([*history, answer, *new], tools, place)
+        return self._tell(np.array(tail, np.int32), place)
+
+    def replace_turn(self, old: Turn, new: Turn) -> None:
+        turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
+        self.trajectory = replace(self.trajectory, turns=turns)
+
+    def _tell(self, tokens: IntArray, after: int) -> int:
+        self.trajectory = told(self.trajectory, tokens, after)
+        return len(self.trajectory.token_ids) - 1
+
+    async def unless_aborted(self, wanted: Awaitable[R]) -> R:
+        task, aborted = asyncio.ensure_future(wanted), asyncio.ensure_future(self.aborted.wait())
+        try:
+            await asyncio.wait([task, aborted], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise AbortedError
+            return task.result()
+        finally:
+            aborted.cancel()
+            task.cancel()
