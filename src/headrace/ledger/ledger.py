@@ -374,6 +374,7 @@ class Ledger:
     def _close(self, serial: int, number: int) -> None:
         self._check_open(serial, number)
         self.mark_attempt(serial, number, "closed")
+        self.connection.execute("DELETE FROM partials WHERE serial = ?", (int(serial),))
 
     def mark_attempt(self, serial: int, number: int, state: str) -> None:
         query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"

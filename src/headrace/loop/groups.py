@@ -194,6 +194,19 @@ def _trajectory(answer: Answer) -> Trajectory:
     return found.trajectory if isinstance(found, Outcome) else found
 
 
+def in_flight_rule(config: Config) -> str:
+    """What a restart does about answers under way. A turn of an episode is never sampled again.
+
+    On-policy groups are generated again as a whole, if an answer's bits depend on the rest of its batch.
+    """
+    rule, is_episode = config.recovery.in_flight, bool(config.episode.environment)
+    if is_episode and rule == "requeue":
+        return "resume"
+    if not is_episode and rule == "resume" and config.loop.max_lag == 0 and not config.model.exact:
+        return "requeue"
+    return rule
+
+
 def sampling_of(config: Config) -> Sampling:
     """How training answers are sampled."""
     r = config.rollout

@@ -21,7 +21,7 @@ from headrace.ledger.clock import STALL
 from headrace.ledger.files import BEST
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
-from headrace.loop.groups import Again, Groups, evaluate
+from headrace.loop.groups import Again, Groups, evaluate, in_flight_rule
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.measured import StepStats
@@ -251,7 +251,7 @@ class Loop:
         facts = {"prompts": stages.prompts.state()}
         with stages.clock.span("checkpoint", version=version, detail=STALL):
             write_tensors = await stages.device.run(stages.ranks.snapshot)
-            if self.config.recovery.in_flight == "resume":
+            if in_flight_rule(self.config) == "resume":
                 stages.ledger.keep_partials(await self.groups.under_way())
             stages.ledger.sync()  # the ledger is durable before the checkpoint is
 
@@ -284,7 +284,7 @@ class Loop:
         if self.ending.state is State.INTERRUPTED and not sampling.done():
             await self._written()  # else `checkpoint` leaves this one out
             await self.checkpoint()
-        if complete or self.config.recovery.in_flight != "resume":
+        if complete or in_flight_rule(self.config) != "resume":
             await self.groups.abort(sampling, producing)
         else:
             self.stages.pool.close()  # tokens sampled from here on are lost

@@ -19,7 +19,7 @@ from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount
 from headrace.ledger.recovery import Recovery
 from headrace.loop.checkpoint import Checkpoints
-from headrace.loop.groups import Again
+from headrace.loop.groups import Again, in_flight_rule
 from headrace.loop.loop import Loop
 from headrace.types import DropReason, Group
 
@@ -39,9 +39,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     if stages.ranks.uses_reference:
         await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)
-    rule = loop.config.recovery.in_flight
-    if rule == "resume" and _redoes_waves(loop):
-        rule = "requeue"
+    rule = in_flight_rule(loop.config)
     again, lost = _take_up(loop, "drop" if loop.over else rule)
     loop.start_first(again)
     restart = Restart(
