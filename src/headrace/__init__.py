@@ -13,13 +13,15 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "train"]
+__all__ = ["UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "sandbox", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """The public functions, loaded when asked for: reward processes and the lighter commands do without torch."""
     if name == "UnavailableError":
         return importlib.import_module("headrace.errors").UnavailableError
+    if name == "sandbox":
+        return importlib.import_module("headrace.sandbox")
     if name in __all__:
         return getattr(importlib.import_module("headrace.api"), name)
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")
