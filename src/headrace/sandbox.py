@@ -155,7 +155,7 @@ def enclosed(
     everything inside. `limits` are those of prlimit. `hidden` directories are empty inside, whatever
     `read_only` shows.
     """
-    _check_system()
+    check_system()
     shown = _outermost([*_python(), *map(os.path.abspath, read_only)])
     with contextlib.ExitStack() as stack:
         seccomp = _file_with(stack, syscall_filter(os.uname().machine))
@@ -216,7 +216,7 @@ def _as_nobody(shown: Sequence[str]) -> list[str]:
 
 
 @cache
-def _check_system() -> None:
+def check_system() -> None:
     """Raise SandboxError if no sandbox can be made here."""
     if os.environ.get(INSIDE):
         raise SandboxError(

@@ -242,6 +242,8 @@ class JudgeProcess:
 
     async def _epitaph(self) -> str:
         """Why the process is lost. Stops it first, so that its exit code is known."""
+        if self._setup.sandbox and not self._wrong:
+            await self._exited(GRACE_S)  # what started it ends a little later
         await self.stop()
         code = self.process.returncode
         code = 128 - code if self._setup.sandbox and code > 128 else code
