@@ -314,6 +314,30 @@ async def test_several_at_a_time_and_one_that_is_cancelled() -> None:
         await asyncio.sleep(0.01)
 
 
+@needs_sandbox
+def test_a_sandbox_ends_with_the_process_that_made_it() -> None:
+    sleeper = "[sys.executable, '-c', 'import time; time.sleep(600)', os.environ['MARK']]"
+    code = f"import os, sys; from headrace.sandbox import run; run({sleeper}, timeout_s=600)"
+    mark = f"orphan-{os.getpid()}"
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"MARK": mark}) as parent:
+        while not any(mark.encode() in command for command in commands()):
+            assert parent.poll() is None
+            time.sleep(0.02)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while any(mark.encode() in command for command in commands()):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.02)
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_file_that_nobody_may_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "private").touch(mode=0o600)
+    with pytest.raises(SandboxError, match=r"who cannot read .*private: allow it with chmod"):
+        sandbox.run("", read_only=[tmp_path / "private"])
+
+
 def test_where_there_is_no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox.check_system.cache_clear()
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -205,7 +205,8 @@ def _as_nobody(shown: Sequence[str]) -> list[str]:
             closed.setdefault(shut[0], []).append(path)
     if not closed:
         return drop
-    outer = [_tool("bwrap"), "--die-with-parent", "--dev-bind", "/", "/"]
+    # The death of this process ends a process namespace, but no process of another user.
+    outer = [_tool("bwrap"), "--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/"]
     for folder, paths in closed.items():
         outer += ["--tmpfs", folder]
         for path in paths:
