@@ -65,7 +65,7 @@ def score(completion):
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("shop"), "reward.sandbox=true", "reward.retries=0")
+    return Workshop(tmp_path_factory.mktemp("shop"), "reward.sandbox=true", "reward.retries=0", "reward.cache=false")
 
 
 async def test_a_run_goes_on_while_its_reward_attacks_it(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
