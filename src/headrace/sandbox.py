@@ -53,6 +53,7 @@ _SYSTEM = (
     "/etc/ld.so.cache",
     "/etc/alternatives",
     "/etc/localtime",
+    "/sys/devices/system/cpu",  # libraries choose their code by it
 )
 
 
@@ -106,15 +107,17 @@ def run(
     with contextlib.ExitStack() as stack:
         status, theirs = os.pipe()
         stack.callback(os.close, status)
+        os.set_blocking(status, False)
         with os.fdopen(theirs, "wb"), enclosing as (command, fds):
             process = stack.enter_context(_started(command, [*fds, theirs], theirs))
         limit = partial(_excess, process.pid, began + timeout_s, memory_mb * MB, cancelled or threading.Event())
         said, failure = _watch(process, stdin.encode(errors="replace"), output_kb << 10, limit)
-        events = "" if failure else os.read(status, READ_BYTES).decode()
+        events = bytearray()
+        _heard(status, events)
     stdout, stderr = (bytes(text).decode(errors="replace") for text in said)
     exit_code = None
     if not failure:
-        if '"exit-code"' not in events:
+        if b'"exit-code"' not in events:
             raise SandboxError(f"the sandbox cannot be set up: {stderr.strip() or process.returncode}")
         exit_code = process.returncode
         if exit_code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
@@ -169,7 +172,7 @@ def enclosed(
                     inner += ["--tmpfs", at, "--remount-ro", at]
         fds = [seccomp]
         for name, content in (files or {}).items():
-            fds.append(_file_with(stack, content.encode() if isinstance(content, str) else content))
+            fds.append(_file_with(stack, content.encode(errors="replace") if isinstance(content, str) else content))
             inner += ["--file", str(fds[-1]), _inside_work(name)]
         folders = os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"
         known = {"PATH": ":".join(folders), "HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "USER": "nobody"}

@@ -390,7 +390,7 @@ class JudgePool:
             worker.replies.clear()
             detail = f"the worker process sent a verdict on an unknown answer: {reprlib.repr(item)}"
             raise JudgeLostError(DropReason.REWARD_ERROR, detail)
-        job, score = worker.going.pop(item), replace(score_of(reply), output=worker.output())
+        job, score = worker.going.pop(item), score_of(reply, worker.output())
         if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
             worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):

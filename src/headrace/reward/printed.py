@@ -48,11 +48,13 @@ class _Stream:
                 self.calls.append(self.text)
                 self.text = b""
             self._pass_on(last[:cut])
-            if not data:
-                return False
+            if len(data) < READ_BYTES:
+                return bool(data)
         return True
 
     def _pass_on(self, text: bytes) -> None:
+        if not text:
+            return
         self.text = (self.text + text)[-MAX_BYTES:]
         with contextlib.suppress(OSError):
             while text:
@@ -77,7 +79,8 @@ class Printed:
     def take(self) -> str:
         """What was printed in the oldest call that has ended and was not taken yet."""
         for stream in self._streams:
-            stream.read()
+            if not stream.calls:
+                stream.read()
         return _joined([stream.calls.popleft() if stream.calls else b"" for stream in self._streams])
 
     def rest(self) -> str:

@@ -85,11 +85,14 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return payload if len(payload) == num_bytes else None
 
 
-def score_of(reply: Mapping[str, Any]) -> Score:
-    """The verdict in a reply. User code can write to the socket, so a reply is checked like any input."""
+def score_of(reply: Mapping[str, Any], output: str = "") -> Score:
+    """The verdict in a reply, and what was printed for it.
+
+    User code can write to the socket, so a reply is checked like any input.
+    """
     seconds: Any = reply.get("seconds")
     known = type(seconds) is float and 0.0 <= seconds < math.inf
-    return replace(_verdict(reply), seconds=seconds if known else 0.0)
+    return replace(_verdict(reply), output=output, seconds=seconds if known else 0.0)
 
 
 def _verdict(reply: Mapping[str, Any]) -> Score:
@@ -131,8 +134,8 @@ def main(fd: int) -> None:
                 _judge_in_turn(function, pickle.loads(request), runner, sock, streams)
 
 
-def _reply(item: int, score: Score) -> bytes:
-    reply = {"item": item} | {name: getattr(score, name) for name in (*_IN_REPLY, "seconds")}
+def _reply(item: int, score: Score, seconds: float) -> bytes:
+    reply = {"item": item, "seconds": seconds} | {name: getattr(score, name) for name in _IN_REPLY}
     return frame(json.dumps(reply, default=dict).encode())
 
 
@@ -156,7 +159,7 @@ def _judge_in_turn(
         seconds = time.perf_counter() - began
         _end_call(streams)
         for item, score in zip(items, scores, strict=True):
-            sock.sendall(_reply(item, replace(score, seconds=seconds)))
+            sock.sendall(_reply(item, score, seconds))
 
 
 async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: socket.socket) -> None:
@@ -168,7 +171,7 @@ async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: 
             score = await function.judge(pickle.loads(blob), timeout_s)
         except BaseException as error:
             score = failure_of(error)
-        replies.write(_reply(item, replace(score, seconds=time.perf_counter() - began)))
+        replies.write(_reply(item, score, time.perf_counter() - began))
 
     going: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
     with contextlib.suppress(asyncio.IncompleteReadError):  # the other end has closed
