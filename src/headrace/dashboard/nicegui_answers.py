@@ -116,6 +116,9 @@ def _answer(read: Answer, start: int, here: Any) -> None:
         return
     with page.card("Answer", "What it wrote."):
         ui.label(printable(found.whole.text)).classes("written")
+    for title, text in show.verdict_texts(found.whole).items():
+        with page.card(title.capitalize()):
+            ui.label(printable(text)).classes("written")
     num_tokens = len(found.whole.token_ids)
     start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
     shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))

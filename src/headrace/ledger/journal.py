@@ -23,6 +23,7 @@ from headrace.types import Drop, FinishReason, Replay, Segment, Span, Timing, Tr
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
+_VERDICT = ("verdict_s", "verdict_output", "verdict_failure")
 _TIMES = ("submitted_s", "started_s", "finished_s")
 # what `_trajectory` reads; a partial trajectory has no verdict yet
 _PARTIAL = ("id", "prompt_id", "idx", "finish", "spans", *_TIMES)
@@ -91,6 +92,9 @@ def encode(trajectory: Trajectory) -> bytes:
         episode = {"turns": [asdict(turn) for turn in trajectory.turns]}
         episode["segments"] = [asdict(segment) for segment in trajectory.segments]
         arrays["episode"] = np.frombuffer(json.dumps(plain(episode), allow_nan=False).encode(), np.uint8)
+    verdict = {name: getattr(trajectory, name) for name in _VERDICT if getattr(trajectory, name)}
+    if verdict:
+        arrays["verdict"] = np.frombuffer(json.dumps(plain(verdict)).encode(), np.uint8)
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
@@ -149,6 +153,7 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         timing=Timing(**{name: values[name] for name in _TIMES}, scored_s=values.get("scored_s")),
         reward=values.get("reward"),
         reward_parts=json.loads(values.get("reward_parts", "{}")),
+        **json.loads(arrays["verdict"].tobytes() if "verdict" in arrays else "{}"),
         replay=Replay(**replayed) if replayed else None,
         turns=tuple(turns),
         segments=tuple(Segment(**segment) for segment in episode["segments"]),
