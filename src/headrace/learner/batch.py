@@ -47,13 +47,14 @@ def pack(
     trajectories = [s.trajectory for s in sequences]
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
+    advantages = [s.advantage for s in sequences]
     references = [s.reference for s in sequences if s.reference is not None]
     roots = ((t, start) for t in trajectories for start, _, after in segments(t) if after < 0)
     if rootless := next((t.id for t, start in roots if t.sampled[start]), None):
         raise ValueError(f"trajectory {rootless} begins with a sampled token: there is no prompt before it")
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
-    temperatures = np.concatenate([_temperatures(t, temperature) for t in trajectories])
+    temperatures = _temperatures(trajectories, temperature)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -63,8 +64,8 @@ def pack(
         plan=TreePlan(lengths, after, device) if max(after) >= 0 else PackedPlan(lengths, device),
         at=tensor(rows[sampled]),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
-        advantage=tensor(np.concatenate([_for_each(s.advantage, n) for s, n in zip(sequences, counts, strict=True)])),
-        temperature=temperature if (temperatures == np.float32(temperature)).all() else tensor(temperatures),
+        advantage=tensor(np.concatenate([np.full(n, a, np.float32) for n, a in zip(counts, advantages, strict=True)])),
+        temperature=temperature if temperatures is None else tensor(temperatures),
         sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
         num_sequences=len(sequences),
         reference=tensor(np.concatenate(references)) if references else None,
@@ -73,18 +74,19 @@ def pack(
     )
 
 
-def _for_each(value: float | FloatArray, count: int) -> FloatArray:
-    return np.broadcast_to(np.asarray(value, np.float32), count)
-
-
-def _temperatures(trajectory: Trajectory, otherwise: float) -> FloatArray:
-    """Of each sampled token, by its turn."""
-    found = np.full(len(trajectory.token_ids), otherwise, np.float32)
-    for turn in trajectory.turns:
-        if turn.temperature <= 0:
-            raise ValueError(f"trajectory {trajectory.id} has a greedy turn: its tokens cannot be trained on")
-        found[turn.start : turn.end] = turn.temperature
-    return found[trajectory.sampled]
+def _temperatures(trajectories: Sequence[Trajectory], otherwise: float) -> FloatArray | None:
+    """Of each sampled token, by its turn; None if all are `otherwise`."""
+    if all(turn.temperature == otherwise for t in trajectories for turn in t.turns):
+        return None
+    found = []
+    for t in trajectories:
+        values = np.full(len(t.token_ids), otherwise, np.float32)
+        for turn in t.turns:
+            if turn.temperature <= 0:
+                raise ValueError(f"trajectory {t.id} has a greedy turn: its tokens cannot be trained on")
+            values[turn.start : turn.end] = turn.temperature
+        found.append(values[t.sampled])
+    return np.concatenate(found)
 
 
 def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Support | None:

@@ -8,7 +8,7 @@ experts where those were recorded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,15 +22,17 @@ Ints = npt.NDArray[np.int64]
 
 LEAST_SHARED = 32  # tokens of a prefix: fewer cost more in pieces of attention than they save
 ROOT = (-1, -1)
+Place = tuple[int, int]  # a token: its run, and its place there
+Piece = tuple[int, int, int]  # a run, the first place there, number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Tokens end to end that go on after token `after` (its run, its place there)."""
+    """Tokens end to end that go on after the token `after`."""
 
     ids: npt.NDArray[Any]
     routes: npt.NDArray[Any] | None
-    after: tuple[int, int]
+    after: Place
 
 
 class Forest:
@@ -39,31 +41,29 @@ class Forest:
     def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
         self.num_tokens = 0  # without repetition
         self._runs: list[_Run] = []
-        self._next: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # runs by `after` and first token
-        self._places: list[Ints] = []  # [T, 2] of each trajectory: run, and place in it
+        self._roots: defaultdict[bytes, list[int]] = defaultdict(list)  # by their first LEAST_SHARED tokens
+        self._branches: defaultdict[tuple[Place, int], list[int]] = defaultdict(list)  # by `after` and first token
+        self._pieces: list[Piece] = []  # of all trajectories, in the order of their tokens
         for trajectory in trajectories:
             self.add(trajectory)
 
     def add(self, trajectory: Trajectory) -> int:
         """Returns a number that trajectories with a common beginning have in common."""
-        t, places = trajectory, np.empty((len(trajectory.token_ids), 2), np.int64)
+        t, first = trajectory, len(self._pieces)
         routes = None if t.replay is None else t.replay.routes
         for start, end, after in segments(t):
-            where = ROOT if after < 0 else (int(places[after, 0]), int(places[after, 1]))
+            where = ROOT if after < 0 else self._place(self._pieces[first:], after)
             ids, experts = t.token_ids[start:end], None if routes is None else routes[start:end]
             known = list(self._known(ids, experts, where))
-            shared = _worth_sharing(sum(n for *_, n in known), t.sampled[start:end], at_root=after < 0)
-            at = start
+            shared = _worth_sharing(known, t.sampled[start:end], at_root=after < 0) if known else 0
+            at = 0
             for run, place, count in known:
-                n = min(count, shared - (at - start))
-                places[at : at + n, 0], places[at : at + n, 1] = run, np.arange(place, place + n)
-                at += n
-            if at < end:
-                where = (int(places[at - 1, 0]), int(places[at - 1, 1])) if at > start else where
-                run = self._new_run(_Run(ids[at - start :], None if experts is None else experts[at - start :], where))
-                places[at:end, 0], places[at:end, 1] = run, np.arange(end - at)
-        self._places.append(places)
-        return self._root(int(places[0, 0]))
+                if n := min(count, shared - at):
+                    self._pieces.append((run, place, n))
+                    at, where = at + n, (run, place + n - 1)
+            if at < len(ids):
+                self._grow(_Run(ids[at:], None if experts is None else experts[at:], where))
+        return self._root(self._pieces[first][0])
 
     def laid_out(self) -> tuple[list[int], list[int], Ints, Ints]:
         """Lengths of the runs in depth-first order; the row each goes on after; and rows of tokens.
@@ -75,33 +75,48 @@ class Forest:
         starts = np.empty(len(order), np.int64)
         starts[order] = np.cumsum([0, *lengths[:-1]])
         after = [-1 if a == ROOT else int(starts[a[0]]) + a[1] for a in (self._runs[i].after for i in order)]
-        places = np.concatenate(self._places)
-        rows = starts[places[:, 0]] + places[:, 1]
+        runs, places, counts = np.array(self._pieces).T
+        begins = np.cumsum(counts) - counts
+        numbers = np.arange(begins[-1] + counts[-1])
+        rows = numbers + np.repeat(starts[runs] + places - begins, counts)
         tokens = np.empty(self.num_tokens, np.int64)
-        tokens[rows[::-1]] = np.arange(len(rows))[::-1]  # of several, the first
+        tokens[rows[::-1]] = numbers[::-1]  # of several, the first
         return lengths, after, tokens, rows
 
-    def _known(
-        self, ids: npt.NDArray[Any], routes: npt.NDArray[Any] | None, where: tuple[int, int]
-    ) -> Iterator[tuple[int, int, int]]:
-        """What is there already of `ids` after the token `where`: runs, places in them, numbers of tokens."""
+    def _known(self, ids: npt.NDArray[Any], routes: npt.NDArray[Any] | None, where: Place) -> Iterator[Piece]:
+        """What is there already of `ids` after the token `where`."""
         at = 0
         while at < len(ids):
-            run, place = where
-            nearby = [(run, place + 1)] if run >= 0 and place + 1 < len(self._runs[run].ids) else []
-            nearby += [(other, 0) for other in self._next.get((run, place, int(ids[at])), ())]
-            agreed = [(_agreement(self._runs[r], p, ids, routes, at), r, p) for r, p in nearby]
+            if where == ROOT:
+                nearby = [(run, 0) for run in self._roots.get(ids[:LEAST_SHARED].tobytes(), ())]
+            else:
+                nearby = [(run, 0) for run in self._branches.get((where, int(ids[at])), ())]
+                if where[1] + 1 < len(self._runs[where[0]].ids):
+                    nearby.append((where[0], where[1] + 1))
+            agreed = [(_agreement(self._runs[run], place, ids, routes, at), run, place) for run, place in nearby]
             count, run, place = max(agreed, default=(0, 0, 0), key=lambda found: found[0])
             if not count:
                 return
             yield run, place, count
             at, where = at + count, (run, place + count - 1)
 
-    def _new_run(self, run: _Run) -> int:
+    def _grow(self, run: _Run) -> None:
+        number = len(self._runs)
         self._runs.append(run)
-        self._next[(*run.after, int(run.ids[0]))].append(len(self._runs) - 1)
+        self._pieces.append((number, 0, len(run.ids)))
         self.num_tokens += len(run.ids)
-        return len(self._runs) - 1
+        if run.after != ROOT:
+            self._branches[run.after, int(run.ids[0])].append(number)
+        elif len(run.ids) >= LEAST_SHARED:
+            self._roots[run.ids[:LEAST_SHARED].tobytes()].append(number)
+
+    def _place(self, pieces: Sequence[Piece], token: int) -> Place:
+        """Of a trajectory's token."""
+        for run, place, count in pieces:
+            if token < count:
+                return run, place + token
+            token -= count
+        raise IndexError(token)
 
     def _root(self, run: int) -> int:
         while self._runs[run].after != ROOT:
@@ -124,6 +139,8 @@ class Forest:
 def segments(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     """First token, end, and the token that it goes on after (-1: none), of each unbroken part."""
     t, num_tokens = trajectory, len(trajectory.token_ids)
+    if not t.segments:
+        return [(0, num_tokens, -1)]
     starts = {0: -1} | {s.start: s.after for s in t.segments}
     bounds = [*starts, num_tokens]
     if any(a >= b for a, b in pairwise(bounds)) or any(not -1 <= after < start for start, after in starts.items()):
@@ -146,9 +163,10 @@ def _agreement(run: _Run, place: int, ids: npt.NDArray[Any], routes: npt.NDArray
     return count if same.all() else int(np.argmin(same))
 
 
-def _worth_sharing(count: int, sampled: npt.NDArray[np.bool_], *, at_root: bool) -> int:
-    """Of `count` tokens that could be shared, those that are: up to a turn's start, or well into a turn."""
-    turns = np.flatnonzero(sampled[1:] & ~sampled[:-1]) + 1
-    start = int(turns[turns <= count][-1]) if len(turns) and turns[0] <= count else 0
+def _worth_sharing(known: Sequence[Piece], sampled: npt.NDArray[np.bool_], *, at_root: bool) -> int:
+    """How many of the tokens that could be shared are: up to a turn's start, or well into a turn."""
+    count = sum(n for *_, n in known)
+    turns = np.flatnonzero(sampled[1 : count + 1] & ~sampled[:count][: len(sampled) - 1])
+    start = int(turns[-1]) + 1 if len(turns) else 0
     count = start if count - start < LEAST_SHARED else count
     return 0 if at_root and count < LEAST_SHARED else count
