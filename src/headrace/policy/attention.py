@@ -100,7 +100,7 @@ class PackedPlan:
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths = lengths
         self.longest = max(lengths)
-        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]  # [1, T]
+        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)[None]  # [1, T]
         self._device = device
         self._cut: dict[int, Blocks] = {}
 
