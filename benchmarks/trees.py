@@ -28,17 +28,19 @@ from headrace.policy.policy import Policy
 from headrace.types import FinishReason, Item, Span, Timing, Trajectory
 
 ON = {"cpu": ["demo", "30M"], "cuda": ["0.6b", "1.7b"]}  # what runs where, unless --only says so
-LEAST, NEVER = 16, 10**9
+LEAST, NEVER = 16, 10**9  # tokens that are worth sharing
+TINY = 8  # that part of all lengths
 
 
-def jobs(device: str) -> dict[str, tuple[int, list[Item]]]:
-    """By name, how many groups there are, and one micro-batch of them. A GPU gets more at once."""
-    times = 8 if device == "cuda" else 1
-    found = {"8 answers of 64 to a prompt of 512": batch(times, answers(512, 64))}
-    found["8 turns, history rewritten"] = batch(times, turns(prompt=256, kept=16, seen=32, sampled=32))
-    for length in (16, 32, 64, 128):
-        found[f"8 answers of 64 to a prompt of {length}"] = batch(times, answers(length, 64))
-    return found
+def jobs(groups: int, part: int) -> dict[str, list[Item]]:
+    """By name, one micro-batch of so many groups; all lengths divided by `part`."""
+    shapes = {
+        f"8 answers of {64 // part} to a prompt of {length // part}": answers(length // part, 64 // part)
+        for length in (512, 128, 64, 32, 16)
+    }
+    kept, rest = 16 // part, 32 // part
+    shapes["8 turns, history rewritten"] = turns(prompt=256 // part, kept=kept, seen=rest, sampled=rest)
+    return {f"{groups} x {name}" if groups > 1 else name: batch(groups, shape) for name, shape in shapes.items()}
 
 
 def answers(prompt: int, answer: int) -> list[tuple[str, int]]:
@@ -52,9 +54,9 @@ def turns(*, prompt: int, kept: int, seen: int, sampled: int) -> list[tuple[str,
     return [(f"p:{prompt} {past} s{i}:{seen} a{i}:{sampled}", sampled) for i, past in enumerate(pasts)]
 
 
-def batch(times: int, members: Sequence[tuple[str, int]]) -> tuple[int, list[Item]]:
+def batch(groups: int, members: Sequence[tuple[str, int]]) -> list[Item]:
     found = []
-    for group in range(times):
+    for group in range(groups):
         texts: dict[str, np.ndarray] = {}
         rng = np.random.default_rng(group)
         for i, (words, num_sampled) in enumerate(members):
@@ -62,7 +64,7 @@ def batch(times: int, members: Sequence[tuple[str, int]]) -> tuple[int, list[Ite
                 texts.setdefault(word, rng.integers(0, 97, int(word.split(":")[1])).astype(np.int32))
             ids = np.concatenate([texts[word] for word in words.split()])
             found.append(Item(trajectory=trajectory(f"{group}/{i}", ids, num_sampled), advantage=1.0))
-    return times, found
+    return found
 
 
 def trajectory(id: str, ids: np.ndarray, num_sampled: int) -> Trajectory:
@@ -93,9 +95,9 @@ def train(policy: Policy, items: Sequence[Item], least: int) -> tuple[int, float
     return len(found.token_ids), time.perf_counter() - start
 
 
-def compare(policy: Policy, items: Sequence[Item], repeats: int) -> dict[str, Any]:
+def compare(policy: Policy, items: Sequence[Item], least: int, repeats: int) -> dict[str, Any]:
     """Turns of both; the first two warm up."""
-    rounds = [(train(policy, items, LEAST), train(policy, items, NEVER)) for _ in range(repeats + 1)][
+    rounds = [(train(policy, items, least), train(policy, items, NEVER)) for _ in range(repeats + 1)][
         1:
     ]  # one warms up
     (shared, _), (separate, _) = rounds[0]
@@ -115,17 +117,18 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     device, noted = torch.device(arguments.device), facts("trees", torch.device(arguments.device))
     print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
-    names = ["tiny"] if arguments.tiny else [arguments.only] if arguments.only else ON[arguments.device]
+    names = [arguments.only] if arguments.only else ["tiny"] if arguments.tiny else ON[arguments.device]
+    groups, part = 8 if arguments.device == "cuda" else 1, TINY if arguments.tiny else 1  # a GPU gets more at once
     found, rows = dict[str, Any](), []
     for name in names:
         model = random_model(SHAPES[name], device)
         policy = Policy(model, word_tokenizer(SHAPES[name].vocab, ends=True), exact=arguments.exact)
-        for job, (groups, items) in jobs(arguments.device).items():
-            one = found[f"{name}/{job}"] = compare(policy, items, arguments.repeats)
+        for job, items in jobs(groups, part).items():
+            one = found[f"{name}/{job}"] = compare(policy, items, LEAST // part, arguments.repeats)
             ratios = one["ratios"]
             tokens = f"{one['separate']:,}", f"{one['shared']:,}"
             spread = f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"
-            rows.append([name, f"{groups} x {job}" if groups > 1 else job, *tokens, *spread])
+            rows.append([name, job, *tokens, *spread])
     print(table(["model", "work", "tokens, separate", "shared", "separate / shared time", "range"], rows))
     return found
 

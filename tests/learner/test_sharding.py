@@ -38,7 +38,9 @@ def saved(make_policy: Maker, tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
-def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None = None) -> list[list[Group]]:
+def make_steps(
+    *, supported: bool = False, routes: tuple[int, int, int] | None = None, prompt_tokens: int = 4
+) -> list[list[Group]]:
     """Two steps of three groups; the answers are of very different lengths."""
     rng = np.random.default_rng(3)
 
@@ -54,7 +56,7 @@ def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None =
         return Replay(support_ids=np.concatenate(subsets).astype(np.int32), support_offsets=offsets)
 
     def make(serial: int, sizes: tuple[int, ...]) -> Group:
-        prompt = rng.integers(3, 90, size=4 + serial).tolist()
+        prompt = rng.integers(3, 90, size=prompt_tokens + serial).tolist()
         answers = []
         for i, size in enumerate(sizes):
             answer = rng.integers(3, 90, size=size)
@@ -121,6 +123,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], LearnerSection, dict[str, Any]]] 
         LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True),
         {},
     ),
+    "shared prefixes": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=60), {"prompt_tokens": 36}),
     "whole step": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=32, advantage="reinforce++"), {}),
 }
 
