@@ -344,7 +344,9 @@ def test_an_advantage_for_each_token() -> None:
         pack([Item(trajectory=first, advantage=given[:5])], CPU)
 
 
-@pytest.mark.parametrize("branches", [[(50, 50)], [(50, 60)], [(60, 3), (50, 3)], [(50, -2)], [(500, 3)], [(0, 0)]])
+@pytest.mark.parametrize(
+    "branches", [[(50, 3), (50, 4)], [(50, 50)], [(50, 60)], [(60, 3), (50, 3)], [(50, -2)], [(500, 3)], [(0, 0)]]
+)
 def test_a_branch_goes_on_after_an_earlier_token(branches: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"9:p9/0 of 90 tokens has branches .* must begin behind"):
         pack(items([branching(tokens(90, 1), [False] * 89 + [True], branches)]), CPU)

@@ -34,6 +34,12 @@ class _Run:
     routes: npt.NDArray[Any] | None
     after: Place
 
+    @property
+    def beginning(self) -> bytes:
+        """What roots with LEAST_SHARED tokens in common have in common."""
+        experts = b"" if self.routes is None else self.routes[:LEAST_SHARED].tobytes()
+        return self.ids[:LEAST_SHARED].tobytes() + experts
+
 
 class Forest:
     """Trajectories, one added after the other, without what an earlier one has already."""
@@ -41,7 +47,7 @@ class Forest:
     def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
         self.num_tokens = 0  # without repetition
         self._runs: list[_Run] = []
-        self._roots: defaultdict[bytes, list[int]] = defaultdict(list)  # by their first LEAST_SHARED tokens
+        self._roots: defaultdict[bytes, list[int]] = defaultdict(list)  # by their beginning
         self._branches: defaultdict[tuple[Place, int], list[int]] = defaultdict(list)  # by `after` and first token
         self._pieces: list[Piece] = []  # of all trajectories, in the order of their tokens
         for trajectory in trajectories:
@@ -53,16 +59,18 @@ class Forest:
         routes = None if t.replay is None else t.replay.routes
         for start, end, after in segments(t):
             where = ROOT if after < 0 else self._place(self._pieces[first:], after)
-            ids, experts = t.token_ids[start:end], None if routes is None else routes[start:end]
-            known = list(self._known(ids, experts, where))
+            given = _Run(t.token_ids[start:end], None if routes is None else routes[start:end], where)
+            known = list(self._known(given))
             shared = _worth_sharing(known, t.sampled[start:end], at_root=after < 0) if known else 0
             at = 0
             for run, place, count in known:
                 if n := min(count, shared - at):
                     self._pieces.append((run, place, n))
                     at, where = at + n, (run, place + n - 1)
-            if at < len(ids):
-                self._grow(_Run(ids[at:], None if experts is None else experts[at:], where))
+            if at:
+                given = _Run(given.ids[at:], None if given.routes is None else given.routes[at:], where)
+            if len(given.ids):
+                self._grow(given)
         return self._root(self._pieces[first][0])
 
     def laid_out(self) -> tuple[list[int], list[int], Ints, Ints]:
@@ -83,17 +91,17 @@ class Forest:
         tokens[rows[::-1]] = numbers[::-1]  # of several, the first
         return lengths, after, tokens, rows
 
-    def _known(self, ids: npt.NDArray[Any], routes: npt.NDArray[Any] | None, where: Place) -> Iterator[Piece]:
-        """What is there already of `ids` after the token `where`."""
-        at = 0
-        while at < len(ids):
+    def _known(self, given: _Run) -> Iterator[Piece]:
+        """What is there already of the tokens of `given`."""
+        at, where = 0, given.after
+        while at < len(given.ids):
             if where == ROOT:
-                nearby = [(run, 0) for run in self._roots.get(ids[:LEAST_SHARED].tobytes(), ())]
+                nearby = [(run, 0) for run in self._roots.get(given.beginning, ())]
             else:
-                nearby = [(run, 0) for run in self._branches.get((where, int(ids[at])), ())]
+                nearby = [(run, 0) for run in self._branches.get((where, int(given.ids[at])), ())]
                 if where[1] + 1 < len(self._runs[where[0]].ids):
                     nearby.append((where[0], where[1] + 1))
-            agreed = [(_agreement(self._runs[run], place, ids, routes, at), run, place) for run, place in nearby]
+            agreed = [(_agreement(self._runs[run], place, given, at), run, place) for run, place in nearby]
             count, run, place = max(agreed, default=(0, 0, 0), key=lambda found: found[0])
             if not count:
                 return
@@ -108,7 +116,7 @@ class Forest:
         if run.after != ROOT:
             self._branches[run.after, int(run.ids[0])].append(number)
         elif len(run.ids) >= LEAST_SHARED:
-            self._roots[run.ids[:LEAST_SHARED].tobytes()].append(number)
+            self._roots[run.beginning].append(number)
 
     def _place(self, pieces: Sequence[Piece], token: int) -> Place:
         """Of a trajectory's token."""
@@ -139,24 +147,24 @@ class Forest:
 def segments(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     """First token, end, and the token that it goes on after (-1: none), of each unbroken part."""
     t, num_tokens = trajectory, len(trajectory.token_ids)
-    if not t.segments:
-        return [(0, num_tokens, -1)]
-    starts = {0: -1} | {s.start: s.after for s in t.segments}
-    bounds = [*starts, num_tokens]
-    if any(a >= b for a, b in pairwise(bounds)) or any(not -1 <= after < start for start, after in starts.items()):
+    parts = [(s.start, s.after) for s in t.segments]
+    if not parts or parts[0][0] > 0:
+        parts = [(0, -1), *parts]
+    found = [(a, b, after) for (a, after), (b, _) in pairwise([*parts, (num_tokens, 0)])]
+    if any(start >= end or not -1 <= after < start for start, end, after in found):
         raise ValueError(
             f"trajectory {t.id} of {num_tokens} tokens has branches {[(s.start, s.after) for s in t.segments]}: each "
             "must begin behind the one before, and go on after a token before its own (-1: after none)"
         )
-    return [(a, b, starts[a]) for a, b in pairwise(bounds)]
+    return found
 
 
-def _agreement(run: _Run, place: int, ids: npt.NDArray[Any], routes: npt.NDArray[Any] | None, at: int) -> int:
-    """How many of the tokens from `at` on are those of the run from `place` on."""
-    count = min(len(run.ids) - place, len(ids) - at)
-    same = run.ids[place : place + count] == ids[at : at + count]
-    if run.routes is not None or routes is not None:
-        ours, theirs = (None if x is None else x[i : i + count] for x, i in ((run.routes, place), (routes, at)))
+def _agreement(run: _Run, place: int, given: _Run, at: int) -> int:
+    """How many of the given tokens from `at` on are those of the run from `place` on."""
+    count = min(len(run.ids) - place, len(given.ids) - at)
+    same = run.ids[place : place + count] == given.ids[at : at + count]
+    if run.routes is not None or given.routes is not None:
+        ours, theirs = (None if x is None else x[i : i + count] for x, i in ((run.routes, place), (given.routes, at)))
         if ours is None or theirs is None or ours.shape != theirs.shape:
             return 0
         same &= (ours == theirs).all((1, 2))
