@@ -76,7 +76,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
     make = load_function(spec, "episode.environment", ConfigError)
     if not inspect.isclass(make) or not callable(getattr(make, "start", None)):
         raise ConfigError(f"episode.environment = '{spec}' must be a class with a method start(self, prompt)")
-    host = Host(make)
+    host = LiveEnvironments(make)
     if not host.tools and not hasattr(make, "reply"):
         raise ConfigError(
             f"episode.environment = '{spec}' has no tools (public methods) and no method reply(self, text): "
@@ -96,7 +96,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
     return EnvironmentFunction(name=make.__name__, call=without_waiting, mode=Mode.SINGLE)
 
 
-class Host:
+class LiveEnvironments:
     """The live environments of one class, by episode."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
