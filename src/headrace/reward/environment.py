@@ -47,12 +47,12 @@ class Done(Exception):
         self.text, self.reward = text, reward
 
 
-class Reply(str):
-    """A reply with a reward for the turn. Example: return Reply("warmer", reward=0.1)."""
+class Observation(str):
+    """A reply with a reward for the turn. Example: return Observation("warmer", reward=0.1)."""
 
     reward: float
 
-    def __new__(cls, text: str, reward: float) -> Reply:
+    def __new__(cls, text: str, reward: float) -> Observation:
         reply = super().__new__(cls, text)
         reply.reward = reward
         return reply
@@ -153,7 +153,7 @@ class LiveEnvironments:
             done = True
             replies.append(end.text)
             rewards += [] if end.reward is None else [end.reward]
-        rewards += [reply.reward for reply in replies if isinstance(reply, Reply)]
+        rewards += [reply.reward for reply in replies if isinstance(reply, Observation)]
         answer = {"replies": ["" if reply is None else str(reply) for reply in replies], "done": done}
         answer["reward"] = sum(rewards) if rewards else None
         if not done:
