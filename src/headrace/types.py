@@ -429,7 +429,7 @@ class Item:
     """What the loss needs of a trajectory. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
 
     trajectory: Trajectory
-    advantage: float | FloatArray  # one for all, or of each sampled token [S]
+    advantage: float
     reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
 
     def __len__(self) -> int:
