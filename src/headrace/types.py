@@ -190,9 +190,6 @@ class Trajectory:
     timing: Timing
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    verdict_s: float = 0.0  # seconds that the reward function took
-    verdict_output: str = ""  # what it printed
-    verdict_failure: str = ""  # why there is no reward
     replay: Replay | None = None
     turns: tuple[Turn, ...] = ()  # in the order they were sampled; none for a single answer
     segments: tuple[Segment, ...] = ()  # by `start`; each goes on after a token before its start
@@ -297,8 +294,6 @@ class Score:
     failure: DropReason | None = None
     detail: str = ""
     value: Any = None  # what an environment says, in place of a reward
-    output: str = field(default="", compare=False)  # what the function printed
-    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +424,7 @@ class Item:
     """What the loss needs of a trajectory. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
 
     trajectory: Trajectory
-    advantage: float
+    advantage: float | FloatArray  # one for all, or of each sampled token [S]
     reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
 
     def __len__(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from played_turns import assert_as_from_scratch, play
 from headrace.errors import ModelError
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.types import Item, Replay
 
 pytestmark = [
     pytest.mark.gpu,

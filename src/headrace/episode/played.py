@@ -43,7 +43,7 @@ class Player:
             raise ConfigError(f"episode.environment has tools, but {proof}")
         kinds = ["a tool result"] * bool(described.tools) + ["a user message"] * described.takes_text
         if any(kind in proof.rewrites for kind in kinds):
-            self.on_note(str(proof))
+            raise ConfigError(f"this environment cannot be played with this model: {proof}")
 
     async def close(self) -> None:
         for task in self._closing:

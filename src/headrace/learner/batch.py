@@ -43,6 +43,7 @@ def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | Non
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
+    advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
     if rootless := [t.id for t in trajectories if t.sampled[0]]:
         raise ValueError(f"trajectory {rootless[0]} begins with a sampled token: there is no prompt before it")
 
@@ -54,7 +55,7 @@ def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | Non
         plan=PackedPlan([len(t.token_ids) for t in trajectories], device),
         at=tensor(np.flatnonzero(sampled)),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
-        advantage=tensor(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
+        advantage=tensor(np.concatenate(advantages)),
         sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
         num_sequences=len(sequences),
         reference=tensor(np.concatenate(references)) if references else None,
