@@ -143,25 +143,6 @@ SHAPES = {
         stops=("<|eot|>", "<|eom|>"),
         more=("<|h|>",),
     ),
-    # LFM2: calls in Python
-    "python calls": Shape(
-        im(
-            "{{ m.content }}{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}{{ c.function.name }}("
-            "{% for k, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}"
-            "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}"
-        ),
-        more=("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    # Gemma 4: braces, and quotes that are tokens
-    "brace calls": Shape(
-        im(
-            "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}<channel|>{% endif %}"
-            "{{ m.content }}{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ '{' }}"
-            "{% for k, v in c.function.arguments.items() %}{{ ',' if not loop.first }}{{ k }}:"
-            "{{ '<|\"|>' + v + '<|\"|>' if v is string else v }}{% endfor %}{{ '}' }}<tool_call|>{% endfor %}"
-        ),
-        more=("<|tool_call>", "<tool_call|>", '<|"|>'),
-    ),
     # Command R7B: markup around the text, a list of calls
     "marked text": Shape(
         "{{ tools | tojson if tools else '' }}{% for m in messages %}<|T|>{{ m.role }}{% if m.role == 'assistant' %}"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import APPENDING, answer_of, as_shown, chat_of, reply_of
 
-from headrace.episode.answer import Delta, ParsedAnswer, ToolCall, problems
+from headrace.episode.answer import Delta, ParsedAnswer, ToolCall
 from headrace.episode.chat import Chat
 
 QUESTION = [{"role": "user", "content": "x"}]
@@ -39,7 +39,7 @@ def test_what_the_template_shows_is_read_back(name: str, kind: str):
     assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == [
         (c.name, json.loads(c.arguments)) for c in answer.tool_calls
     ]
-    if "</think>" in text or name in ("channels", "brace calls", "marked text"):
+    if "</think>" in text or name in ("channels", "marked text"):
         assert found.reasoning == (answer.reasoning or ("Hm." if name == "text arguments" else ""))
 
 
@@ -56,10 +56,6 @@ BAD = [
     ("channels", ' to=functions.look<|channel|>commentary json<|message|>{"where": "x"}', "the answer was cut"),
     ("text arguments", "</think><｜tool▁calls▁begin｜>look<｜tool▁calls▁end｜>$", "expected a name"),
     ("bare call", '{"name": "look", "parameters": {"where": }}$', "not valid JSON"),
-    ("python calls", "<|tool_call_start|>[look(3)]<|tool_call_end|>$", "expected [name(key="),
-    ("python calls", "<|tool_call_start|>look(where=x)<|tool_call_end|>$", "expected [name(key="),
-    ("python calls", "<|tool_call_start|>[look(where=f(1))]<|tool_call_end|>$", "the tool call is"),
-    ("brace calls", "<|tool_call>look{}<tool_call|>$", "expected call:NAME{key:value}"),
     ("listed calls", "[TOOL_CALLS]look[ARGS]{$", "not valid JSON"),
     ("json calls", "<tool_call>" + "[" * 3000 + "</tool_call>$", "not valid: it is nested too deeply"),
     (
@@ -72,9 +68,6 @@ BAD = [
         '<tool_call>{"name": "look", "arguments": {"where": "\\ud800"}}</tool_call>$',
         "not valid JSON: 'utf",
     ),
-    ("python calls", "<|tool_call_start|>[look(where={1, 2})]<|tool_call_end|>$", "not JSON serializable"),
-    ("python calls", "<|tool_call_start|>[look(where={[]: 1})]<|tool_call_end|>$", "expected [name(key="),
-    ("python calls", "<|tool_call_start|>" + "[" * 3000 + "<|tool_call_end|>$", "the tool call is not valid"),
 ]
 
 
@@ -86,41 +79,13 @@ def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_text(name: str, tex
     assert found.content == text.removeprefix("</think>").removesuffix("$").strip()
 
 
-def test_wrong_arguments_are_told_and_the_call_stays():
-    def error(arguments: str, name: str = "look") -> str:
-        found = parse("json calls", f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>$')
-        assert [call.name for call in found.tool_calls] == [name]
-        return found.error
-
-    assert error('{"where": "x", "times": 2}') == ""
-    assert error('{"where": "x", "times": "2"}') == ""  # what reads as a number is one
-    assert error("{}", "see") == "there is no tool 'see'; the tools are: look"
-    assert error('{"times": 1}') == "the tool 'look' needs the argument 'where'"
-    assert error('{"where": "x", "when": 1}') == "the tool 'look' has no argument 'when'; it takes: where, times"
-    assert error('{"where": 5}') == "the tool 'look' needs string as 'where', not 5"
-    assert error('{"where": "x", "times": "two"}') == "the tool 'look' needs integer as 'times', not \"two\""
-    assert error('{"where": "x", "times": true}') == "the tool 'look' needs integer as 'times', not true"
-    choice = {
-        "a": {"anyOf": [{"type": "number"}, {"type": "null"}]},
-        "b": {"$ref": "#"},
-        "c": {"type": ["array", "null"]},
-    }
-    assert problems("f", {"a": None, "b": 1, "c": [1]}, {"f": {"properties": choice}}) == []
-    assert len(problems("f", {"a": float("inf"), "c": 0.5}, {"f": {"properties": choice}})) == 2
-    assert problems("f", {"n": 2.0}, {"f": {"properties": {"n": {"type": "integer"}}}}) == []
-    assert problems("f", {"a": "x", "c": 1}, {"f": {"properties": choice}}) == [
-        "the tool 'f' needs number or null as 'a', not \"x\"",
-        "the tool 'f' needs array or null as 'c', not 1",
-    ]
-
-
 def test_text_becomes_what_the_tool_wants():
     schema = {"n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"}, "l": {"type": "array"}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": schema}}}]
-    values = {"n": "7", "s": "7", "b": "True", "l": "[1, 'x']", "x": "8"}  # there is no x
+    values = {"n": "7", "s": "7", "b": "true", "l": '[1, "x"]', "x": "eight"}  # there is no x
     pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     found = parse("opened thinking", f"</think>\n<tool_call>\n<function=f>\n{pairs}</function>\n</tool_call>$", tools)
-    assert json.loads(found.tool_calls[0].arguments) == {"n": 7, "s": "7", "b": True, "l": [1, "x"], "x": "8"}
+    assert json.loads(found.tool_calls[0].arguments) == {"n": 7, "s": "7", "b": True, "l": [1, "x"], "x": "eight"}
 
 
 def test_several_calls_and_text_around_them():
@@ -130,9 +95,6 @@ def test_several_calls_and_text_around_them():
     assert [json.loads(each.arguments)["where"] for each in found.tool_calls] == ["a", "b"]
     message = found.message(["id-a"])
     assert [each["id"] for each in message["tool_calls"]] == ["id-a", "call_1"]
-    assert parse(
-        "python calls", '<|tool_call_start|>[look(where="a", times=null), look(where="b")]<|tool_call_end|>$', None
-    ) == (ParsedAnswer("", "", (ToolCall("look", '{"where": "a", "times": null}'), ToolCall("look", '{"where": "b"}'))))
     analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
     found = parse("channels", analysis + '<|constrain|>json<|message|>{"where": "a"}$')
     assert found == ParsedAnswer("", "Hm.", (ToolCall("look", '{"where": "a"}'),))

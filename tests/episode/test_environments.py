@@ -67,7 +67,7 @@ async def test_turns_are_served_from_the_cache_of_earlier_ones(workshop: ChatWor
     assert counts.cached_tokens > 0.5 * counts.prompt_tokens  # three short turns, whose first has nothing to go on from
 
 
-@pytest.mark.parametrize("credit", ["turn", "state", "agent"])
+@pytest.mark.parametrize("credit", ["turn", "state"])
 async def test_turns_can_have_credit_of_their_own(workshop: ChatWorkshop, credit: str):
     seen: list[Item] = []
 

@@ -5,11 +5,10 @@ How a model writes tool calls is known from its chat template, which shows them 
 
 from __future__ import annotations
 
-import ast
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +17,6 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 Calls = list[tuple[str, dict[str, Any]]]
-
-WORDS = {"true": True, "false": False, "null": None}
-JSON_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict}
 
 
 @dataclass(frozen=True)
@@ -104,23 +100,6 @@ def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
     return [(match[1], {key.strip(): value for key, value in re.findall(pair, match[2], re.DOTALL)})]
 
 
-def _python_calls(text: str) -> Calls:
-    if text.lstrip().startswith(("{", "[{")):
-        return _json_calls(text)
-    try:
-        tree: Any = ast.parse(text.strip(), mode="eval").body
-        calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
-        if any(call.args for call in calls):
-            raise KeyError("arguments without names")
-        return [(ast.unparse(call.func), {pair.arg: _literal(pair.value) for pair in call.keywords}) for call in calls]
-    except (SyntaxError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError('not valid: expected [name(key="value", ...)]') from error
-
-
-def _literal(node: ast.expr) -> Any:
-    return WORDS[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
-
-
 def _separated_calls(text: str) -> Calls:
     """NAME or a word stands before the separator; after it JSON, or NAME and JSON in a code block."""
     found = re.findall(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", text, re.DOTALL)
@@ -129,16 +108,6 @@ def _separated_calls(text: str) -> Calls:
     blocks = [re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", body, re.DOTALL) for _, body in found]
     pairs = zip(blocks, found, strict=True)
     return [_call(*block.groups()) if block else _call(head.strip(), body) for block, (head, body) in pairs]
-
-
-def _brace_calls(text: str) -> Calls:
-    match = re.fullmatch(r"\s*call:([\w.\-]+)(\{.*\})\s*", text, re.DOTALL)
-    if not match:
-        raise ValueError("not valid: expected call:NAME{key:value}")
-    parts = match[2].split('<|"|>')  # text stands between these
-    parts[::2] = [re.sub(r"([{,]\s*)(\w+)\s*:", r'\1"\2":', part) for part in parts[::2]]
-    parts[1::2] = map(json.dumps, parts[1::2])
-    return [_call(match[1], "".join(parts))]
 
 
 def _listed_calls(text: str) -> Calls:
@@ -180,12 +149,10 @@ class Family:
 FAMILIES = (  # the first whose sign is in the template
     Family("<arg_key>", r"\s*<tool_call>", "</tool_call>", _key_value_calls),
     Family("<function=", r"\s*<tool_call>", "</tool_call>", _parameter_calls),
-    Family("<|tool_call_start|>", r"<\|tool_call_start\|>", "<|tool_call_end|>", _python_calls),
     Family("<tool_call>", r"\s*<tool_call>", "</tool_call>"),
     Family("<TOOLCALL>", r"<TOOLCALL>", "</TOOLCALL>"),
     Family("<|tool_call|>", r"<\|tool_call\|>", "<|/tool_call|>"),
     Family("<｜tool▁calls▁begin｜>", r"\s*<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _separated_calls),
-    Family("<|tool_call>", r"<\|tool_call>", "<tool_call|>", _brace_calls, "", (r"<\|channel>thought\n", "<channel|>")),
     Family("[TOOL_CALLS]", r"\[TOOL_CALLS\]", "", _listed_calls, "", (r"\[THINK\]", "[/THINK]")),
     Family(
         "<|START_RESPONSE|>",
@@ -308,11 +275,16 @@ class Reader:
 
     def _add(self, name: str, arguments: dict[str, Any]) -> Delta:
         if self._grammar.family.read in (_parameter_calls, _key_value_calls):  # every value is text there
-            properties = self._functions.get(name, {}).get("properties", {})
-            arguments = {key: _typed(value, properties.get(key)) for key, value in arguments.items()}
-        self._errors += problems(name, arguments, self._functions) if self._functions else []
+            arguments = {key: self._typed(name, key, value) for key, value in arguments.items()}
         self._calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
         return Delta(call=self._calls[-1])
+
+    def _typed(self, name: str, key: str, value: str) -> Any:
+        """A value that was written as text: JSON, unless the tool wants a text."""
+        wanted = self._functions.get(name, {}).get("properties", {}).get(key, {})
+        with suppress(ValueError, RecursionError):
+            return value if "string" in json.dumps(wanted) else json.loads(value)
+        return value
 
     def _by_own_description(self) -> list[Delta]:
         try:
@@ -326,51 +298,3 @@ class Reader:
         thinking = message.get("reasoning_content") or message.get("thinking") or ""
         deltas = self._say("reasoning", thinking) + self._say("content", message.get("content") or "")
         return deltas + [self._add(name, arguments) for name, arguments in found]
-
-
-def problems(name: str, arguments: Mapping[str, Any], functions: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a call, for the model to read."""
-    if name not in functions:
-        return [f"there is no tool '{name}'; the tools are: {', '.join(functions)}"]
-    schema, this = functions[name], f"the tool '{name}'"
-    properties = schema.get("properties", {})
-    found = [f"{this} needs the argument '{key}'" for key in schema.get("required", ()) if key not in arguments]
-    for key, value in arguments.items():
-        types = _types(properties.get(key))
-        if key not in properties and not schema.get("additionalProperties"):
-            found.append(f"{this} has no argument '{key}'; it takes: {', '.join(properties) or 'none'}")
-        elif types and not (_fits(value, types) or _fits(_typed(value, properties[key]), types)):
-            found.append(f"{this} needs {' or '.join(types)} as '{key}', not {json.dumps(value)[:80]}")
-    return found
-
-
-def _types(schema: Any) -> list[str]:
-    """The JSON types that a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping):
-        return []
-    choices = [_types(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key, ())]
-    declared = schema.get("type", [])
-    types = [declared] if isinstance(declared, str) else [*declared, *(name for choice in choices for name in choice)]
-    return types if all(choices) else []
-
-
-def _fits(value: Any, types: Sequence[str]) -> bool:
-    if value is None or isinstance(value, bool):
-        return ("null" if value is None else "boolean") in types
-    if isinstance(value, float):
-        return math.isfinite(value) and ("number" in types or (value.is_integer() and "integer" in types))
-    return any(isinstance(value, JSON_TYPES.get(name, ())) for name in types)
-
-
-def _typed(value: Any, schema: Any) -> Any:
-    """A value that was written as text, in the type that the tool wants."""
-    types = _types(schema)
-    if not isinstance(value, str) or not types or "string" in types:
-        return value
-    for read in (json.loads, ast.literal_eval):
-        try:
-            found = read(value.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        return found if _fits(found, types) else value
-    return value

@@ -48,17 +48,15 @@ class Proof:
     model: str
     calls: bool  # it can show an answer's tool calls
     names_tools: bool  # it tells the model which tools there are
-    rewrites: Mapping[str, str] = field(default_factory=dict)  # kinds of replies that begin a branch: why
+    rewrites: Mapping[str, str] = field(default_factory=dict)  # kinds of replies: why
 
     def __str__(self) -> str:
         this = f"the chat template of {self.model}"
         said = [f"{this} rewrites history after {kind} ({why})" for kind, why in self.rewrites.items()]
-        if said:
-            said.append("so each such turn would begin a new branch, with the whole history in it again")
         if not self.calls:
             said.append(f"{this} cannot show tool calls: only user messages can follow an answer")
         elif "a user message" in self.rewrites and "a tool result" not in self.rewrites:
-            said.append("tool results instead of user messages would not")
+            said.append("tool results instead of user messages would append")
         if self.calls and not self.names_tools:
             said.append(f"{this} does not name the tools: describe them in the system message")
         return "; ".join(said) or f"{this} appends every kind of reply"
@@ -296,15 +294,6 @@ def content_text(message: Message) -> str:
     if strange := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
         raise ChatError(f"a message has a part that is not text: {str(strange[0])[:80]}")
     return "".join(map(str, texts))
-
-
-def normal(message: Message) -> tuple[Any, ...]:
-    """Equal for a message and what a client makes of it before it sends it back."""
-    calls = [_function(call) for call in message.get("tool_calls") or ()]
-    arguments = [json.dumps(_arguments(call, dict), sort_keys=True, separators=(",", ":")) for call in calls]
-    role = "system" if message["role"] == "developer" else message["role"]
-    names = [str(call.get("name")) for call in calls]
-    return role, content_text(message).strip(), tuple(zip(names, arguments, strict=True))
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:

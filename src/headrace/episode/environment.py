@@ -37,7 +37,7 @@ class EnvironmentFailedError(Exception):
         self.reason = reason
 
 
-class _LostError(Exception):
+class _LostError(EnvironmentFailedError):
     """The environment's process was replaced."""
 
 
@@ -112,10 +112,7 @@ class Environment:
 
     async def start(self) -> list[Mapping[str, Any]]:
         """The messages that the episode begins with."""
-        try:
-            found = await self._ask("start", self._prompt)
-        except _LostError as lost:
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended") from lost
+        found = await self._ask("start", self._prompt)
         self.state = str(found.get("state", ""))
         match found.get("said"):
             case None:
@@ -130,14 +127,7 @@ class Environment:
 
     async def turn(self, given: Mapping[str, Any]) -> Said:
         """The reply to tool calls, or to a text."""
-        try:
-            said = _said(await self._ask("turn", given))
-        except _LostError:
-            await self.make_again(self._log, self._snapshot)
-            try:
-                said = _said(await self._ask("turn", given))
-            except _LostError as lost:
-                raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended twice") from lost
+        said = _said(await self._ask_twice("turn", given))
         self._log.append((given, said.replies))
         self._snapshot, self.state = said.snapshot, said.state or "\n".join(said.replies)
         return said
@@ -145,32 +135,19 @@ class Environment:
     async def make_again(self, log: Sequence[tuple[Any, tuple[str, ...]]], snapshot: str = "") -> None:
         """Bring a new environment to where another one was after the turns in `log`."""
         self._log, self._snapshot = list(log), snapshot
-        try:
-            if snapshot:
-                await self._ask("restore", snapshot)
-                return
-            await self._ask("start", self._prompt)
-            for number, (given, before) in enumerate(self._log, 1):
-                said = _said(await self._ask("turn", given))
-                if said.replies != before:
-                    problem = (
-                        f"turn {number} was replied to with {before}, and when it was repeated with {said.replies}"
-                    )
-                    raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem}; {ADVICE}")
-        except _LostError as lost:
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended while it was made again") from lost
+        if snapshot:
+            await self._ask("restore", snapshot)
+            return
+        await self._ask("start", self._prompt)
+        for number, (given, before) in enumerate(self._log, 1):
+            said = _said(await self._ask("turn", given))
+            if said.replies != before:
+                problem = f"the reply to turn {number} was {before}, and is {said.replies} when it is repeated"
+                raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem}; {ADVICE}")
 
     async def end(self) -> dict[str, float]:
         """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
-        try:
-            try:
-                found = await self._ask("score", None)
-            except _LostError:
-                await self.make_again(self._log, self._snapshot)
-                found = await self._ask("score", None)
-        except _LostError as lost:
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, "its process ended") from lost
-        reward = found.get("reward")
+        reward = (await self._ask_twice("score", None)).get("reward")
         parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
         if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):
             problem = f"reward() returned {reward!r}; it must be a finite number, or a dict of them"
@@ -179,7 +156,7 @@ class Environment:
 
     async def close(self) -> None:
         """It is not needed any more."""
-        with suppress(EnvironmentFailedError, _LostError, RewardError):
+        with suppress(EnvironmentFailedError, RewardError):
             await self._ask("end", None)
 
     async def _ask(self, do: str, given: Any) -> dict[str, Any]:
@@ -189,8 +166,16 @@ class Environment:
         if not isinstance(score.value, dict):
             raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {score.value!r}")
         if score.value.get("lost"):
-            raise _LostError
+            raise _LostError(DropReason.ENV_ERROR, "its process ended, again and again")
         return score.value
+
+    async def _ask_twice(self, do: str, given: Any) -> dict[str, Any]:
+        """If its process was replaced meanwhile, the environment is made again first."""
+        try:
+            return await self._ask(do, given)
+        except _LostError:
+            await self.make_again(self._log, self._snapshot)
+        return await self._ask(do, given)
 
 
 def _said(value: Mapping[str, Any]) -> Said:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ class Player:
     desk: Desk
     system: str = ""  # a message before every episode, if the environment begins without one
     reward_follows: bool = False  # a reward function adds to what the environment says
-    on_note: Callable[[str], None] = lambda text: None
     _closing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _num_working: int = field(default=0, init=False)  # environments that are asked for a reply
     _working: ExitStack = field(default_factory=ExitStack, init=False)
@@ -185,7 +184,10 @@ class PlayedEpisode:
             self._ended = True
             return False
         new = _as_messages(message, said.replies)
-        self._place = self.session.go_on(done, self._history, message, new, self._tools)
+        try:
+            self._place = self.session.go_on(done, self._history, message, new, self._tools)
+        except ChatError:  # it wrote something that the template cannot go on from
+            return False
         self._history += [message, *new]
         return True
 

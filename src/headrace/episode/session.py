@@ -1,6 +1,6 @@
 """One episode's tokens, and the turns that are sampled after them.
 
-An environment takes turns with the policy in one line (played.py); an agent's requests may branch.
+An environment takes turns with the policy (played.py), which appends to the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from headrace.episode.chat import Chat, Message, Tools
 from headrace.episode.tree import context, indices, told, turned
-from headrace.errors import ChatError
 from headrace.types import FinishReason, IntArray, Order, Sampling, Trajectory, Turn
 
 R = TypeVar("R")
@@ -83,32 +82,23 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def begin(self, messages: Sequence[Message], tools: Tools, place: int = -1) -> int:
-        """The prompt of a chat. What it has in common with the tokens before `place` is not repeated."""
-        tokens = np.array(self.desk.chat.first(messages, tools), np.int32)
-        t, at = self.trajectory, indices(self.trajectory, place)
-        size = min(len(at), len(tokens) - 1)
-        different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
-        same = int(different[0]) if len(different) else size
-        return self._tell(tokens[same:], int(at[same - 1]) if same else -1)
+    def begin(self, messages: Sequence[Message], tools: Tools) -> int:
+        """The prompt of a chat."""
+        return self._tell(self.desk.chat.first(messages, tools), -1)
 
     def go_on(
         self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
     ) -> int:
-        """Append messages to `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
-        place = turn.end - 1
-        try:
-            tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
-        except ChatError:
-            return self.begin([*history, answer, *new], tools, place)
-        return self._tell(np.array(tail, np.int32), place)
+        """Append messages to `turn`, the `answer` to `history`. Raises ChatError if the template rewrites history."""
+        tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
+        return self._tell(tail, turn.end - 1)
 
     def replace_turn(self, old: Turn, new: Turn) -> None:
         turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
         self.trajectory = replace(self.trajectory, turns=turns)
 
-    def _tell(self, tokens: IntArray, after: int) -> int:
-        self.trajectory = told(self.trajectory, tokens, after)
+    def _tell(self, tokens: Sequence[int], after: int) -> int:
+        self.trajectory = told(self.trajectory, np.array(tokens, np.int32), after)
         return len(self.trajectory.token_ids) - 1
 
     async def unless_aborted(self, wanted: Awaitable[R]) -> R:

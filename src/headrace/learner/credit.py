@@ -3,11 +3,9 @@
     episode   every token has the advantage of the episode's reward
     turn      a turn has its return (its reward and, discounted, those after it), compared with the
               same turn of the group's other episodes
-    state     GiGPO: the episode's advantage, and the turn's return compared with that of turns of the
-              group that began in the same state
-    agent     a turn has what its agent earned in the episode, compared with the same agent's in others
+    state     GiGPO: the episode's advantage, and the return among turns that began in the same state
 
-Statistics count episodes (or turns), never tokens. What cannot be compared has an advantage of zero.
+Statistics count episodes or turns, never tokens. What has no peer has an advantage of zero.
 """
 
 from __future__ import annotations
@@ -44,12 +42,6 @@ def _values(section: LearnerSection, group: Group, rewards: np.ndarray) -> Value
     found: Values = {}
     for i, (t, reward) in enumerate(zip(group.trajectories, rewards, strict=True)):
         given = np.array([turn.reward or 0.0 for turn in t.turns] or [0.0])
-        if section.credit == "agent":
-            names = [turn.agent for turn in t.turns]
-            shared = float(reward) - given.sum()  # what the episode earned as a whole
-            own = {name: shared + sum(g for g, n in zip(given, names, strict=True) if n == name) for name in names}
-            found |= {(i, k): (name, own[name]) for k, name in enumerate(names)}
-            continue
         given[-1] += float(reward) - given.sum()  # what was given for the whole comes with the last turn
         value = 0.0
         for k in reversed(range(len(t.turns))):
@@ -60,24 +52,15 @@ def _values(section: LearnerSection, group: Group, rewards: np.ndarray) -> Value
 
 def _compared(section: LearnerSection, by_turn: Sequence[Values]) -> list[Mapping[tuple[int, int], float]]:
     """The advantage of each turn among those that it is compared with, in its group."""
-    places: list[list[tuple[int, tuple[int, int]]]] = []
-    samples: list[np.ndarray] = []
-    for number, values in enumerate(by_turn):
-        peers: dict[Hashable, dict[Hashable, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        for (i, k), (key, _) in values.items():
-            unit = i if section.credit == "agent" else (i, k)  # all turns of an agent are one sample
-            peers[key][unit].append((i, k))
-        for units in peers.values():
-            samples.append(np.array([values[turns[0]][1] for turns in units.values()]))
-            places.append([(number, turn) for turns in units.values() for turn in turns[:1]])
     found: list[dict[tuple[int, int], float]] = [{} for _ in by_turn]
-    for where, some in zip(places, advantages(section.advantage, samples), strict=True):
-        for (number, turn), advantage in zip(where, some, strict=True):
-            found[number][turn] = float(advantage) if len(where) > 1 else 0.0
-    if section.credit == "agent":
-        for number, values in enumerate(by_turn):
-            first = {(i, key): found[number][i, k] for (i, k), (key, _) in values.items() if (i, k) in found[number]}
-            found[number] = {(i, k): first[i, key] for (i, k), (key, _) in values.items()}
+    peers: dict[tuple[int, Hashable], list[tuple[int, int]]] = defaultdict(list)
+    for number, values in enumerate(by_turn):
+        for turn, (key, _) in values.items():
+            peers[number, key].append(turn)
+    samples = [np.array([by_turn[number][turn][1] for turn in turns]) for (number, _), turns in peers.items()]
+    for ((number, _), turns), some in zip(peers.items(), advantages(section.advantage, samples), strict=True):
+        for turn, advantage in zip(turns, some, strict=True):
+            found[number][turn] = float(advantage) if len(turns) > 1 else 0.0
     return list(found)
 
 

@@ -148,7 +148,7 @@ class Place:
             on_turn=self._on_turn,
         )
         follows = bool(config.reward.function)
-        return Player(Environments(hosts, section), desk, config.prompts.system, follows, self._on_note)
+        return Player(Environments(hosts, section), desk, config.prompts.system, follows)
 
     async def start_engines(self) -> None:
         """Let every rollout worker join the pool, once they are ready."""

@@ -1,23 +1,8 @@
 """Environments of the user's class, alive in a worker process: one for each episode.
 
-    class Guess:
-        max_turns = 7
-
-        def start(self, prompt):                 # the first message; None: the prompt itself
-            self.n = prompt.fields["n"]
-            return "Find my number, 1 to 64."
-
-        def guess(self, x: int) -> str:          # every other public method is a tool
-            \"\"\"Guess a number.\"\"\"
-            if x == self.n:
-                raise Done("right", reward=1.0)
-            return "higher" if x < self.n else "lower"
-
-Optional: `reply(text)` in place of tools, `reward()` at the end, `state()` for credit per state,
-`snapshot()` and `restore(snapshot)` for restarts, `close()`; limits `max_turns`, `max_tokens`,
-`max_s` as class attributes. Methods may be coroutines. What a tool cannot do with its arguments
-(ValueError, LookupError, ArithmeticError) is told to the policy; any other exception is the
-environment's failure, and the episode is dropped.
+`start(prompt)` gives the first message; every public method that is not in PROTOCOL is a tool. What a
+tool cannot do with its arguments (TOLD) is told to the policy; any other exception is the environment's
+failure, and the episode is dropped. The guide "agents and environments" has the whole protocol.
 """
 
 from __future__ import annotations
@@ -145,6 +130,8 @@ class LiveEnvironments:
                 replies.append(await _maybe(environment, "reply", text))
             for name, arguments in calls or []:
                 try:
+                    if name not in self.tools:
+                        raise ToolArgumentsError(f"there is no tool '{name}'; the tools are: {', '.join(self.tools)}")
                     found = call(getattr(environment, name), arguments)
                     replies.append(await found if inspect.isawaitable(found) else found)
                 except TOLD as error:

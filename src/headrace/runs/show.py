@@ -338,20 +338,15 @@ def said(whole: Trajectory) -> dict[str, str]:
     """What the policy wrote, by title; of an episode turn by turn, each with the reply to it."""
     if not whole.turns:
         return {"answer": whole.text}
-    branches, found = [segment.start for segment in whole.segments], {}
+    found = {}
     for number, turn in enumerate(whole.turns, 1):
         versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
         about = [f"turn {number}", *([turn.agent] if turn.agent else []), f"version {' and '.join(versions)}"]
         about += [] if turn.reward is None else [f"reward {turn.reward:g}"]
-        about += ["in a new branch"] if any(turn.start > start > _end(whole, number - 2) for start in branches) else []
         found[", ".join(about)] = turn.text
         if turn.replies:
             found[f"reply to turn {number}, after {turn.environment_s:.2f} s"] = "\n".join(turn.replies)
     return found
-
-
-def _end(whole: Trajectory, turn: int) -> int:
-    return whole.turns[turn].end - 1 if turn >= 0 else 0
 
 
 def _fate(found: TrajectoryDetails) -> str:
