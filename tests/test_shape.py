@@ -22,18 +22,18 @@ MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 19_800, 8_200  # together 28,000
+MAX_CORE_LINES, MAX_LENS_LINES = 19_809, 8_191  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_031,
+    "(files)": 3_049,
     "buffer": 357,
-    "episode": 1_379,
+    "episode": 1_339,
     "kernels": 1_128,
     "learner": 1_275,
     "ledger": 1_642,
     "loop": 1_559,
-    "place": 1_611,
+    "place": 1_614,
     "policy": 2_087,
     "prompts": 691,
     "publish": 1_185,
