@@ -13,6 +13,7 @@ A worker is asked by the port's own function, so that types are checked and the 
 
 from __future__ import annotations
 
+from asyncio import Future
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
@@ -30,7 +31,8 @@ from headrace.types import (
     Item,
     News,
     Order,
-    Outcome,
+    Prompt,
+    Sampling,
     Score,
     Ticket,
     Trajectory,
@@ -181,13 +183,29 @@ class EnvironmentHost(Protocol):
         """End the process."""
 
 
-class Episode(Protocol):
-    """One way to come from a prompt to a trajectory with a reward in several turns."""
+class Answers(Protocol):
+    """What is asked for the answers of a group: the engines, or episodes of several turns."""
 
-    session: Any  # an `episode.session.Session`: its tokens
+    def start(
+        self,
+        serial: int,
+        prompt: Prompt,
+        samplings: Sequence[Sampling],
+        *,
+        counted: bool = True,
+        attempt: int = 1,
+        so_far: Mapping[int, Trajectory] | None = None,
+    ) -> Sequence[Future[Any]]:
+        """An answer per sampling: a trajectory, or an episode's outcome."""
 
-    async def play(self) -> Outcome:
-        """From the first turn to the reward, or to why there is none."""
+    def abort(self, serials: Sequence[int]) -> None:
+        """End the rest of these groups; their futures give what was sampled so far."""
+
+    async def drain(self) -> None:
+        """Wait until every answer is complete."""
+
+    async def under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """By serial and index, what unfinished answers have sampled."""
 
 
 # ---- attention: T tokens in one row, H query heads, J key/value heads, D head size

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import APPENDING, answer_of, as_shown, chat_of, reply_of
 
-from headrace.episode.answer import Delta, ParsedAnswer, ToolCall
+from headrace.episode.answer import ParsedAnswer, ToolCall
 from headrace.episode.chat import Chat
 
 QUESTION = [{"role": "user", "content": "x"}]
@@ -21,11 +21,6 @@ def parse(name: str, text: str, tools: Any = TOOLS) -> ParsedAnswer:
     """Of an answer that ends with the first stop token, or is cut if it has no end."""
     chat = chat_of(name)
     return chat.parse(chat._ids(text.replace("$", SHAPES[name].stops[0])), chat.first(QUESTION, TOOLS), tools)
-
-
-def said(deltas: list[Delta]) -> ParsedAnswer:
-    calls = tuple(delta.call for delta in deltas if delta.call)
-    return ParsedAnswer("".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls)
 
 
 @pytest.mark.parametrize(("name", "kind"), APPENDING)
@@ -117,33 +112,12 @@ PIECES += ["\n", "So", "漢", "<|im_end|>", "<tool", "🙂", "<function=look>", 
 @given(
     st.sampled_from(["json calls", "opened thinking", "empty thinking", "channels", "bare call", "listed calls"]),
     st.lists(st.sampled_from(PIECES), max_size=8).map("".join),
-    st.randoms(use_true_random=False),
 )
-def test_a_stream_says_what_the_whole_says(name: str, text: str, random: Any):
-    """However the tokens come, and whatever the model wrote: no error is raised, and nothing is said twice."""
+def test_whatever_the_model_wrote_can_be_read(name: str, text: str):
     chat = chat_of(name)
-    prompt, ids = chat.first(QUESTION, TOOLS), chat._ids(text)
-    reader, deltas = chat.reader(prompt, TOOLS), []
-    while ids:
-        n = random.randint(1, 4)
-        deltas += reader.feed(ids[:n])
-        ids = ids[n:]
-    answer, last = reader.finish()
-    whole = chat.parse(chat._ids(text), prompt, TOOLS)
-    assert answer == whole
-    heard = said(deltas + last)
-    assert (heard.content, heard.reasoning, heard.tool_calls) == (whole.content, whole.reasoning, whole.tool_calls)
-
-
-def test_a_stream_does_not_wait():
-    chat = chat_of("opened thinking")
-    reader = chat.reader(chat.first(QUESTION, TOOLS), TOOLS)
-    assert said(reader.feed(chat._ids("Hm, "))) == ParsedAnswer("", "Hm,")
-    assert said(reader.feed(chat._ids("well.\n</think>\n\nSo"))) == ParsedAnswer("So", " well.")
-    assert said(reader.feed(chat._ids(" be it.\n<tool_call><function=look>"))) == ParsedAnswer(" be it.")
-    (delta,) = reader.feed(chat._ids("<parameter=where>x</parameter></function></tool_call>"))
-    assert delta.call == ToolCall("look", '{"where": "x"}')
-    assert reader.finish()[1] == []
+    found = chat.parse(chat._ids(text), chat.first(QUESTION, TOOLS), TOOLS)
+    assert all(isinstance(json.loads(call.arguments), dict) for call in found.tool_calls)
+    assert found.content or found.reasoning or found.tool_calls or not text.strip() or "<|im_" in text
 
 
 def test_a_models_own_description_of_answers_is_used():

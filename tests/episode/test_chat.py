@@ -94,7 +94,7 @@ def test_a_proof_speaks_to_the_user():
     text = str(chat_of("opened thinking").prove(TOOLS))
     assert "the chat template of a/model rewrites history after a user message" in text
     assert "rewrites history after a user message" in text
-    assert "tool results instead of user messages would not" in text
+    assert "tool results instead of user messages would append" in text
     assert "cannot show tool calls" in str(chat_of("model turns").prove())
     assert str(chat_of("json calls").prove()) == "the chat template of a/model appends every kind of reply"
 

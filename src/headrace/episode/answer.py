@@ -1,4 +1,4 @@
-"""An answer as a message: its thinking, its text and its tool calls, read as the tokens come.
+"""An answer as a message: its thinking, its text and its tool calls.
 
 How a model writes tool calls is known from its chat template, which shows them to the model.
 """
@@ -52,15 +52,6 @@ class ParsedAnswer:
             pairs = zip(names, self.tool_calls, strict=False)
             message["tool_calls"] = [{"id": id, "type": "function", "function": asdict(call)} for id, call in pairs]
         return message
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A piece of a streamed answer: text, thinking, or a whole call. Example: Delta(content="I ad")."""
-
-    content: str = ""
-    reasoning: str = ""
-    call: ToolCall | None = None
 
 
 def _call(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
@@ -201,83 +192,55 @@ class Grammar:
 
 
 class Reader:
-    """Reads one answer to `prompt`: `feed` it tokens as they come, then `finish`."""
+    """Reads one answer to `prompt`."""
 
     def __init__(self, grammar: Grammar, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._grammar, self._parser = grammar, grammar.parser(prompt, tools)
         functions = [tool.get("function", tool) for tool in tools or ()]
         self._functions = {str(function["name"]): function.get("parameters") or {} for function in functions}
-        self._ids: list[int] = []
-        self._begin = self._end = 0  # of the tokens that were decoded last
-        self._text, self._stopped = "", False
-        self._said, self._held = {"content": "", "reasoning": ""}, {"content": "", "reasoning": ""}
+        self._said = {"content": "", "reasoning": ""}
         self._calls: list[ToolCall] = []
         self._errors: list[str] = []
 
-    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        self._stopped = self._stopped or any(id in self._grammar.stops for id in token_ids)
-        self._ids += [int(id) for id in token_ids if id not in self._grammar.stops]
-        text = self._decode(final=False)
-        return [] if self._grammar.own else self._deltas(self._parser.feed(text))
-
-    def finish(self) -> tuple[ParsedAnswer, list[Delta]]:
-        """The answer, and the deltas that `feed` held back."""
-        text = self._decode(final=True)
+    def read(self, token_ids: Sequence[int]) -> ParsedAnswer:
+        stops = self._grammar.stops
+        text, stopped = self._grammar.decode([id for id in token_ids if id not in stops]), token_ids[-1:]
+        is_cut = not any(id in stops for id in stopped)
         if self._grammar.own:
-            deltas = self._by_own_description()
+            self._by_own_description(text)
         else:
-            deltas = self._deltas(self._parser.feed(text))
-            deltas += self._deltas(self._parser.finalize()[1], ended=True)
+            self._follow(self._parser.feed(text))
+            self._follow(self._parser.finalize()[1], ended=True, is_cut=is_cut)
         if not (self._calls or any(self._said.values())):
-            deltas += self._say("content", self._text)
-        return ParsedAnswer(**self._said, tool_calls=tuple(self._calls), error="; ".join(self._errors)), deltas
+            self._said["content"] = text
+        said = {kind: words.strip() for kind, words in self._said.items()}
+        return ParsedAnswer(**said, tool_calls=tuple(self._calls), error="; ".join(self._errors))
 
-    def _decode(self, final: bool) -> str:
-        before = self._grammar.decode(self._ids[self._begin : self._end])
-        text = str(self._grammar.decode(self._ids[self._begin :])[len(before) :])
-        if text.endswith("\ufffd") and not final:  # a character whose bytes are not complete
-            return ""
-        self._begin, self._end = self._end, len(self._ids)
-        self._text += text
-        return text
-
-    def _deltas(self, events: Sequence[Mapping[str, Any]], ended: bool = False) -> list[Delta]:
-        deltas: list[Delta] = []
+    def _follow(self, events: Sequence[Mapping[str, Any]], ended: bool = False, is_cut: bool = False) -> None:
         for event in events:
             if event["field"] == "tool_calls" and event["type"] == "region_close":
-                deltas += self._read_call(event["value"]["open"], event["value"]["body"], is_open=ended)
+                self._read_call(event["value"]["open"], event["value"]["body"], is_open=ended, is_cut=is_cut)
             elif event["field"] != "tool_calls" and event["type"] == "region_chunk":
-                deltas += self._say(event["field"].removesuffix("_content"), event["text"])
-        return deltas
+                self._said[event["field"].removesuffix("_content")] += event["text"]
 
-    def _say(self, kind: str, text: str) -> list[Delta]:
-        """White space at both ends of a text is held back."""
-        text = self._held[kind] + text
-        text = text if self._said[kind] else text.lstrip()
-        said = text.rstrip()
-        self._held[kind] = text[len(said) :]
-        self._said[kind] += said
-        return [Delta(said) if kind == "content" else Delta("", said)] if said else []
-
-    def _read_call(self, opening: str, body: str, is_open: bool) -> list[Delta]:
+    def _read_call(self, opening: str, body: str, is_open: bool, is_cut: bool) -> None:
         close, read = self._grammar.family.close, self._grammar.family.read
         try:
-            if is_open and not self._stopped:
+            if is_open and is_cut:
                 raise ValueError("not complete: the answer was cut")
             if is_open and close:
                 raise ValueError(f"not complete: {close} is missing")
-            found = _held_by_json(read(opening + body if read is _channel_calls else body))
+            for name, arguments in _held_by_json(read(opening + body if read is _channel_calls else body)):
+                self._add(name, arguments)
         except (ValueError, RecursionError, MemoryError) as error:
             deep = not isinstance(error, ValueError)
             self._errors.append(f"the tool call is {'not valid: it is nested too deeply' if deep else error}")
-            return self._say("content", opening + body + ("" if is_open else close))
-        return [self._add(name, arguments) for name, arguments in found]
+            self._said["content"] += opening + body + ("" if is_open else close)
 
-    def _add(self, name: str, arguments: dict[str, Any]) -> Delta:
+    def _add(self, name: str, arguments: dict[str, Any]) -> None:
         if self._grammar.family.read in (_parameter_calls, _key_value_calls):  # every value is text there
             arguments = {key: self._typed(name, key, value) for key, value in arguments.items()}
         self._calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
-        return Delta(call=self._calls[-1])
 
     def _typed(self, name: str, key: str, value: str) -> Any:
         """A value that was written as text: JSON, unless the tool wants a text."""
@@ -286,15 +249,17 @@ class Reader:
             return value if "string" in json.dumps(wanted) else json.loads(value)
         return value
 
-    def _by_own_description(self) -> list[Delta]:
+    def _by_own_description(self, text: str) -> None:
         try:
-            self._parser.feed(self._text)
+            self._parser.feed(text)
             message, _ = self._parser.finalize()
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
             found = [_call(call.get("name"), call.get("arguments")) for call in calls]
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             self._errors.append(f"the answer cannot be read: {str(error).splitlines()[0]}")
-            return self._say("content", self._text)
-        thinking = message.get("reasoning_content") or message.get("thinking") or ""
-        deltas = self._say("reasoning", thinking) + self._say("content", message.get("content") or "")
-        return deltas + [self._add(name, arguments) for name, arguments in found]
+            self._said["content"] = text
+            return
+        self._said["reasoning"] = message.get("reasoning_content") or message.get("thinking") or ""
+        self._said["content"] = message.get("content") or ""
+        for name, arguments in found:
+            self._add(name, arguments)

@@ -133,15 +133,9 @@ class Chat:
             raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
         return self._encode(whole[at + len(end) :], mark, after=end)
 
-    def reader(self, prompt: Sequence[int], tools: Tools = None) -> Reader:
-        """Reads an answer to `prompt` as its tokens come."""
-        return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools)
-
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> ParsedAnswer:
-        """The whole answer to `prompt`."""
-        reader = self.reader(prompt, tools)
-        reader.feed(sampled)
-        return reader.finish()[0]
+        """An answer to `prompt`, read."""
+        return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools).read(sampled)
 
     def text(self, sampled: Sequence[int]) -> str:
         """The text of sampled tokens, without the end of the answer."""

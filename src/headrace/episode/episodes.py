@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.episode.session import Session
-from headrace.roles import Episode
 from headrace.types import Order, Outcome, Prompt, Sampling, Trajectory
 
 
@@ -15,7 +15,7 @@ from headrace.types import Order, Outcome, Prompt, Sampling, Trajectory
 class Episodes:
     """`open(order, i, known)` makes the i-th episode of a group; `abort_requests` ends those at the engines."""
 
-    open: Callable[[Order, int, Trajectory | None], Episode]
+    open: Callable[[Order, int, Trajectory | None], Any]  # has a `session`, and can `play`
     abort_requests: Callable[[Sequence[int]], None]
     _running: dict[int, set[Session]] = field(default_factory=dict, init=False)  # by serial, if counted
     _tasks: set[asyncio.Task[Outcome]] = field(default_factory=set, init=False)
@@ -46,13 +46,14 @@ class Episodes:
             task.add_done_callback(self._tasks.discard)
         return tasks
 
-    async def _play(self, episode: Episode) -> Outcome:
+    async def _play(self, episode: Any) -> Outcome:
         session: Session = episode.session
         serial, counted = session.order.serial, session.order.counted
         if counted:
             self._running.setdefault(serial, set()).add(session)
         try:
-            return await episode.play()
+            outcome: Outcome = await episode.play()
+            return outcome
         finally:
             session.desk.forget(session.id)
             if counted:

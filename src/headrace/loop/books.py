@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from headrace.ledger.clock import StageClock, busy_s, union_length
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.measured import StepStats
+from headrace.measured import EngineCounts, StageSpan, StepStats
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
 from headrace.types import Drop, DropReason, Group, Prompt, Trajectory
@@ -150,12 +151,8 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before, counts = self._ledger.totals(), self._books, self._pool.counts
-        prompt_tokens = counts.prompt_tokens - self._counts.prompt_tokens
-        working = [s for s in (*running, *finished) if s.stage == "environment"]
-        environment_s = union_length((max(s.start_s, self._start_s), min(s.end_s, end_s)) for s in working)
         trajectories = [t for group in taken for t in group.trajectories]
-        tokens = np.array([t.num_sampled_tokens for t in trajectories])
-        lags = np.array([version - 1 - t.oldest_version for t in trajectories])
+        tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
         row = Row(
@@ -170,11 +167,9 @@ class RowMaker:
             backlog_tokens=books.backlog_tokens,
             preemptions=counts.preemptions - self._counts.preemptions,
             parks=counts.parks - self._counts.parks,
-            cached_share=(counts.cached_tokens - self._counts.cached_tokens) / max(1, prompt_tokens),
-            turns_mean=float(np.mean(self._turns or [1])),
-            environment_s=environment_s,
-            lag_mean=float((lags * tokens).sum() / tokens.sum()),
-            lag_max=int(lags.max()),
+            **self._of_turns(counts, [*running, *finished], end_s),
+            lag_mean=float(((version - 1 - oldest) * tokens).sum() / tokens.sum()),
+            lag_max=int(version - 1 - oldest.min()),
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),
             length_mean=float(lengths.mean()),
@@ -201,8 +196,17 @@ class RowMaker:
         self._ledger.spans(finished)
         self._ledger.row(row)
         self._books, self._counts, self._scored, self._start_s = books, counts, [], self._clock.now()
-        self._turns = []
         return row
+
+    def _of_turns(self, counts: EngineCounts, spans: Sequence[StageSpan], end_s: float) -> dict[str, Any]:
+        new, working = max(1, counts.prompt_tokens - self._counts.prompt_tokens), []
+        for span in spans:
+            if span.stage == "environment":
+                working.append((max(span.start_s, self._start_s), min(span.end_s, end_s)))
+        turns, self._turns = self._turns or [1], []
+        cached_share = (counts.cached_tokens - self._counts.cached_tokens) / new
+        environment_s = union_length(working)
+        return {"cached_share": cached_share, "turns_mean": float(np.mean(turns)), "environment_s": environment_s}
 
     def flush(self) -> None:
         """Book the spans measured after the last row."""

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.config import Config
-from headrace.episode.episodes import Episodes
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
 from headrace.reward.scorer import Scorer
-from headrace.rollout.pool import RolloutPool
+from headrace.roles import Answers
 from headrace.types import (
     Attempt,
     Completion,
@@ -33,7 +32,7 @@ from headrace.types import (
     Trajectory,
 )
 
-Answer = asyncio.Future[Trajectory] | asyncio.Task[Outcome]  # of the engines alone, or of an episode
+Answer = asyncio.Future[Any]  # a trajectory of the engines alone, or an episode's outcome
 
 
 async def episode(
@@ -220,9 +219,7 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
-async def evaluate(
-    answers: RolloutPool | Episodes, scorer: Scorer, prompts: list[Prompt], config: Config
-) -> float | None:
+async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:
     """The held-out score: mean reward on `prompts`, with the same random numbers each time.
 
     Answers that could not be scored are left out, not counted as zero; None if all were.

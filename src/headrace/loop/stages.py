@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.buffer.buffer import Buffer
-from headrace.episode.episodes import Episodes
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
@@ -15,7 +14,7 @@ from headrace.loop.publishing import WeightPublisher
 from headrace.loop.self_check import Canary
 from headrace.prompts.stream import PromptStream
 from headrace.reward.scorer import Scorer
-from headrace.roles import Device
+from headrace.roles import Answers, Device
 from headrace.rollout.pool import RolloutPool
 
 
@@ -25,7 +24,7 @@ class Stages:
 
     prompts: PromptStream
     pool: RolloutPool
-    answers: RolloutPool | Episodes  # what is asked for a group's answers
+    answers: Answers  # the pool, or episodes of several turns
     scorer: Scorer
     buffer: Buffer
     ranks: Ranks

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,7 @@ class Place:
             on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
         )
-        self.answers: RolloutPool | Episodes = self.pool
         self._player = self._make_player() if config.episode.environment else None
-        if self._player is not None:
-            self.answers = Episodes(self._player.open, self.pool.abort)
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
@@ -127,6 +125,11 @@ class Place:
         self._names = itertools.count()
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
+
+    @cached_property
+    def answers(self) -> RolloutPool | Episodes:
+        """What is asked for the answers of a group."""
+        return self.pool if self._player is None else Episodes(self._player.open, self.pool.abort)
 
     async def start_user_code(self) -> None:
         """Start the processes with reward functions, filters and environments. Raises what is wrong with them."""
