@@ -24,10 +24,10 @@ import threading
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError, RewardError
-from headrace.reward.environment import environment_function
 from headrace.reward.function import (
     Mode,
     RewardFunction,
@@ -66,8 +66,8 @@ class Setup:
     def load(self) -> RewardFunction:
         if self.is_filter:
             return filter_function(self.function)
-        if self.is_environment:
-            return environment_function(self.function)
+        if self.is_environment:  # loaded here: it needs pydantic, which takes longer to load than all the rest
+            return import_module("headrace.reward.environment").environment_function(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
         try:
