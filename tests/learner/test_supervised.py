@@ -10,12 +10,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headrace.config import ModelSection, WarmstartSection
-from headrace.learner.supervised import Example, WarmStart
+from headrace.learner.supervised import WarmStart
 from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy, load_policy
 from headrace.prompts.arithmetic import ArithmeticSource
-from headrace.types import Prompt
+from headrace.types import Example
 
 
 def examples(policy: Policy, seed: int) -> Callable[[int], list[Example]]:
@@ -23,7 +23,7 @@ def examples(policy: Policy, seed: int) -> Callable[[int], list[Example]]:
     records = iter(ArithmeticSource(count=10_000, seed=seed))
 
     def some(n: int) -> list[Example]:
-        return [(prompt(policy, record["prompt"]), record["worked"]) for record in islice(records, n)]
+        return [worked(policy, record["prompt"], record["worked"]) for record in islice(records, n)]
 
     return some
 
@@ -40,21 +40,21 @@ def warm_start(
         on_step(done, warming.step(draw(section.examples)))
 
 
-def prompt(policy: Policy, text: str) -> Prompt:
-    ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Prompt(id=text, text=text, token_ids=np.array(ids, np.int32))
+def worked(policy: Policy, asked: str, solution: str) -> Example:
+    ids = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, solution)]
+    tokens = np.array([*ids[0], *ids[1], policy.tokenizer.eos_token_id], np.int32)
+    return tokens, np.arange(len(tokens)) >= len(ids[0])
 
 
 @torch.no_grad()
-def measure(policy: Policy, worked: list[Example]) -> tuple[float, float]:
+def measure(policy: Policy, examples: list[Example]) -> tuple[float, float]:
     """Mean loss of the solutions' tokens, the end included, and the share that would be chosen greedily."""
     losses, hits = [], []
-    for asked, solution in worked:
-        ids = policy.tokenizer(asked.text + solution, add_special_tokens=False)["input_ids"]
-        tokens = torch.tensor([*ids, policy.tokenizer.eos_token_id])
+    for ids, learned in examples:
+        tokens, num_asked = torch.from_numpy(ids.astype(np.int64)), int(np.count_nonzero(~learned))
         plan = PackedPlan([len(tokens)], policy.device)
-        logits = policy.logits(policy.hidden(tokens, plan.positions, plan))[len(asked.token_ids) - 1 : -1]
-        targets = tokens[len(asked.token_ids) :]
+        logits = policy.logits(policy.hidden(tokens, plan.positions, plan))[num_asked - 1 : -1]
+        targets = tokens[num_asked:]
         losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
         hits.append(logits.argmax(-1) == targets)
     return float(torch.cat(losses).mean()), float(torch.cat(hits).float().mean())
@@ -78,11 +78,11 @@ def test_the_demo_model_learns_from_worked_examples(tmp_path: Path):
 def test_only_the_solution_is_learned(make_policy: Callable[..., Policy]):
     """The prompt's own tokens carry no loss: with an empty solution only the end of the answer is left."""
     policy = make_policy(seed=3)
-    asked = prompt(policy, "12+34=")
+    example = worked(policy, "12+34=", "")
     heard: list[float] = []
     section = WarmstartSection(steps=1, examples=1)
-    expected = measure(policy, [(asked, "")])[0]
-    warm_start(policy, section, lambda n: [(asked, "")] * n, lambda _, loss: heard.append(loss))
+    expected = measure(policy, [example])[0]
+    warm_start(policy, section, lambda n: [example] * n, lambda _, loss: heard.append(loss))
     assert heard == pytest.approx([expected], rel=1e-5)
 
 

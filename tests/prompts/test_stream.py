@@ -120,7 +120,7 @@ def test_worked_examples_come_from_training_records(tmp_path, plain):
 
 
 def test_no_worked_examples(tmp_path, plain):
-    with pytest.raises(DataError, match=r"warmstart\.steps needs records with a text field 'worked'.*has: answer"):
+    with pytest.raises(DataError, match=r"warmstart\.steps needs records with a text \(or a chat\).*has: answer"):
         stream(plain, source=numbered(tmp_path, 10)).worked(1, np.random.default_rng(0))
 
 
