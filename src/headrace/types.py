@@ -341,6 +341,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    seed: int | None = None  # of the noise, instead of the number of the turn
 
     @property
     def truncates(self) -> bool:

@@ -75,6 +75,7 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
         self._tokenizer, self._options = tokenizer, dict(options or {})
+        self.vocab_size = len(tokenizer)
         self._stops = {int(id): self._decode([id]) for id in stops or [tokenizer.eos_token_id] if id is not None}
         texts = sorted(self._stops.values(), key=len, reverse=True)
         self._longest = len(texts[0]) if texts else 0
@@ -145,9 +146,26 @@ class Chat:
         reader.feed(sampled)
         return reader.finish()[0]
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that is no chat."""
+        return self._ids(text)
+
     def text(self, sampled: Sequence[int]) -> str:
         """The text of sampled tokens, without the end of the answer."""
         return self._decode([id for id in sampled if id not in self._stops])
+
+    def worked(self, history: Messages, chat: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
+        """The tokens of a worked chat that goes on from `history`, and which of them are answers."""
+        history, ids, learned = list(history), self.first(history, tools), list[bool]()
+        answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
+        for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
+            learned += [False] * (len(ids) - len(learned))
+            said, replies = self.answer_ids(history, chat[i], tools), chat[i + 1 : after]
+            ids, learned = ids + said, learned + [True] * len(said)
+            if replies:
+                ids += self.append(history, said, chat[i], replies, tools)
+            history += chat[i:after]
+        return ids[: len(learned)], learned
 
     def answer_ids(self, history: Messages, answer: Message, tools: Tools = None) -> list[int]:
         """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""

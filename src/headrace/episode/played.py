@@ -56,19 +56,10 @@ class Player:
         `chat` is what follows the environment's first message: answers, and replies to them.
         """
         environment = self.environments.open(f"worked:{prompt.id}", prompt)
-        tools, renderer = list(self.environments.described.tools), self.desk.chat
         history = self.with_system(await environment.start())
         self.let_go(environment)
-        ids, learned = renderer.first(history, tools), list[bool]()
-        answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
-        for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
-            learned += [False] * (len(ids) - len(learned))
-            said, replies = renderer.answer_ids(history, chat[i], tools), chat[i + 1 : after]
-            ids, learned = ids + said, learned + [True] * len(said)
-            if replies:
-                ids += renderer.append(history, said, chat[i], replies, tools)
-            history += chat[i:after]
-        return np.array(ids[: len(learned)], np.int32), np.array(learned, np.bool_)
+        ids, learned = self.desk.chat.worked(history, chat, list(self.environments.described.tools))
+        return np.array(ids, np.int32), np.array(learned, np.bool_)
 
     def with_system(self, messages: Sequence[Message]) -> list[Message]:
         """The first messages of an episode, with the system message of `prompts.system`."""

@@ -25,6 +25,14 @@ class AbortedError(Exception):
     """The episode's group is not wanted any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Tokens that the policy did not sample, to come after a place."""
+
+    tokens: IntArray
+    after: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desk:
     """What the sessions of a run share."""
@@ -83,33 +91,52 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def begin(self, messages: Sequence[Message], tools: Tools, place: int = -1) -> int:
-        """The prompt of a chat. What it has in common with the tokens before `place` is not repeated."""
-        tokens = np.array(self.desk.chat.first(messages, tools), np.int32)
-        t, at = self.trajectory, indices(self.trajectory, place)
-        size = min(len(at), len(tokens) - 1)
-        different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
-        same = int(different[0]) if len(different) else size
-        return self._tell(tokens[same:], int(at[same - 1]) if same else -1)
+    def begin(self, messages: Sequence[Message], tools: Tools) -> int:
+        """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
+        return self.tell(self.first(messages, tools))
 
     def go_on(
         self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
     ) -> int:
         """Append messages to `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
-        place = turn.end - 1
+        return self.tell(self.next(turn, history, answer, new, tools))
+
+    def first(self, messages: Sequence[Message], tools: Tools) -> Addition:
+        return self.beyond(np.array(self.desk.chat.first(messages, tools), np.int32))
+
+    def next(
+        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
+    ) -> Addition:
         try:
             tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
         except ChatError:
-            return self.begin([*history, answer, *new], tools, place)
-        return self._tell(np.array(tail, np.int32), place)
+            return self.first([*history, answer, *new], tools)
+        return Addition(np.array(tail, np.int32), turn.end - 1)
+
+    def beyond(self, tokens: IntArray) -> Addition:
+        """What of `tokens` is new: they may begin like the context of an earlier turn, or like all of it."""
+        t, best = self.trajectory, Addition(tokens, -1)
+        for turn in t.turns:
+            at = indices(t, turn.end - 1)
+            size = min(len(at), len(tokens) - 1)
+            different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
+            same = int(different[0]) if len(different) else size
+            if len(tokens) - same < len(best.tokens):
+                best = Addition(tokens[same:], int(at[same - 1]))
+        return best
+
+    def tell(self, new: Addition) -> int:
+        """Returns the place of the last token."""
+        self.trajectory = told(self.trajectory, new.tokens, new.after)
+        return len(self.trajectory.token_ids) - 1
+
+    def context(self, new: Addition) -> IntArray:
+        """All tokens up to the last of `new`."""
+        return np.concatenate([context(self.trajectory, new.after)[0], new.tokens])
 
     def replace_turn(self, old: Turn, new: Turn) -> None:
         turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
         self.trajectory = replace(self.trajectory, turns=turns)
-
-    def _tell(self, tokens: IntArray, after: int) -> int:
-        self.trajectory = told(self.trajectory, tokens, after)
-        return len(self.trajectory.token_ids) - 1
 
     async def unless_aborted(self, wanted: Awaitable[R]) -> R:
         task, aborted = asyncio.ensure_future(wanted), asyncio.ensure_future(self.aborted.wait())

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError, RewardError
+from headrace.reward.agent import agent_function
 from headrace.reward.environment import environment_function
 from headrace.reward.function import (
     Mode,
@@ -59,19 +60,23 @@ class Setup:
     pickled: bytes = b""  # the function itself; its name then says nothing
     is_filter: bool = False  # of `buffer.filters`
     is_environment: bool = False  # of `episode.environment`
+    is_agent: bool = False  # of `episode.agent`
     sandbox: bool = False
     hidden: tuple[str, ...] = ()  # directories that a sandbox does not show
 
     @property
     def setting(self) -> str:
-        kind = "buffer.filters" if self.is_filter else "episode.environment" if self.is_environment else ""
-        return kind or "reward.function"
+        kinds = {"buffer.filters": self.is_filter, "episode.environment": self.is_environment}
+        kinds |= {"episode.agent": self.is_agent}
+        return next((kind for kind, it_is in kinds.items() if it_is), "reward.function")
 
     def load(self) -> RewardFunction:
         if self.is_filter:
             return filter_function(self.function)
         if self.is_environment:
             return environment_function(self.function)
+        if self.is_agent:
+            return agent_function(self.function)
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
         try:
