@@ -430,7 +430,7 @@ class Item:
     """What the loss needs of a trajectory. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
 
     trajectory: Trajectory
-    advantage: float
+    advantage: float | FloatArray  # one for all, or of each sampled token [S]
     reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
 
     def __len__(self) -> int:

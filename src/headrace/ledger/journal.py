@@ -11,7 +11,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from headrace.types import Drop, FinishReason, Replay, Segment, Span, Timing, Tr
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _VERDICT = ("verdict_s", "verdict_output", "verdict_failure")
+_TURN = tuple(field.name for field in fields(Turn))  # new ones come last
 _TIMES = ("submitted_s", "started_s", "finished_s")
 # what `_trajectory` reads; a partial trajectory has no verdict yet
 _PARTIAL = ("id", "prompt_id", "idx", "finish", "spans", *_TIMES)
@@ -89,9 +90,10 @@ def encode(trajectory: Trajectory) -> bytes:
         if (array := getattr(trajectory.replay, name, None)) is not None:
             arrays[name] = array
     if trajectory.turns or trajectory.segments:
-        episode = {"turns": [asdict(turn) for turn in trajectory.turns]}
-        episode["segments"] = [asdict(segment) for segment in trajectory.segments]
-        arrays["episode"] = np.frombuffer(json.dumps(plain(episode), allow_nan=False).encode(), np.uint8)
+        turns = [[getattr(turn, name) for name in _TURN] for turn in trajectory.turns]
+        segments = [[segment.start, segment.after] for segment in trajectory.segments]
+        episode = json.dumps({"turns": turns, "segments": segments}, allow_nan=False)
+        arrays["episode"] = np.frombuffer(episode.encode(), np.uint8)
     verdict = {name: getattr(trajectory, name) for name in _VERDICT if getattr(trajectory, name)}
     if verdict:
         arrays["verdict"] = np.frombuffer(json.dumps(plain(verdict)).encode(), np.uint8)
@@ -139,7 +141,8 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
     arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
     episode = json.loads(arrays["episode"].tobytes()) if "episode" in arrays else {"turns": [], "segments": []}
-    turns = (Turn(**turn | {"finish": FinishReason(turn["finish"])}) for turn in episode["turns"])
+    turns = (dict(zip(_TURN, turn, strict=False)) for turn in episode["turns"])
+    turns = (t | {"finish": FinishReason(t["finish"]), "replies": tuple(t["replies"])} for t in turns)
     return Trajectory(
         id=values["id"],
         prompt_id=values["prompt_id"],
@@ -155,8 +158,8 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         reward_parts=json.loads(values.get("reward_parts", "{}")),
         **json.loads(arrays["verdict"].tobytes() if "verdict" in arrays else "{}"),
         replay=Replay(**replayed) if replayed else None,
-        turns=tuple(turns),
-        segments=tuple(Segment(**segment) for segment in episode["segments"]),
+        turns=tuple(Turn(**turn) for turn in turns),
+        segments=tuple(Segment(start=start, after=after) for start, after in episode["segments"]),
     )
 
 
@@ -181,8 +184,6 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
     if hasattr(value, "item"):  # a numpy scalar
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -117,7 +117,7 @@ class RolloutWorker:
         self.actor.abort(serials)
 
     async def forget(self, sessions: Sequence[str]) -> None:
-        self.engine.forget(set(sessions))
+        self.actor.forget(sessions)
 
     async def tell_under_way(self) -> None:
         self._asked_under_way = True

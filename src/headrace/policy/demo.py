@@ -17,23 +17,20 @@ MAX_POSITIONS = 1024
 # The chat model's: a token for every number below 100, few for what its demo says, bytes for anything else.
 START, END, CALL, CALLED = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
 CHAT_WORDS = (
-    *("system\n", "user\n", "assistant\n", "tool\n", "higher", "lower", "right", "wrong", "error: "),
+    *("system", "user", "assistant", "tool", "higher: ", "lower: ", "right", "wrong", "error: "),
     *('{"name": "guess", "arguments": {"x": ', "}}", "Find my number, ", " to ", "."),
-    '{"name": "guess", "description": "Guess a number.", "parameters": {"additionalProperties": false, "properties": '
-    '{"x": {"type": "integer"}}, "required": ["x"], "type": "object"}}',
+    '{"name": "guess", "description": "Guess a number.", "parameters": {"properties": {"x": {"type": "integer"}}, '
+    '"required": ["x"], "additionalProperties": false, "type": "object"}}',
 )
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content or '' }}
+{%- for tool in tools %}{{ tool.function | tojson }}{% endfor %}<|im_end|>
+{%- endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}{{ m.content or '' }}
 {%- for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": \
 {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
 
 
 def build_demo(directory: Path, seed: int, *, chat: bool = False) -> None:

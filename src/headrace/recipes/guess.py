@@ -12,36 +12,40 @@ MOST = 64
 
 
 class Guess:
-    """Says of each guess whether the number is higher or lower."""
+    """Says of each guess whether the number is higher or lower, and between which numbers it must be."""
 
     max_turns = 7
 
     def start(self, prompt: Any) -> str:
-        self.n = prompt.fields["n"]
+        self.n, self.low, self.high = prompt.fields["n"], 1, MOST
         return f"Find my number, 1 to {MOST}."
 
     def guess(self, x: int) -> str:
         """Guess a number."""
         if x == self.n:
             raise Done("right", reward=1.0)
-        return "higher" if x < self.n else "lower"
+        if x < self.n:
+            self.low = max(self.low, x + 1)
+            return f"higher: {self.low} to {self.high}"
+        self.high = min(self.high, x - 1)
+        return f"lower: {self.low} to {self.high}"
 
 
 def tasks(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` numbers, each with a worked game of guesses that often forget what was said before."""
+    """`count` numbers, each with a worked game, in which guesses are random and some forget what was said."""
     rng = random.Random(seed)
     numbers = [rng.randint(1, MOST) for _ in range(count)]
     return [{"prompt": f"{i}", "n": n, "worked": worked(n, rng)} for i, n in enumerate(numbers)]
 
 
 def worked(n: int, rng: random.Random) -> list[dict[str, Any]]:
-    low, high, chat = 1, MOST, list[dict[str, Any]]()
+    game, chat = Guess(), list[dict[str, Any]]()
+    game.n, game.low, game.high = n, 1, MOST
     for _ in range(Guess.max_turns):
-        x = rng.randint(low, high) if rng.random() < 0.8 else rng.randint(1, MOST)
+        x = rng.randint(game.low, game.high) if rng.random() < 0.85 else rng.randint(1, MOST)
         function = {"name": "guess", "arguments": json.dumps({"x": x})}
         chat.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
         if x == n:
             break
-        chat.append({"role": "tool", "content": "higher" if x < n else "lower"})
-        low, high = (max(low, x + 1), high) if x < n else (low, min(high, x - 1))
+        chat.append({"role": "tool", "content": game.guess(x)})
     return chat

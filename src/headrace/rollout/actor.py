@@ -15,6 +15,9 @@ from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Generation, Request, request_seed
 from headrace.types import FinishReason, Order, Replay, Trajectory
 
+COMING_S = 0.02  # between two turns that come back together
+MOST_GATHERED_S = 0.25
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -40,6 +43,9 @@ class RolloutActor:
     _pending: dict[str, _Pending] = field(default_factory=dict, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _booked: int = field(default=0, init=False)
+    _away: set[str] = field(default_factory=set, init=False)  # sessions whose environment replies
+    _came: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _turn_s: float = field(default=0.0, init=False)  # that a turn takes, on average
 
     def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
         """Queue a request per entry of `order.samplings`; returns a future trajectory for each.
@@ -71,6 +77,8 @@ class RolloutActor:
                 parts = [0, sampling.seed % 2**64]
             seed = request_seed(self.seed, int(order.counted), order.serial, index, *parts)
             session = order.session(i)
+            self._away.discard(session)
+            self._came.set()
             request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted, session=session)
             if known is not None and len(known.token_ids) > len(before.token_ids):
                 self.engine.resume_request(request, known, len(before.token_ids))
@@ -114,13 +122,38 @@ class RolloutActor:
                             self.on_begun(order.serial, version)
                     for generation in finished:
                         self._deliver(generation)
+                    if finished and self._away:
+                        await self._gather()
                 self._work.clear()
         except Exception as error:
-            for pending in self._pending.values():
-                if not pending.future.done():
-                    pending.future.set_exception(error)
-            self._pending.clear()
+            self._fail(error)
             raise
+
+    def _fail(self, error: Exception) -> None:
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(error)
+        self._pending.clear()
+
+    async def _gather(self) -> None:
+        """Let turns come back that are replied to at once: a batch of many costs little more than one of few.
+
+        Waits while most sessions are away and keep coming, no longer than a turn takes.
+        """
+        end_s = self.clock() + min(self._turn_s, MOST_GATHERED_S)
+        while len(self._away) > len(self._pending) and self.clock() < end_s:
+            self._came.clear()
+            try:
+                async with asyncio.timeout(COMING_S):
+                    await self._came.wait()
+            except TimeoutError:
+                return
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        """These sessions are over."""
+        self._away.difference_update(sessions)
+        self.engine.forget(set(sessions))
+        self._came.set()
 
     def _advance(self, stage: str) -> list[Generation]:
         with self.span(stage):
@@ -128,6 +161,9 @@ class RolloutActor:
 
     def _deliver(self, generation: Generation) -> None:
         pending = self._pending.pop(generation.id)
+        if pending.order.turn and generation.finish is not FinishReason.ABORT:
+            self._away.add(generation.id.rpartition("#")[0])
+            self._turn_s += 0.1 * (generation.finished_s - generation.started_s - self._turn_s)
         if not pending.future.done():
             pending.future.set_result(self._trajectory(pending, generation))
 
