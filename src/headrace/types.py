@@ -342,11 +342,12 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int | None = None  # of the noise, instead of the number of the turn
+    grammar: str = ""  # that the answer must follow (policy/grammar_llguidance.py)
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled at all."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or bool(self.grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

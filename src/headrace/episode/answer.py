@@ -81,7 +81,7 @@ def _json(text: str) -> Any:
         raise ValueError(f"not valid JSON: {error}") from error
 
 
-def _json_calls(text: str) -> Calls:
+def read_json(text: str) -> Calls:
     value = _json(text)
     items = [item if isinstance(item, dict) else {} for item in (value if isinstance(value, list) else [value])]
     keys = ("arguments", "parameters")
@@ -106,7 +106,7 @@ def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
 
 def _python_calls(text: str) -> Calls:
     if text.lstrip().startswith(("{", "[{")):
-        return _json_calls(text)
+        return read_json(text)
     try:
         tree: Any = ast.parse(text.strip(), mode="eval").body
         calls: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -143,7 +143,7 @@ def _brace_calls(text: str) -> Calls:
 
 def _listed_calls(text: str) -> Calls:
     parts = [re.split(r"(?:\[CALL_ID\][^\[]*)?\[ARGS\]", part, maxsplit=1) for part in text.split("[TOOL_CALLS]")]
-    return [call for part in parts for call in ([_call(part[0].strip(), part[1])] if part[1:] else _json_calls(*part))]
+    return [call for part in parts for call in ([_call(part[0].strip(), part[1])] if part[1:] else read_json(*part))]
 
 
 def _channel_calls(text: str) -> Calls:
@@ -172,7 +172,7 @@ class Family:
     sign: str
     open: str = ""  # of a tool call
     close: str = ""  # of it; without one it ends with the answer
-    read: Callable[[str], Calls] = _json_calls
+    read: Callable[[str], Calls] = read_json
     noise: str = ""  # a pattern: markup around the text
     thinking: tuple[str, str] = ("<think>", "</think>")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from headrace.episode.answer import Grammar, ParsedAnswer, Reader, ToolCall
+from headrace.episode.answer import Grammar, ParsedAnswer, Reader, ToolCall, read_json
 from headrace.errors import ChatError
-from headrace.user_code import time_limit
+from headrace.user_code import load_optional, time_limit
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -87,6 +87,7 @@ class Chat:
         # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
         self._newline = self._ids("\n")
+        self._grammars: Any = None
         self._proven = False  # what comes after an answer does not depend on what came before it
         self._tails: dict[str, list[int]] = {}  # after answers of one shape
         self._calls = True
@@ -166,6 +167,38 @@ class Chat:
                 ids += self.append(history, said, chat[i], replies, tools)
             history += chat[i:after]
         return ids[: len(learned)], learned
+
+    def call_grammar(self, tools: Tools, name: str) -> str:
+        """A grammar of answers that call the tool `name`, or any of them if it is empty."""
+        family = self._grammar.family
+        opens, closes = re.sub(r"\\s\*|\\A.*|\\", "", family.open), family.close
+        if not family.open or family.read is not read_json or bool(opens) != bool(closes):
+            raise ChatError(f"{self.model} does not write tool calls as JSON, so it cannot be made to call a tool")
+        key = "arguments" if opens else "parameters"
+        wanted = [_function(tool) for tool in tools or () if name in ("", _function(tool)["name"])]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": call["name"]}, key: call.get("parameters") or {"type": "object"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for call in wanted
+        ]
+        parts = [f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"]
+        return f"start: {parts[0]}\n{json_rule('call', {'anyOf': calls})}"
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raises ChatError if no answer can be made to follow it."""
+        if self._grammars is None:
+            module = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar")
+            self._grammars = module.Grammars(self._tokenizer, self.vocab_size, list(self._stops))
+        self._grammars.check(grammar)
+
+    def _symbol(self, text: str) -> str:
+        """In a grammar: a token of its own, or a text."""
+        ids = self._ids(text)
+        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in self._tokenizer.added_tokens_decoder else json.dumps(text)
 
     def answer_ids(self, history: Messages, answer: Message, tools: Tools = None) -> list[int]:
         """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""
@@ -314,6 +347,12 @@ def content_text(message: Message) -> str:
     if strange := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
         raise ChatError(f"a message has a part that is not text: {str(strange[0])[:80]}")
     return "".join(map(str, texts))
+
+
+def json_rule(name: str, schema: Any) -> str:
+    """A rule of a grammar: JSON as Python writes it."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': spaces})}\n"
 
 
 def normal(message: Message) -> tuple[Any, ...]:

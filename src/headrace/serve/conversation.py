@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from headrace.episode.answer import ParsedAnswer
-from headrace.episode.chat import Message, Tools, normal
+from headrace.episode.chat import Message, Tools, json_rule, normal
 from headrace.episode.session import Addition, Session
 from headrace.episode.tree import context
-from headrace.errors import ChatError
+from headrace.errors import ChatError, MissingExtraError
 from headrace.serve.ask import Ask, RefusedError
 from headrace.types import FinishReason, Sampling, Turn
 
@@ -237,9 +237,25 @@ class Conversation:
         if num_prompt >= most:
             self.ended_by = f"this model's maximum context length is {most} tokens, and the request has {num_prompt}"
             raise RefusedError(self.ended_by, param="messages", code="context_length_exceeded")
-        sampling = replace(session.sampling, **ask.sampling)
+        sampling = replace(session.sampling, **ask.sampling, grammar=self._grammar(ask))
         num_new = min(sampling.max_new_tokens, session.sampling.max_new_tokens, most - num_prompt)
         return replace(sampling, max_new_tokens=num_new)
+
+    def _grammar(self, ask: Ask) -> str:
+        """What an answer must look like; checked here, as an engine cannot refuse."""
+        if ask.schema is None and ask.must_call is None:
+            return ""
+        chat = self.session.desk.chat
+        try:
+            if ask.must_call is not None:
+                grammar = chat.call_grammar(ask.tools, ask.must_call)
+            else:
+                grammar = json_rule("start", ask.schema)
+            chat.check_grammar(grammar)
+        except (ChatError, MissingExtraError) as error:
+            param = "response_format" if ask.must_call is None else "tool_choice"
+            raise RefusedError(str(error), param=param) from error
+        return grammar
 
     def _claim(self, tokens: Any) -> Turn | None:
         """A turn of an earlier attempt that was sampled after the same tokens."""

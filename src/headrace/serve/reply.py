@@ -33,10 +33,8 @@ def _usage(answers: Sequence[Answered], names: tuple[str, str] = ("prompt_tokens
 
 def _logprobs(answered: Answered) -> Json:
     pairs = zip(answered.token_ids, answered.logprobs, strict=True)
-    content: list[Json] = [
-        {"token": f"token_id:{id}", "logprob": n, "bytes": None, "top_logprobs": []} for id, n in pairs
-    ]
-    return {"content": content}
+    rest: Json = {"bytes": None, "top_logprobs": []}
+    return {"content": [{"token": f"token_id:{id}", "logprob": number, **rest} for id, number in pairs]}
 
 
 def _extras(ask: Ask, answered: Answered) -> Json:
@@ -135,7 +133,7 @@ def response_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterat
     events: list[Json] = [{"type": "response.created", "response": response(ask, answers, model, status="in_progress")}]
     for i, item in enumerate(output_items(answers[0])):
         at, hollow = {"item_id": item["id"], "output_index": i}, dict(item)
-        hollow |= {"content": []} if "content" in item else {"arguments": ""}
+        hollow["content" if "content" in item else "arguments"] = [] if "content" in item else ""
         events.append({"type": "response.output_item.added", "output_index": i, "item": hollow})
         if item["type"] == "message":
             part, at = item["content"][0], at | {"content_index": 0}
