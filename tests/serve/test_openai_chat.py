@@ -59,3 +59,126 @@ async def test_a_loop_of_tool_calls_is_one_line_of_tokens(architecture: str, str
         assert [m["role"] for m in messages] == ["user", *["assistant", "tool"] * 3, "assistant"]
         assert_trained_once(home, num_turns=4)
         assert [turn.replies for turn in session.trajectory.turns[:3]] == [(m["content"],) for m in messages[2:7:2]]
+
+
+async def test_an_edit_begins_a_branch_and_another_system_prompt_a_root():
+    async with house() as home:
+        session = home.open("k")
+        ai = client(home)
+        messages = await play(home, ai, stream=False)
+        edited = [*messages[:2], {**messages[2], "content": "99"}]
+        await ai.chat.completions.create(model="m", messages=edited, tools=TOOLS)
+        other: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?"}]
+        await ai.chat.completions.create(model="sub", messages=other)
+        assert_trained_once(home, num_turns=6, num_branches=2)
+        first, edit, root = session.trajectory.turns[0], session.trajectory.segments[0], session.trajectory.segments[1]
+        assert first.end - 1 <= edit.after < session.trajectory.turns[1].start  # what came before is not repeated
+        assert root.after < 5  # at most the beginning that every prompt has
+        assert [turn.agent for turn in session.trajectory.turns] == [*["m"] * 5, "sub"]
+
+
+async def test_what_a_client_writes_otherwise_does_not_fork():
+    """Arguments with other spaces, content as None or as parts, an id that was lost."""
+    async with house() as home:
+        home.open("k")
+        ai, messages = client(home), list[Any]([{"role": "user", "content": "Add."}])
+        for turn in range(3):
+            answer = await ai.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message.model_dump()
+            (call,) = message["tool_calls"]
+            said = add(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=turn)
+            call["id"] = call["id"] if turn != 1 else "lost"
+            message["content"] = [None, "", [{"type": "text", "text": " "}]][turn]
+            del message["refusal"]
+            messages += [message, {"role": "tool", "content": said, "tool_call_id": call["id"]}]
+        await ai.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        assert_trained_once(home, num_turns=4)
+
+
+async def test_several_choices_a_seed_a_stop_and_a_limit_are_honoured():
+    async with house(script=lambda turn: "start: /[a-z ]{200}/\n") as home:
+        home.open("k")
+        ai, asked = client(home), {"model": "m", "messages": [{"role": "user", "content": "Hm?"}]}
+        four = await ai.chat.completions.create(
+            **asked, n=4, max_tokens=9, seed=5, extra_body={"return_token_ids": True}
+        )
+        texts = [choice.message.content for choice in four.choices]
+        assert len(set(texts)) == 4
+        assert {choice.finish_reason for choice in four.choices} == {"length"}
+        assert four.usage.completion_tokens == 4 * 9 == sum(len(c.token_ids) for c in four.choices)
+        again = await ai.chat.completions.create(**asked, max_tokens=9, seed=5, logprobs=True)
+        assert again.choices[0].message.content == texts[0]
+        assert all(token.logprob <= 0 for token in again.choices[0].logprobs.content)
+        stopped = await ai.chat.completions.create(**asked, stop=[texts[1][2:4]], max_tokens=60, seed=6)
+        assert texts[1][2:4] not in stopped.choices[0].message.content
+        assert stopped.choices[0].finish_reason == "stop"
+        greedy = await refused(ai, **asked, temperature=0)
+        assert "cannot be trained on" in greedy.message
+        assert_trained_once(home, num_turns=6, num_branches=5)
+
+
+async def refused(ai: openai.AsyncOpenAI, **asked: Any) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await ai.chat.completions.create(**asked)
+    return caught.value
+
+
+async def test_a_schema_and_a_required_call_are_followed():
+    async with house(script=lambda turn: "") as home:  # nothing else binds it
+        home.open("k")
+        ai, asked = client(home), {"model": "m", "messages": [{"role": "user", "content": "Hm?"}]}
+        schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": ADD["parameters"]}}
+        answer = await ai.chat.completions.create(**asked, response_format=schema)
+        assert json.loads(answer.choices[0].message.content).keys() == {"a", "b"}
+        named = {"type": "function", "function": {"name": "add"}}
+        for choice in ("required", named):
+            answer = await ai.chat.completions.create(**asked, tools=TOOLS, tool_choice=choice)
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.name == "add"
+            assert add(call.function.arguments)
+        bad = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "objec"}}}
+        assert (await refused(ai, **asked, response_format=bad)).status_code == 400
+        assert_trained_once(home, num_turns=3, num_branches=2)
+
+
+async def test_a_retry_gets_the_answer_that_was_sampled():
+    async with house() as home:
+        home.open("k")
+        ai, asked = client(home, max_retries=0), {"model": "m", "messages": [{"role": "user", "content": "Hm?"}]}
+        first = asyncio.create_task(ai.chat.completions.create(**asked))
+        again = asyncio.create_task(ai.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "1"}))
+        beside = asyncio.create_task(ai.chat.completions.create(**asked))  # a wish for another sample
+        one, same, other = await asyncio.gather(first, again, beside)
+        late = await ai.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "2"})
+        assert one.id == same.id
+        assert len({one.id, other.id, late.id}) == 2
+        assert_trained_once(home, num_turns=2, num_branches=1)
+
+
+async def test_a_client_that_goes_away_leaves_its_turn():
+    async with house(script=lambda turn: "start: /[a-z ]{200}/\n") as home:
+        session = home.open("k")
+        ai, asked = client(home, max_retries=0), {"model": "m", "messages": [{"role": "user", "content": "Hm?"}]}
+        going = asyncio.create_task(ai.chat.completions.create(**asked))
+        while not home.orders:
+            await asyncio.sleep(0.001)
+        going.cancel()
+        await asyncio.wait([going])
+        answer = await ai.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "1"})
+        assert len(session.trajectory.turns) == len(home.orders) == 1
+        assert answer.usage.completion_tokens == np.count_nonzero(session.trajectory.sampled)
+
+
+async def test_limits_end_an_agent_with_an_answer_that_is_not_tried_again():
+    async with house() as home:
+        home.open("turns", max_turns=2)
+        home.open("tokens", max_tokens=30)
+        with pytest.raises(openai.APIStatusError) as turns:
+            await play(home, client(home, "turns"), stream=False)
+        assert turns.value.status_code == 410
+        with pytest.raises(openai.BadRequestError) as tokens:
+            await play(home, client(home, "tokens"), stream=False)
+        assert tokens.value.code == "context_length_exceeded"
+        assert len(home.sessions[0].trajectory.turns) == 2
+        assert_trained_once(home, num_turns=len(home.orders))

@@ -56,6 +56,7 @@ class Session:
         empty = replace(order.prompt, token_ids=np.empty(0, np.int32))
         self.trajectory = replace(order, prompt=empty).nothing_sampled(i, desk.now())
         self._num_asked = 0
+        self._asked_at: list[int] = []  # places after which a turn is being sampled
 
     def room(self, place: int, max_tokens: int = 0) -> int:
         """Tokens that can come after `place`, in the model's context or in `max_tokens`."""
@@ -76,7 +77,11 @@ class Session:
             turn=self._num_asked,
             routes=routes,
         )
-        sampled = await self.desk.sample(order)
+        self._asked_at.append(place)
+        try:
+            sampled = await self.desk.sample(order)
+        finally:
+            self._asked_at.remove(place)
         if len(sampled.token_ids) > len(tokens):
             temperature, text = sampling.temperature, self.desk.chat.text(sampled.token_ids[len(tokens) :].tolist())
             turn = Turn(start=0, end=0, finish=sampled.finish, temperature=temperature, agent=agent, state=state)
@@ -116,9 +121,9 @@ class Session:
     def beyond(self, tokens: IntArray) -> Addition:
         """What of `tokens` is new: they may begin like the context of an earlier turn, or like all of it."""
         t, best = self.trajectory, Addition(tokens, -1)
-        for turn in t.turns:
-            at = indices(t, turn.end - 1)
-            size = min(len(at), len(tokens) - 1)
+        for place in [turn.end - 1 for turn in t.turns] + self._asked_at:
+            at = indices(t, place)
+            size = min(len(at), len(tokens))
             different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
             same = int(different[0]) if len(different) else size
             if len(tokens) - same < len(best.tokens):
@@ -127,6 +132,8 @@ class Session:
 
     def tell(self, new: Addition) -> int:
         """Returns the place of the last token."""
+        if not len(new.tokens):
+            return new.after
         self.trajectory = told(self.trajectory, new.tokens, new.after)
         return len(self.trajectory.token_ids) - 1
 
