@@ -127,7 +127,7 @@ async def house(
     def sample(order: Order) -> asyncio.Future[Trajectory]:
         home.orders.append(order)
         (sampling,) = order.samplings
-        grammar = sampling.grammar or home.script(order.turn)
+        grammar = home.script(order.turn) or sampling.grammar
         return actor.start(replace(order, samplings=(replace(sampling, grammar=grammar),)))[0]
 
     home.desk = Desk(

@@ -176,10 +176,11 @@ class Chat:
             raise ChatError(f"{self.model} does not write tool calls as JSON, so it cannot be made to call a tool")
         key = "arguments" if opens else "parameters"
         wanted = [_function(tool) for tool in tools or () if name in ("", _function(tool)["name"])]
+        closed = {"type": "object", "additionalProperties": False}
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": call["name"]}, key: call.get("parameters") or {"type": "object"}},
+                "properties": {"name": {"const": call["name"]}, key: {**closed, **(call.get("parameters") or {})}},
                 "required": ["name", key],
                 "additionalProperties": False,
             }
