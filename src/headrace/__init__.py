@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = [
     *("Done", "Reply", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "sandbox"),
-    "train",
+    *("serve_run", "train"),
 ]
 
 

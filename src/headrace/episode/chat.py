@@ -88,6 +88,7 @@ class Chat:
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
         self._newline = self._ids("\n")
         self._grammars: Any = None
+        self._shows_ids = "tool_call_id" in source
         self._proven = False  # what comes after an answer does not depend on what came before it
         self._tails: dict[str, list[int]] = {}  # after answers of one shape
         self._calls = True
@@ -113,7 +114,8 @@ class Chat:
             return self._append([QUESTION] if self._proven else history, sampled, answer, new, tools)
         calls = [_function(call).get("name") for call in answer.get("tool_calls") or ()]
         shape = [calls, *(bool(answer.get(part)) for part in ("content", "reasoning_content"))]
-        key = json.dumps([int(sampled[-1]), shape, list(new), len(tools or ())], default=str)
+        known = [{key: m[key] for key in m if self._shows_ids or key != "tool_call_id"} for m in new]
+        key = json.dumps([int(sampled[-1]), shape, known, len(tools or ())], default=str)
         if key not in self._tails:
             if len(self._tails) >= MOST_TAILS:
                 del self._tails[next(iter(self._tails))]

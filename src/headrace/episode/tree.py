@@ -26,6 +26,11 @@ def ranges(t: Trajectory, place: int) -> list[tuple[int, int]]:
     return found[::-1]
 
 
+def place_before(t: Trajectory, token: int) -> int:
+    """The place that a token comes after."""
+    return next((segment.after for segment in t.segments if segment.start == token), token - 1)
+
+
 def indices(t: Trajectory, place: int) -> IntArray:
     """The indices of the tokens from the root to `place`."""
     return np.concatenate([np.empty(0, np.int32), *(np.arange(*part, dtype=np.int32) for part in ranges(t, place))])

@@ -80,8 +80,10 @@ class Endpoint:
         return np.array(ids, np.int32), np.array(learned, np.bool_)
 
 
-def visitors(desk: Desk, sampling: Sampling, model: str, key: str) -> Visitors:
-    """Everybody with `key` may talk to the model; nothing is booked."""
+async def serve_visitors(
+    desk: Desk, sampling: Sampling, model: str, at: tuple[str, int], key: str, on_ready: Callable[[str], None]
+) -> None:
+    """Let everybody with `key` talk to the model, until this is cancelled. Nothing is booked."""
     desk.chat.prove()
     numbers, sampling = itertools.count(), replace(sampling, max_new_tokens=desk.max_context)
 
@@ -90,4 +92,10 @@ def visitors(desk: Desk, sampling: Sampling, model: str, key: str) -> Visitors:
         order = Order(serial=0, prompt=prompt, samplings=(sampling,), indices=(0,), counted=False)
         return Conversation(Session(desk, order, 0), Limits())
 
-    return Visitors(model, desk.max_context, key, open)
+    front = Visitors(model, desk.max_context, key, open)
+    listener = listen(front, *at)
+    on_ready(front.base_url)
+    try:
+        await listener.wait()
+    finally:
+        await listener.close()

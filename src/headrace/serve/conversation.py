@@ -20,7 +20,7 @@ import numpy as np
 from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Message, Tools, json_rule, normal
 from headrace.episode.session import Addition, Session
-from headrace.episode.tree import context
+from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, MissingExtraError
 from headrace.serve.ask import Ask, RefusedError
 from headrace.types import FinishReason, Sampling, Turn
@@ -143,7 +143,7 @@ class Conversation:
         tokens = self.session.context(addition)
         sampling = self._sampling(ask, len(tokens))
         known = [turn for turn in (self._claim(tokens) for _ in range(ask.n)) if turn is not None]
-        place = known[0].start - 1 if known else self.session.tell(addition)
+        place = place_before(self.session.trajectory, known[0].start) if known else self.session.tell(addition)
         if node.place >= 0:
             self._replied(node, [messages[i] for i in new])
         norms = tuple(normal(messages[i]) for i in new)
@@ -261,7 +261,7 @@ class Conversation:
         """A turn of an earlier attempt that was sampled after the same tokens."""
         t = self.session.trajectory
         for turn in self._unclaimed:
-            if np.array_equal(context(t, turn.start - 1)[0], tokens):
+            if np.array_equal(context(t, place_before(t, turn.start))[0], tokens):
                 self._unclaimed.remove(turn)
                 return turn
         return None
@@ -270,7 +270,8 @@ class Conversation:
         self, ask: Ask, turn: Turn, stop: Sequence[str], node: Node, new: tuple[Any, ...], chat: tuple[Message, ...]
     ) -> Answered:
         session, t = self.session, self.session.trajectory
-        prompt, sampled = context(t, turn.start - 1)[0].tolist(), session.sampled_ids(turn).tolist()
+        prompt = context(t, place_before(t, turn.start))[0].tolist()
+        sampled = session.sampled_ids(turn).tolist()
         text = _cut(session.desk.chat.text(sampled), stop if turn.finish is FinishReason.STOP else ())
         answer = ParsedAnswer(text)
         if ask.messages:
