@@ -109,6 +109,7 @@ async def test_several_choices_a_seed_a_stop_and_a_limit_are_honoured():
         assert four.usage.completion_tokens == 4 * 9 == sum(len(c.token_ids) for c in four.choices)
         again = await ai.chat.completions.create(**asked, max_tokens=9, seed=5, logprobs=True)
         assert again.choices[0].message.content == texts[0]
+        assert again.usage.prompt_tokens == four.usage.prompt_tokens
         assert all(token.logprob <= 0 for token in again.choices[0].logprobs.content)
         stopped = await ai.chat.completions.create(**asked, stop=[texts[1][2:4]], max_tokens=60, seed=6)
         assert texts[1][2:4] not in stopped.choices[0].message.content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import guess  # the same game as an environment: here it gives the tasks
+import guess  # type: ignore[import-not-found]  # the same game as an environment: it gives the tasks
 import openai
 
 SCHEMA = {"additionalProperties": False, "properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}
@@ -19,7 +19,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
     n, low, high = task["n"], 1, 64
     messages: list[Any] = [{"role": "user", "content": "Find my number, 1 to 64."}]
     for _ in range(7):
-        answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        answer: Any = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         message = answer.choices[0].message
         if not message.tool_calls:
             return 0.0
