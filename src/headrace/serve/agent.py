@@ -102,7 +102,7 @@ class AgentEpisode:
         session, section, front = self.session, self._section, self._agents.front
         limits = Limits(max_turns=section.max_turns, max_tokens=section.max_tokens)
         conversation = Conversation(session, limits, session.trajectory.turns)
-        seat = Seat(session.id, conversation)
+        seat = Seat(secrets.token_hex(12), conversation)
         front.admit(self._key, seat)
         reward: Parts | AgentFailedError | None = None
         try:
