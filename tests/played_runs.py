@@ -413,6 +413,7 @@ class Process:
         stages: dict[str, Any] = {
             "prompts": self.prompts,
             "pool": self.actor,
+            "answers": self.actor,
             "books": books,
             "scorer": self.scorer,
             "ranks": Learner(world),

@@ -142,7 +142,7 @@ async def play(config: Config, meddle: Callable[[Place, Loop], None] = lambda pl
     run_dir = prepare_run_dir(config)
     place = open_place(config, run_dir)
     try:
-        await place.scorer.start()
+        await place.start_user_code()
         loop = await place.loop()
         meddle(place, loop)
         await loop.run()

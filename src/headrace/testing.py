@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,12 +41,12 @@ Piece = tuple[Sequence[int], bool]
 """Token ids, and whether the policy sampled them; an environment's reply was not sampled."""
 
 
-def tiny_model(directory: Path, seed: int = 0, **shape: int) -> None:
-    """Write a random Qwen3 of two layers with a character tokenizer.
+def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: int) -> None:
+    """Write a random Qwen3 of two layers, with a character tokenizer if no other is given.
 
     `shape` overrides fields of `Qwen3Config`. Its weights are scaled up, so that answers differ.
     """
-    tokenizer = character_tokenizer()
+    tokenizer = tokenizer or character_tokenizer()
     small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
     config = Qwen3Config(
         **(small | shape),

@@ -72,7 +72,7 @@ def test_common_prefixes_are_computed_once_with_the_same_bits(
     policy = on_cuda(make_policy, architecture, True, **({"sliding_window": window} if window else {}))
     rng = np.random.default_rng(0)
     texts = [rng.integers(3, 90, n).tolist() for n in (530, 100, 37, 64, 65, 200, 1)]
-    routes = np.argsort(rng.random((800, 2, 16)), axis=2)[..., :4].astype(np.uint8)
+    routes = np.argsort(rng.random((900, 2, 16)), axis=2)[..., :4].astype(np.uint8)
     answers = [trajectory(index=i, prompt=texts[0], answer=texts[1] + text) for i, text in enumerate(texts[2:])]
     answers += [trajectory(serial=1, prompt=texts[0][:300] + texts[5], answer=texts[3])]
     if policy.routers.num_layers:

@@ -10,23 +10,18 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import forked
 import pytest
+from kills import num_kills_that_hit
 from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 
 from headrace import api
-from headrace.config_file import load_config
-from headrace.ledger.files import SUMMARY, prepare_run_dir
+from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.row import Row
 from headrace.runs.audit import audit, books
 
 STEPS = 8
 SETTINGS = (f"loop.steps={STEPS}", "recovery.every_steps=3")
-
-
-def train(settings: list[str]) -> None:
-    api.train(load_config(None, settings))
 
 
 def kill_and_resume(workshop: Workshop, names: list[str], *settings: str) -> None:
@@ -37,26 +32,6 @@ def kill_and_resume(workshop: Workshop, names: list[str], *settings: str) -> Non
         kills_s = [rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.0)]
         num_hit += num_kills_that_hit(workshop, name, workshop.overrides(name, *SETTINGS, *settings), kills_s)
     assert num_hit, "no kill hit a living process"
-
-
-def num_kills_that_hit(workshop: Workshop, name: str, settings: list[str], kills_s: list[float]) -> int:
-    """SIGKILL the process after each of these many seconds and start another; the last one runs to the end."""
-    directory, log = workshop.directory / name, workshop.directory / f"{name}.log"
-    for num_hit, most_s in enumerate([*kills_s, 300.0]):
-        summary = directory / SUMMARY
-        if summary.exists() and json.loads(summary.read_text())["finished"]:  # killed on its way out
-            return num_hit
-        if (directory / "config.toml").exists():
-            process = forked.start(log, api.resume, directory)
-        else:
-            process = forked.start(log, train, settings)
-        process.join(most_s)
-        if process.exitcode is not None:
-            assert process.exitcode == 0, log.read_text()
-            return num_hit
-        process.kill()
-        process.join()
-    raise TimeoutError("the last run did not end")
 
 
 def assert_nothing_lost_or_done_twice(run: Path) -> None:

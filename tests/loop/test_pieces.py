@@ -53,7 +53,7 @@ async def run(config: Config, run_dir: Path, drawn: list[list[Piece]], *, resume
             running.cancel()
 
     try:
-        await place.scorer.start()
+        await place.start_user_code()
         loop = await place.loop(on_row)
         if resumed:
             await resume(loop, pytest.fail)

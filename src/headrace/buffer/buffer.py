@@ -113,11 +113,18 @@ class Sieve:
     """Which trajectories are trained on; every other one is dropped with a reason.
 
     The filters in order: overlong answers, the user's own, groups without signal. `ask(spec, group)`
-    calls a filter of the user: its reward is 1 to keep the group, 0 to drop it.
+    calls a filter of the user: its reward is 1 to keep the group, 0 to drop it. `by_turn`: turns have
+    credit of their own, so there is a signal where their rewards or numbers differ.
     """
 
-    def __init__(self, section: BufferSection, ask: Callable[[str, Group], Awaitable[Score]] | None = None) -> None:
-        self._section, self._ask = section, ask
+    def __init__(
+        self,
+        section: BufferSection,
+        ask: Callable[[str, Group], Awaitable[Score]] | None = None,
+        *,
+        by_turn: bool = False,
+    ) -> None:
+        self._section, self._ask, self._by_turn = section, ask, by_turn
         assert ask is not None or not section.filters
         self.first_error = ""
 
@@ -142,8 +149,10 @@ class Sieve:
         """
         group, dropped = self._uncut(group)
         reason = refusal if group.trajectories else DropReason.INCOMPLETE
-        if reason is None and self._section.drop_no_signal and len({t.reward for t in group.trajectories}) == 1:
-            reason = DropReason.NO_SIGNAL
+        if reason is None and self._section.drop_no_signal:
+            turns = [tuple(turn.reward for turn in t.turns) if self._by_turn else () for t in group.trajectories]
+            if len({(t.reward, given) for t, given in zip(group.trajectories, turns, strict=True)}) == 1:
+                reason = DropReason.NO_SIGNAL
         if reason is None:
             return group, dropped
         return None, dropped + [(t, reason) for t in group.trajectories]

@@ -140,7 +140,9 @@ class PlayedEpisode:
     def _read(self, turn: Turn) -> ParsedAnswer:
         session = self.session
         prompt, _ = context(session.trajectory, turn.start - 1)
-        return self.player.desk.chat.parse(session.sampled_ids(turn).tolist(), prompt.tolist(), self._tools)
+        answer = self.player.desk.chat.parse(session.sampled_ids(turn).tolist(), prompt.tolist(), self._tools)
+        is_text = not self._tools and (answer.tool_calls or answer.error)  # nothing to call: it is what it says
+        return ParsedAnswer(turn.text, answer.reasoning) if is_text else answer
 
     async def _reply(self, answer: ParsedAnswer) -> bool:
         """Let the environment reply; False if the episode is over."""

@@ -13,7 +13,8 @@ import torch
 from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
-from headrace.learner.objective import advantages, kl, needs_whole_step
+from headrace.learner.credit import credits
+from headrace.learner.objective import kl, needs_whole_step
 from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, Reply, Trainer, Worker
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
@@ -47,9 +48,9 @@ class Intake:
     def _items(self) -> list[Item]:
         pending, self._pending = self._pending, []
         rewards = [self._rewards(group, references) for group, references in pending]
-        found = advantages(self._section.advantage, rewards)
+        found = credits(self._section, [group for group, _ in pending], rewards)
         return [
-            Item(trajectory=trajectory, advantage=float(advantage), reference=reference)
+            Item(trajectory=trajectory, advantage=advantage, reference=reference)
             for (group, known), values in zip(pending, found, strict=True)
             for trajectory, advantage, reference in zip(group.trajectories, values, known, strict=True)
         ]

@@ -105,7 +105,7 @@ class Place:
             filters=config.buffer.filters,
             run_dir=run_dir,
         )
-        self._sieve = Sieve(config.buffer, self.scorer.keeps)
+        self._sieve = Sieve(config.buffer, self.scorer.keeps, by_turn=config.learner.credit != "episode")
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
         self._buffer: Buffer  # made by `loop`, as is the ledger of a new run

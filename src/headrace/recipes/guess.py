@@ -24,25 +24,22 @@ class Guess:
         """Guess a number."""
         if x == self.n:
             raise Done("right", reward=1.0)
-        if x < self.n:
-            self.low = max(self.low, x + 1)
-            return f"higher: {self.low} to {self.high}"
-        self.high = min(self.high, x - 1)
-        return f"lower: {self.low} to {self.high}"
+        self.low, self.high = (max(self.low, x + 1), self.high) if x < self.n else (self.low, min(self.high, x - 1))
+        return f"{'higher' if x < self.n else 'lower'}: {self.low} to {self.high}"
 
 
 def tasks(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` numbers, each with a worked game, in which guesses are random and some forget what was said."""
+    """`count` numbers, each with a worked game of somebody who often forgets what was said."""
     rng = random.Random(seed)
-    numbers = [rng.randint(1, MOST) for _ in range(count)]
-    return [{"prompt": f"{i}", "n": n, "worked": worked(n, rng)} for i, n in enumerate(numbers)]
+    numbers = rng.choices(range(1, MOST + 1), k=count)
+    return [{"prompt": f"game {i}", "n": n, "worked": worked(n, rng)} for i, n in enumerate(numbers)]
 
 
 def worked(n: int, rng: random.Random) -> list[dict[str, Any]]:
     game, chat = Guess(), list[dict[str, Any]]()
     game.n, game.low, game.high = n, 1, MOST
     for _ in range(Guess.max_turns):
-        x = rng.randint(game.low, game.high) if rng.random() < 0.85 else rng.randint(1, MOST)
+        x = rng.randint(1, MOST) if rng.random() < 0.33 else (game.low + game.high) // 2
         function = {"name": "guess", "arguments": json.dumps({"x": x})}
         chat.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
         if x == n:

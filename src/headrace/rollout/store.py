@@ -273,7 +273,8 @@ class RowStore:
         self._staging.reserve(max(c.row for c in chunks) + 1, longest)
         plan: PrefillPlan | VerifyPlan = PrefillPlan(self._staging, chunks, self._policy.device)
         most = max(c.size for c in chunks)
-        if len(chunks) > 1 and most <= SHORT_CHUNK and not self._policy.exact:
+        together = len(chunks) > 1 or chunks[0].start > 0
+        if together and most <= SHORT_CHUNK and not self._policy.exact:
             which = np.concatenate([np.full(c.size, c.row) for c in chunks])
             ahead = np.concatenate([np.arange(c.size) for c in chunks])
             cells, shape = (_to(self._policy, which), _to(self._policy, ahead)), (self._staging.num_rows, most)
