@@ -75,8 +75,8 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
         self._tokenizer, self._options = tokenizer, dict(options or {})
-        self.vocab_size = len(tokenizer)
         self._stops = {int(id): self._decode([id]) for id in stops or [tokenizer.eos_token_id] if id is not None}
+        self.vocab_size, self.stop_ids = len(tokenizer), frozenset(self._stops)
         texts = sorted(self._stops.values(), key=len, reverse=True)
         self._longest = len(texts[0]) if texts else 0
         self._stop = re.compile("|".join(map(re.escape, texts)) or "(?!)")

@@ -59,6 +59,7 @@ class Ask:
     instructions: str = ""  # a system message before all others
     previous: str = ""  # the response that `messages` follow
     prompt: str | tuple[int, ...] = ""  # without messages
+    stop_ids: tuple[int, ...] = ()
     tools: Tools = None
     may_call: bool = True
     must_call: str | None = None  # the name of a tool; "": any
@@ -78,13 +79,12 @@ def read_chat(body: Body) -> Ask:
     if not messages:
         raise RefusedError("messages is empty", param="messages")
     read = [_message(message, i) for i, message in enumerate(messages)]
-    form = body.get("response_format") or {}
     options = body.get("stream_options") or {}
     return Ask(
         messages=tuple(read),
         ids=tuple(frozenset(str(call.get("id")) for call in message.get("tool_calls") or ()) for message in read),
         with_usage=bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
-        **_schema(form, (form.get("json_schema") or {}) if isinstance(form, Mapping) else {}, "response_format"),
+        **_schema(body.get("response_format") or {}, "response_format"),
         **_tools(body, nested=True),
         **_shared(body, "chat", "max_completion_tokens", "max_tokens"),
     )
@@ -100,13 +100,14 @@ def read_responses(body: Body) -> Ask:
         _add_item(item, i, messages, ids)
     if not messages:
         raise RefusedError("input is empty", param="input")
-    form = (body.get("text") or {}).get("format") or {} if isinstance(body.get("text") or {}, Mapping) else None
+    text = body.get("text") or {}
+    form = text.get("format") or {} if isinstance(text, Mapping) else None
     return Ask(
         messages=tuple(messages),
         ids=tuple(map(frozenset, ids)),
         instructions=_text(body.get("instructions") or "", "instructions"),
         previous=_text(body.get("previous_response_id") or "", "previous_response_id"),
-        **_schema(form, form if isinstance(form, Mapping) else {}, "text.format"),
+        **_schema(form, "text.format"),
         **_tools(body, nested=False),
         **_shared(body, "responses", "max_output_tokens"),
     )
@@ -135,7 +136,8 @@ def read_generate(body: Body) -> Ask:
     if logprobs not in (None, 0, 1) or params.get("prompt_logprobs") is not None:
         raise RefusedError("only the log-prob of each sampled token is known: logprobs=1", param="logprobs")
     shared = _shared({**params, "logprobs": None, "stream": body.get("stream")}, f"generate {ids}", "max_tokens")
-    return Ask(prompt=ids, with_token_ids=True, with_logprobs=logprobs is not None, **shared)
+    stops = _token_ids(params.get("stop_token_ids") or [], "stop_token_ids")
+    return Ask(prompt=ids, stop_ids=stops, with_token_ids=True, with_logprobs=logprobs is not None, **shared)
 
 
 def _shared(body: Body, route: str, *max_names: str, or_else: int | None = None) -> dict[str, Any]:
@@ -176,18 +178,20 @@ def _message(message: Any, i: int) -> dict[str, Any]:
         raise RefusedError(f"{where} must be an object with a role, one of {', '.join(ROLES)}", param=where)
     read = {key: message[key] for key in KEPT if message.get(key) is not None}
     calls = read.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise RefusedError(f"{where}.tool_calls must be a list of objects", param=where)
-    if not all(isinstance((call.get("function") or {}).get("name"), str) for call in calls):
-        raise RefusedError(f"{where}.tool_calls: only functions can be called, by their names", param=where)
+    calls = calls if isinstance(calls, list) else [None]
+    functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in functions):
+        raise RefusedError(f"{where}.tool_calls must be a list of calls of functions by their names", param=where)
     read["content"] = _content(read, where)
     return read
 
 
 def _content(message: Message, where: str) -> str:
+    if not isinstance(message.get("content"), str | list | None):
+        raise RefusedError(f"{where}.content must be a text, or a list of parts", param=where)
     try:
         return content_text(message)
-    except (ChatError, TypeError) as error:
+    except ChatError as error:
         raise RefusedError(f"{where}: {error}", param=where) from error
 
 
@@ -244,9 +248,11 @@ def _tools(body: Body, *, nested: bool) -> dict[str, Any]:
     return {"tools": tools or None, "may_call": choice != "none", "must_call": "" if choice == "required" else None}
 
 
-def _schema(form: Any, given: Any, name: str) -> dict[str, Any]:
+def _schema(form: Any, name: str) -> dict[str, Any]:
     kind = form.get("type", "text") if isinstance(form, Mapping) else None
-    schema = {"type": "object"} if kind == "json_object" else given.get("schema") if kind == "json_schema" else None
+    given = form.get("json_schema", form) if isinstance(form, Mapping) else None
+    schema = given.get("schema") if kind == "json_schema" and isinstance(given, Mapping) else None
+    schema = {"type": "object"} if kind == "json_object" else schema
     if kind not in ("text", "json_object", "json_schema") or (kind != "text" and not isinstance(schema, Mapping)):
         raise RefusedError(f"{name} must be text, json_object, or json_schema with a schema", param=name)
     return {"schema": schema}

@@ -178,6 +178,8 @@ class Conversation:
         if limit and num_turns + ask.n > limit:
             self.ended_by = f"the episode may have {limit} turns"
             raise RefusedError(self.ended_by, status=410, code="episode_over")
+        if others := set(ask.stop_ids) - session.desk.chat.stop_ids:
+            raise RefusedError(f"these tokens do not end an answer: {sorted(others)}", param="stop_token_ids")
         if session.order.counted and ask.sampling.get("temperature") == 0:
             raise RefusedError("what is sampled at a temperature of 0 cannot be trained on", param="temperature")
 
