@@ -13,7 +13,7 @@ from headrace.testing import tiny_model
 # Any text is an answer to `reply`, so a random model can play. What it replies follows from the text alone.
 ENVIRONMENTS = '''
 import asyncio, os, time
-from headrace import Done, Reply
+from headrace import Done, Observation
 
 
 class Echo:
@@ -28,7 +28,7 @@ class Echo:
         worth = sum(map(ord, text)) % 97 / 97
         if len(self.texts) == 3:
             raise Done("enough", reward=worth)
-        return Reply(f"I heard {len(text)} characters: {sum(map(ord, text)) % 7}", reward=worth / 10)
+        return Observation(f"I heard {len(text)} characters: {sum(map(ord, text)) % 7}", reward=worth / 10)
 
     def state(self):
         return str(len(self.texts))
@@ -46,7 +46,7 @@ class Kept(Echo):
     def reply(self, text):
         time.sleep(0.02)
         said = super().reply(text)
-        return Reply(f"{said} {time.time_ns() % 10}", reward=said.reward)
+        return Observation(f"{said} {time.time_ns() % 10}", reward=said.reward)
 
     def snapshot(self):
         return self.texts
@@ -57,7 +57,7 @@ class Kept(Echo):
 
 class Fickle(Echo):
     def reply(self, text):
-        return Reply(f"{super().reply(text)} {time.time_ns()}", reward=0.0)
+        return Observation(f"{super().reply(text)} {time.time_ns()}", reward=0.0)
 
 
 class Moody(Echo):

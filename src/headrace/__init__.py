@@ -14,8 +14,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
-    *("Done", "Reply", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume", "sandbox"),
-    *("serve_run", "train"),
+    *("Done", "Observation", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume"),
+    *("sandbox", "serve_run", "train"),
 ]
 
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     """The public functions, loaded when asked for: reward processes and the lighter commands do without torch."""
     if name == "UnavailableError":
         return importlib.import_module("headrace.errors").UnavailableError
-    if name in ("Done", "Reply"):
+    if name in ("Done", "Observation"):
         return getattr(importlib.import_module("headrace.reward.environment"), name)
     if name == "sandbox":
         return importlib.import_module("headrace.sandbox")

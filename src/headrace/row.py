@@ -81,6 +81,11 @@ class Row:
         "parks_total",
         "times a sequence that reached max_wall_s was laid aside for others",
     )
+    cached_share: float = _metric(
+        "engine/cached_share", "share of prompt tokens that were served from the cache of an earlier turn"
+    )
+    turns_mean: float = _metric("episode/turns_mean", "turns per scored trajectory")
+    environment_s: float = _metric("time/environment", "seconds in which environments worked", unit="seconds")
     lag_mean: float = _metric("lag/mean", "mean lag over trained tokens", unit="versions")
     lag_max: int = _metric("lag/max", "lag of the oldest trained token", unit="versions", over="max")
     reward_mean: float = _metric("reward/mean", "mean reward of all scored trajectories")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from exact_runs import busy_run, gaps
 from hand_made import trajectory
 from mixtures import MIXTURES
+from played_turns import assert_as_from_scratch, play
 
 from headrace.errors import ModelError
 from headrace.learner.batch import pack
 from headrace.policy.attention import TreePlan
 from headrace.policy.policy import Policy
+from headrace.rollout.engine import Engine
 from headrace.types import Item, Replay
 
 pytestmark = [
@@ -91,6 +94,20 @@ def test_common_prefixes_are_computed_once_with_the_same_bits(
     assert torch.equal(*found)
     for name, expected in gradients[1].items():
         assert (gradients[0][name] - expected).norm() < 0.03 * expected.norm(), name
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+def test_turns_go_on_from_the_pages_of_earlier_ones(make_policy: Callable[..., Policy], architecture: str):
+    policy = on_cuda(make_policy, architecture, True)
+    make = partial(Engine, policy, max_running=16, prefill_tokens=200, kv_tokens=20_000, on_update="keep")
+    engine = make()
+    played = play(engine, num_sessions=5, num_turns=4, told=61)
+    assert_as_from_scratch(make, played)
+    first = sum(len(question[0]) for id, (question, _) in played.items() if id.endswith("#1"))
+    assert engine.prompt_tokens - engine.cached_tokens == first + 5 * 3 * (61 + 1)
+    engine.forget({f"s{i}" for i in range(5)})
+    engine.step()
+    assert engine._store._tables.pages.num_free == engine._store._tables.num_pages
 
 
 def test_an_output_head_of_odd_width_is_refused(make_policy: Callable[..., Policy]):

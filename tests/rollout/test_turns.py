@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from mixtures import MIXTURES
-from plain_forward import finish, make_engine, perturb, prompt_ids, run, tight_engine
+from plain_forward import make_engine, perturb, tight_engine
+from played_turns import asked, assert_as_from_scratch, play, run, words
 
 from headrace.policy.policy import Policy
-from headrace.rollout.engine import Engine
-from headrace.rollout.rows import Generation, Request
-from headrace.types import IntArray, RouteArray, Sampling
 
 pytestmark = pytest.mark.usefixtures("endless")
-
-SAMPLING = Sampling(max_new_tokens=9, temperature=0.8)
-Asked = tuple[IntArray, list[Request], RouteArray | None]
-
-
-def asked(session: int, turn: int, context: IntArray, routes: RouteArray | None = None) -> Asked:
-    request = Request(id=f"{session}#{turn}", sampling=SAMPLING, seed=100 * session + turn, session=f"s{session}")
-    return context, [request], routes
-
-
-def known(generation: Generation) -> RouteArray | None:
-    """The experts that a turn knows of the tokens before it: all but of the newest token."""
-    replay = generation.replay
-    return None if replay is None or replay.routes is None else replay.routes[:-1]
-
-
-def play(engine: Engine, num_sessions: int, num_turns: int, told: int = 7) -> dict[str, tuple[Asked, Generation]]:
-    """Sessions side by side; after each turn every session is told a few tokens more."""
-    questions = [asked(s, 1, prompt_ids(20 + s, 1)) for s in range(num_sessions)]
-    played: dict[str, tuple[Asked, Generation]] = {}
-    for turn in range(2, num_turns + 2):
-        answers = finish(engine, [(i, *question) for i, question in enumerate(questions)])  # type: ignore[misc]
-        played |= {question[1][0].id: (question, answers[question[1][0].id]) for question in questions}
-        for s, (context, (request,), _) in enumerate(questions):
-            answer = answers[request.id]
-            context = np.concatenate([context, answer.token_ids, prompt_ids(told, 100 * turn + s)])
-            questions[s] = asked(s, turn, context, known(answer))
-    return played
-
-
-def assert_as_from_scratch(policy: Policy, played: dict[str, tuple[Asked, Generation]]) -> None:
-    """Each turn has the bits of an engine that computes its whole context anew."""
-    for (context, (request,), routes), answer in played.values():
-        fresh = make_engine(policy)
-        (expected,) = finish(fresh, [(0, context, [replace(request, session="")], routes)]).values()  # type: ignore[list-item]
-        assert answer.token_ids.tolist() == expected.token_ids.tolist()
-        assert answer.logprobs.tobytes() == expected.logprobs.tobytes()
-        if expected.replay is not None:
-            assert answer.replay is not None
-            np.testing.assert_array_equal(answer.replay.routes, expected.replay.routes)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
@@ -64,7 +22,7 @@ def test_only_the_new_tokens_of_a_turn_are_computed(make_policy: Callable[..., P
     policy = make_policy(architecture, exact=True, **MIXTURES.get(architecture, {}))
     engine = make_engine(policy, prefill_tokens=13)
     played = play(engine, num_sessions=3, num_turns=4)
-    assert_as_from_scratch(policy, played)
+    assert_as_from_scratch(partial(make_engine, policy), played)
     contexts = [len(question[0]) for question, _ in played.values()]
     # of an earlier turn everything is cached but its newest token, which was no input yet
     new = [7 + 1 if int(id.partition("#")[2]) > 1 else len(question[0]) for id, (question, _) in played.items()]
@@ -78,11 +36,11 @@ def test_a_branch_goes_on_from_what_it_shares_with_an_earlier_turn(make_policy: 
     played = play(engine, num_sessions=1, num_turns=2)
     cached = engine.cached_tokens
     first = played["0#1"][0][0]
-    edited = np.concatenate([first[:15], prompt_ids(12, 5)])
+    edited = np.concatenate([first[:15], words(12, 5)])
     question = asked(0, 9, edited)
-    (answer,) = finish(engine, [(0, *question)]).values()  # type: ignore[list-item]
+    (answer,) = run(engine, question).values()
     assert engine.cached_tokens - cached == 15
-    assert_as_from_scratch(policy, {"0#9": (question, answer)})
+    assert_as_from_scratch(partial(make_engine, policy), {"0#9": (question, answer)})
 
 
 def test_what_was_kept_goes_before_anybody_is_preempted(make_policy: Callable[..., Policy]):
@@ -90,7 +48,7 @@ def test_what_was_kept_goes_before_anybody_is_preempted(make_policy: Callable[..
     for kv_tokens in (320, 64 * 14):
         engine, store = tight_engine(policy, kv_tokens)
         played = play(engine, num_sessions=4, num_turns=4, told=30)
-        assert_as_from_scratch(policy, played)
+        assert_as_from_scratch(partial(make_engine, policy), played)
         assert engine.preemptions == 0
         assert 0 <= engine.cached_tokens < engine.prompt_tokens
     engine.forget({"s0", "s1", "s2", "s3"})
@@ -104,24 +62,24 @@ def test_an_update_of_the_weights_decides_about_the_cache_as_within_an_answer(
 ):
     policy = make_policy(exact=True)
     engine = make_engine(policy, on_update=on_update)
-    context, (request,), _ = asked(0, 1, prompt_ids(30))
-    (first,) = run(engine, (context, [request])).values()
+    context, (request,), _ = asked(0, 1, words(30))
+    (first,) = run(engine, (context, [request], None)).values()
     perturb(policy, 1)
     engine.weights_changed(1)
-    question = asked(0, 2, np.concatenate([context, first.token_ids, prompt_ids(5)]))
-    (second,) = finish(engine, [(0, *question)]).values()  # type: ignore[list-item]
+    question = asked(0, 2, np.concatenate([context, first.token_ids, words(5)]))
+    (second,) = run(engine, question).values()
     assert engine.cached_tokens == (30 + 9 - 1 if is_kept else 0)
     assert {span.version for span in second.spans} == {1}
     if not is_kept:
-        assert_as_from_scratch(policy, {"0#2": (question, second)})
+        assert_as_from_scratch(partial(make_engine, policy), {"0#2": (question, second)})
 
 
 def test_episodes_that_ask_one_by_one_for_the_same_prompt_share_its_prefill(policy: Policy):
     engine = make_engine(policy, prefill_tokens=512)
-    prompt: Any = prompt_ids(40)
+    prompt: Any = words(40)
     for session in range(6):
         engine.submit(*asked(session, 1, prompt))
-    found = finish(engine)
+    found = run(engine)
     assert len(found) == 6
     assert engine.prompt_tokens == 40
     assert len({tuple(g.token_ids.tolist()) for g in found.values()}) > 1

@@ -114,8 +114,9 @@ def _answer(read: Answer, start: int, here: Any) -> None:
         with page.card("Answer"):
             page.message(show.why_no_tokens(found))
         return
-    with page.card("Answer", "What it wrote."):
-        ui.label(printable(found.whole.text)).classes("written")
+    for title, text in show.said(found.whole).items():
+        with page.card(title.capitalize(), "What it wrote." if title == "answer" else ""):
+            ui.label(printable(text)).classes("written")
     for title, text in show.verdict_texts(found.whole).items():
         with page.card(title.capitalize()):
             ui.label(printable(text)).classes("written")

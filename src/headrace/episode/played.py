@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ class Player:
     reward_follows: bool = False  # a reward function adds to what the environment says
     on_note: Callable[[str], None] = lambda text: None
     _closing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _num_working: int = field(default=0, init=False)  # environments that are asked for a reply
+    _working: ExitStack = field(default_factory=ExitStack, init=False)
 
     async def prepare(self) -> None:
         """Raises if the environment cannot be loaded, or the chat template cannot serve it."""
@@ -60,6 +63,19 @@ class Player:
         self.let_go(environment)
         ids, learned = self.desk.chat.worked(history, chat, list(self.environments.described.tools))
         return np.array(ids, np.int32), np.array(learned, np.bool_)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """One span from the first environment that works to the last."""
+        if self._num_working == 0:
+            self._working.enter_context(self.desk.span("environment"))
+        self._num_working += 1
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+            if self._num_working == 0:
+                self._working.close()
 
     def with_system(self, messages: Sequence[Message]) -> list[Message]:
         """The first messages of an episode, with the system message of `prompts.system`."""
@@ -199,7 +215,7 @@ class PlayedEpisode:
         return Outcome(trajectory=replace(trajectory, reward=float(sum(parts.values())), timing=timing))
 
     async def _timed(self, asked: Awaitable[R]) -> R:
-        with self.player.desk.span("environment"):
+        with self.player.working():
             return await self.session.unless_aborted(asked)
 
 

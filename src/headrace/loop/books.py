@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headrace.ledger.clock import StageClock, busy_s
+from headrace.ledger.clock import StageClock, busy_s, union_length
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.measured import StepStats
 from headrace.rollout.pool import RolloutPool
@@ -104,6 +104,7 @@ class RowMaker:
         self._books = ledger.totals()
         self._counts = pool.counts
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
+        self._turns: list[int] = []  # of the same trajectories
         self.first_reward_failure = ""
 
     def begin(self) -> None:
@@ -129,6 +130,7 @@ class RowMaker:
         assert trajectory.reward is not None
         scored = (trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut)
         self._scored.append(scored)
+        self._turns.append(max(1, len(trajectory.turns)))
 
     def reward_failed(self, detail: str) -> None:
         """Keep the first failure's `detail`, for the summary and for error messages."""
@@ -148,6 +150,9 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation."""
         running, finished = self._clock.running(), self._clock.drain()
         books, before, counts = self._ledger.totals(), self._books, self._pool.counts
+        prompt_tokens = counts.prompt_tokens - self._counts.prompt_tokens
+        working = [s for s in (*running, *finished) if s.stage == "environment"]
+        environment_s = union_length((max(s.start_s, self._start_s), min(s.end_s, end_s)) for s in working)
         trajectories = [t for group in taken for t in group.trajectories]
         tokens = np.array([t.num_sampled_tokens for t in trajectories])
         lags = np.array([version - 1 - t.oldest_version for t in trajectories])
@@ -165,6 +170,9 @@ class RowMaker:
             backlog_tokens=books.backlog_tokens,
             preemptions=counts.preemptions - self._counts.preemptions,
             parks=counts.parks - self._counts.parks,
+            cached_share=(counts.cached_tokens - self._counts.cached_tokens) / max(1, prompt_tokens),
+            turns_mean=float(np.mean(self._turns or [1])),
+            environment_s=environment_s,
             lag_mean=float((lags * tokens).sum() / tokens.sum()),
             lag_max=int(lags.max()),
             reward_mean=float(rewards.mean()),
@@ -193,6 +201,7 @@ class RowMaker:
         self._ledger.spans(finished)
         self._ledger.row(row)
         self._books, self._counts, self._scored, self._start_s = books, counts, [], self._clock.now()
+        self._turns = []
         return row
 
     def flush(self) -> None:

@@ -47,12 +47,12 @@ class Done(Exception):
         self.text, self.reward = text, reward
 
 
-class Reply(str):
-    """A reply with a reward for the turn. Example: return Reply("warmer", reward=0.1)."""
+class Observation(str):
+    """A reply with a reward for the turn. Example: return Observation("warmer", reward=0.1)."""
 
     reward: float
 
-    def __new__(cls, text: str, reward: float) -> Reply:
+    def __new__(cls, text: str, reward: float) -> Observation:
         reply = super().__new__(cls, text)
         reply.reward = reward
         return reply
@@ -76,7 +76,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
     make = load_function(spec, "episode.environment", ConfigError)
     if not inspect.isclass(make) or not callable(getattr(make, "start", None)):
         raise ConfigError(f"episode.environment = '{spec}' must be a class with a method start(self, prompt)")
-    host = Host(make)
+    host = LiveEnvironments(make)
     if not host.tools and not hasattr(make, "reply"):
         raise ConfigError(
             f"episode.environment = '{spec}' has no tools (public methods) and no method reply(self, text): "
@@ -96,7 +96,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
     return EnvironmentFunction(name=make.__name__, call=without_waiting, mode=Mode.SINGLE)
 
 
-class Host:
+class LiveEnvironments:
     """The live environments of one class, by episode."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -153,7 +153,7 @@ class Host:
             done = True
             replies.append(end.text)
             rewards += [] if end.reward is None else [end.reward]
-        rewards += [reply.reward for reply in replies if isinstance(reply, Reply)]
+        rewards += [reply.reward for reply in replies if isinstance(reply, Observation)]
         answer = {"replies": ["" if reply is None else str(reply) for reply in replies], "done": done}
         answer["reward"] = sum(rewards) if rewards else None
         if not done:

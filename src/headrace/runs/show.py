@@ -37,6 +37,11 @@ DROP_WORDS = {
     "reward_timeout": "the reward function gave no verdict within reward.timeout_s",
     "reward_error": "the reward function raised an error, or returned something that is no reward",
     "reward_unavailable": "what the reward function needs could not be reached, reward.retries times",
+    "env_error": "the environment failed, or ended an episode without a reward",
+    "env_timeout": "the environment did not reply within episode.timeout_s",
+    "env_unavailable": "what the environment needs could not be reached",
+    "agent_error": "the agent failed, or gave no reward",
+    "abandoned": "sampled for a client that went away",
     "filter_error": "a filter of yours failed on its group, so nobody knows whether to keep it",
     "incomplete": "fewer than two answers of its group were left, and one alone cannot be compared",
     "skipped_step": "the gradient of its step was not finite, so the weights stayed as they were",
@@ -328,6 +333,26 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
         "policy": ", then ".join(versions) or "not known",
         "seconds": "  ".join(f"{name} {at_s:.2f}" for name, at_s in found.times_s.items()),
     }
+
+
+def said(whole: Trajectory) -> dict[str, str]:
+    """What the policy wrote, by title; of an episode turn by turn, each with the reply to it."""
+    if not whole.turns:
+        return {"answer": whole.text}
+    branches, found = [segment.start for segment in whole.segments], {}
+    for number, turn in enumerate(whole.turns, 1):
+        versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
+        about = [f"turn {number}", *([turn.agent] if turn.agent else []), f"version {' and '.join(versions)}"]
+        about += [] if turn.reward is None else [f"reward {turn.reward:g}"]
+        about += ["in a new branch"] if any(turn.start > start > _end(whole, number - 2) for start in branches) else []
+        found[", ".join(about)] = turn.text
+        if turn.replies:
+            found[f"reply to turn {number}, after {turn.environment_s:.2f} s"] = "\n".join(turn.replies)
+    return found
+
+
+def _end(whole: Trajectory, turn: int) -> int:
+    return whole.turns[turn].end - 1 if turn >= 0 else 0
 
 
 def verdict_texts(whole: Trajectory) -> dict[str, str]:
