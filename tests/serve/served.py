@@ -32,7 +32,7 @@ from headrace.rollout.engine import Engine
 from headrace.serve.conversation import Conversation, Limits
 from headrace.serve.front_desk import FrontDesk, Seat
 from headrace.serve.starlette_app import application
-from headrace.types import Item, Order, Prompt, Sampling, Trajectory
+from headrace.types import FloatArray, Item, Order, Prompt, Sampling, Trajectory
 
 BASE_URL = "http://house/v1"
 INT = {"type": "integer", "minimum": 0, "maximum": 64}
@@ -74,6 +74,8 @@ class House:
 
     policy: Policy
     script: Callable[[int], str]
+    engine: Engine
+    device: DeviceThread
     desk: Desk = field(init=False)
     front: FrontDesk = field(init=False)
     orders: list[Order] = field(default_factory=list)
@@ -106,10 +108,15 @@ def calls_then_text(policy: Policy, num_calls: int, tool: Any = ADD) -> Callable
 
 @asynccontextmanager
 async def house(
-    policy: Policy | None = None, *, num_calls: int = 3, tool: Any = ADD, script: Callable[[int], str] | None = None
+    policy: Policy | None = None,
+    *,
+    num_calls: int = 3,
+    tool: Any = ADD,
+    script: Callable[[int], str] | None = None,
+    on_update: Any = "keep",
 ) -> AsyncIterator[House]:
     policy = policy or chat_policy()
-    engine = Engine(policy, max_running=16, prefill_tokens=64, kv_tokens=10**6, on_update="keep")
+    engine = Engine(policy, max_running=16, prefill_tokens=64, kv_tokens=10**6, on_update=on_update)
     device = DeviceThread()
     clock = asyncio.get_running_loop().time
     actor = RolloutActor(
@@ -122,7 +129,7 @@ async def house(
         on_begun=lambda serial, version: None,
     )
     running = asyncio.create_task(actor.run())
-    home = House(policy, script or calls_then_text(policy, num_calls, tool))
+    home = House(policy, script or calls_then_text(policy, num_calls, tool), engine, device)
 
     def sample(order: Order) -> asyncio.Future[Trajectory]:
         home.orders.append(order)
@@ -134,7 +141,7 @@ async def house(
         chat=Chat(policy.tokenizer, stops=sorted(policy.eos_ids)),
         max_context=policy.max_context,
         sample=sample,
-        forget=lambda session: engine.forget({session}),
+        forget=lambda session: actor.forget([session]),
         now=clock,
         span=lambda stage: nullcontext(),
         on_turn=lambda serial, trajectory: None,
@@ -149,12 +156,12 @@ async def house(
 
 
 @torch.no_grad()
-def gaps(policy: Policy, found: Sequence[Trajectory]) -> float:
-    """The largest |learner's - engine's| log-prob of all sampled tokens."""
+def gaps(policy: Policy, found: Sequence[Trajectory]) -> FloatArray:
+    """|learner's - engine's| log-prob of every sampled token."""
     batch = pack([Item(trajectory=t, advantage=0.0) for t in found], policy.device, policy.routers, TEMPERATURE)
     given = batch.token_ids, batch.plan, batch.at, batch.temperature, batch.support, batch.routes
     ours, _ = policy.logprobs(*given)
-    return float((ours.float() - batch.behaviour).abs().max())
+    return (ours.float() - batch.behaviour).abs().numpy()  # type: ignore[no-any-return]
 
 
 def assert_trained_once(home: House, *, num_turns: int, num_branches: int = 0) -> None:
@@ -168,7 +175,7 @@ def assert_trained_once(home: House, *, num_turns: int, num_branches: int = 0) -
             covered[turn.start : turn.end] += 1
         np.testing.assert_array_equal(covered, t.sampled.astype(int))
         assert (t.logprobs[t.sampled] < 0).any()
-    assert gaps(home.policy, trajectories) == 0.0
+    assert gaps(home.policy, trajectories).max() == 0.0
 
 
 def add(arguments: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from served import ADD, BASE_URL, House, add, assert_trained_once, chat_policy, house
+import torch
+from served import ADD, BASE_URL, House, add, assert_trained_once, chat_policy, gaps, house
 
 TOOLS: Any = [{"type": "function", "function": ADD}]
 
@@ -183,3 +184,31 @@ async def test_limits_end_an_agent_with_an_answer_that_is_not_tried_again():
         assert tokens.value.code == "context_length_exceeded"
         assert len(home.sessions[0].trajectory.turns) == 2
         assert_trained_once(home, num_turns=len(home.orders))
+
+
+async def test_a_weight_update_in_mid_episode_is_seen_in_spans_alone():
+    """What the new weights sample has their bits, to the last; what the old ones sampled has not."""
+    async with house(on_update="recompute") as home:
+        session, ai = home.open("k"), client(home)
+        messages = await play(home, ai, stream=False, most=2)
+
+        def update() -> None:
+            with torch.no_grad():
+                for parameter in home.policy.model.parameters():
+                    parameter.mul_(1.01)
+            home.engine.weights_changed(1)
+
+        await home.device.run(update)
+        while messages[-1]["role"] == "tool":
+            answer = await ai.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            messages.append(answer.choices[0].message.model_dump())
+            for call in messages[-1]["tool_calls"] or ():
+                said = add(call["function"]["arguments"])
+                messages.append({"role": "tool", "content": said, "tool_call_id": call["id"]})
+        t = session.trajectory
+        assert [span.version for span in t.spans] == [0, 0, 1, 1]
+        assert not t.segments
+        old = np.concatenate([np.full(span.end - span.start, span.version == 0) for span in t.spans])
+        found = gaps(home.policy, [t])
+        assert found[~old].max() == 0.0
+        assert found[old].max() > 0.0
