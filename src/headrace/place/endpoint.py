@@ -33,7 +33,7 @@ def listen(front: FrontDesk, host: str, port: int) -> Any:
     app = load_optional("headrace.serve.starlette_app", "starlette", "serve").application(front)
     listener = load_optional("headrace.serve.uvicorn_server", "uvicorn", "serve").Listener(app, host, port)
     shown = own_address() if host in ("0.0.0.0", "::") else host
-    front.base_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.port}/v1"
+    front.listens(f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.port}/v1")
     listener.start()
     return listener
 

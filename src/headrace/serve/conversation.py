@@ -113,7 +113,7 @@ class Conversation:
 
     # ---- for the endpoint
 
-    async def ask(
+    async def take(
         self, ask: Ask, *, is_retry: bool = False, is_gone: Callable[[], Awaitable[bool]]
     ) -> asyncio.Task[list[Answered]]:
         """The answers, sampled once even if a client asks again because it got none.

@@ -41,6 +41,10 @@ class FrontDesk:
         self._offers: deque[tuple[Mapping[str, Any], asyncio.Future[None]]] = deque()
         self._offered, self._closed = asyncio.Event(), False
 
+    def listens(self, base_url: str) -> None:
+        """Where agents find it."""
+        self.base_url = base_url
+
     def admit(self, key: str, seat: Seat) -> None:
         self._seats[_digest(key)] = seat
 

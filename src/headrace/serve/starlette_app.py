@@ -126,7 +126,7 @@ async def _answer(desk: FrontDesk, form: Form, request: Request) -> Response:
         raise RefusedError("this route gives one answer, whole", param="stream" if ask.stream else "n")
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     conversation = desk.conversation(_key(request), ask)
-    task = await conversation.ask(ask, is_retry=is_retry, is_gone=request.is_disconnected)
+    task = await conversation.take(ask, is_retry=is_retry, is_gone=request.is_disconnected)
 
     async def answers() -> list[Answered]:
         found = await asyncio.shield(task)  # the turn is complete even if the client is gone
