@@ -33,7 +33,7 @@ class Listener:
             self._socket = socket.create_server((host, port), family=family, backlog=2048)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-        settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
+        settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
         limits: dict[str, Any] = {"h11_max_incomplete_event_size": HEADER_BYTES, "timeout_graceful_shutdown": STOP_S}
         self._server = _Quiet(uvicorn.Config(app, http="h11", **settings, **limits))
         self._serving: asyncio.Task[None] | None = None
