@@ -212,3 +212,16 @@ async def test_a_weight_update_in_mid_episode_is_seen_in_spans_alone():
         found = gaps(home.policy, [t])
         assert found[~old].max() == 0.0
         assert found[old].max() > 0.0
+
+
+async def test_turns_that_are_truncated_in_different_ways_are_trained_together():
+    async with house(script=lambda turn: "") as home:
+        home.open("plain")
+        home.open("mixed")
+        asked = {"model": "m", "max_tokens": 9}
+        for key, options in (("plain", [{}, {}]), ("mixed", [{}, {"top_p": 0.5, "temperature": 0.3}, {}])):
+            ai, messages = client(home, key), list[Any]([{"role": "user", "content": "Hm?"}])
+            for option in options:
+                answer = await ai.chat.completions.create(**asked, messages=messages, **option)
+                messages += [answer.choices[0].message, {"role": "user", "content": "And?"}]
+        assert_trained_once(home, num_turns=5)
