@@ -29,7 +29,7 @@ from headrace.runs.report import Report, Table, printable
 ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
 # Of the commands in the help: train, look, understand, plan. The others follow.
 ORDER = (
-    *("train", "resume", "eval", "serve", "export", "show", "runs", "audit", "dash"),
+    *("train", "resume", "eval", "export", "serve", "show", "runs", "audit", "dash"),
     *("triage", "trace", "plan", "simulate"),
 )
 SAMPLE_CHARS = 600  # of a prompt or an answer
