@@ -66,7 +66,7 @@ _CELLS = {
         "aria-label='reward by step'><polyline :points='props.value' /></svg></q-td>"
     ),
 }
-MANY_ROWS = 100  # of which only those are drawn that can be seen
+MANY_ROWS = 120  # of which only those are drawn that can be seen
 
 
 @contextmanager
