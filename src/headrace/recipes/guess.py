@@ -39,7 +39,7 @@ def worked(n: int, rng: random.Random) -> list[dict[str, Any]]:
     game, chat = Guess(), list[dict[str, Any]]()
     game.n, game.low, game.high = n, 1, MOST
     for _ in range(Guess.max_turns):
-        x = rng.randint(1, MOST) if rng.random() < 0.42 else (game.low + game.high) // 2
+        x = rng.randint(1, MOST) if rng.random() < 0.35 else (game.low + game.high) // 2
         function = {"name": "guess", "arguments": json.dumps({"x": x})}
         chat.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
         if x == n:
