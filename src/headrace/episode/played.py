@@ -53,10 +53,7 @@ class Player:
         return PlayedEpisode(self, Session(self.desk, order, i), known)
 
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> tuple[IntArray, BoolArray]:
-        """The tokens of a worked episode, and which of them the policy should learn to sample.
-
-        `chat` is what follows the environment's first message: answers, and replies to them.
-        """
+        """Tokens of the `chat` that follows the environment's first message, and which of them are learned."""
         environment = self.environments.open(f"worked:{prompt.id}", prompt)
         tools, renderer = list(self.environments.described.tools), self.desk.chat
         history = self.with_system(await environment.start())
@@ -165,6 +162,8 @@ class PlayedEpisode:
         session = self.session
         prompt, _ = context(session.trajectory, turn.start - 1)
         answer = self.player.desk.chat.parse(session.sampled_ids(turn).tolist(), prompt.tolist(), self._tools)
+        if turn.finish.cut and answer.tool_calls:  # else it would learn that it need not come to an end
+            return ParsedAnswer(turn.text, answer.reasoning, (), "the answer was cut before its end")
         is_text = not self._tools and (answer.tool_calls or answer.error)  # nothing to call: it is what it says
         return ParsedAnswer(turn.text, answer.reasoning) if is_text else answer
 
