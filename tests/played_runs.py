@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
-from headrace.config import BufferSection, Config, LoopSection, RecoverySection, RolloutSection
+from headrace.config import BufferSection, Config, LoopSection, ModelSection, RecoverySection, RolloutSection
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
 from headrace.loop.loop import Loop
@@ -91,6 +91,7 @@ class World:
     def config(self) -> Config:
         """The run's settings."""
         return Config(
+            model=ModelSection(exact=self.exact),
             rollout=RolloutSection(samples=SAMPLES),
             buffer=BufferSection(drop_overlong=True, patience=100, min_share=self.min_share),
             loop=LoopSection(steps=self.steps, max_lag=self.max_lag, groups_per_step=self.groups_per_step),
@@ -225,23 +226,16 @@ class Answer:
 class Actor:
     """Samples one token of one answer at a time, by `version`, which the publisher sets."""
 
-    def __init__(self, world: World, ledger: Ledger, exact: bool, on_begun: Callable[[int, int], None]) -> None:
+    def __init__(self, world: World, ledger: Ledger, on_begun: Callable[[int, int], None]) -> None:
         self._world, self._ledger, self._on_begun = world, ledger, on_begun
-        self.exact, self.counts = exact, EngineCounts()
+        self.counts = EngineCounts()
         self.version = 0
         self.answers: list[Answer] = []
 
-    def start(
-        self,
-        serial: int,
-        prompt: Prompt,
-        samplings: Sequence[Any],
-        *,
-        attempt: int,
-        so_far: Mapping[int, Trajectory] | None,
-    ) -> list[asyncio.Future[Trajectory]]:
+    def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
+        serial, prompt, attempt, so_far = order.serial, order.prompt, order.attempt, order.so_far
         futures = []
-        for index in range(len(samplings)):
+        for index in order.indices:
             future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
             futures.append(future)
             answer = Answer(answer_id(serial, prompt, index, attempt), serial, index, prompt, future)
@@ -408,7 +402,7 @@ class Process:
             on_buffered=self.ledger.buffered,
             on_drop=books.drop_group,
         )
-        self.actor = Actor(world, self.ledger, world.exact, self.buffer.begin)
+        self.actor = Actor(world, self.ledger, self.buffer.begin)
         publisher = SimpleNamespace(commit=lambda version: setattr(self.actor, "version", version), moved_bytes=0)
         stages: dict[str, Any] = {
             "prompts": self.prompts,

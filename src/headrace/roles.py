@@ -31,8 +31,6 @@ from headrace.types import (
     Item,
     News,
     Order,
-    Prompt,
-    Sampling,
     Score,
     Ticket,
     Trajectory,
@@ -186,16 +184,7 @@ class EnvironmentHost(Protocol):
 class Answers(Protocol):
     """What is asked for the answers of a group: the engines, or episodes of several turns."""
 
-    def start(
-        self,
-        serial: int,
-        prompt: Prompt,
-        samplings: Sequence[Sampling],
-        *,
-        counted: bool = True,
-        attempt: int = 1,
-        so_far: Mapping[int, Trajectory] | None = None,
-    ) -> Sequence[Future[Any]]:
+    def start(self, order: Order) -> Sequence[Future[Any]]:
         """An answer per sampling: a trajectory, or an episode's outcome."""
 
     def abort(self, serials: Sequence[int]) -> None:

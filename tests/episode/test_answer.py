@@ -117,7 +117,8 @@ def test_whatever_the_model_wrote_can_be_read(name: str, text: str):
     chat = chat_of(name)
     found = chat.parse(chat._ids(text), chat.first(QUESTION, TOOLS), TOOLS)
     assert all(isinstance(json.loads(call.arguments), dict) for call in found.tool_calls)
-    assert found.content or found.reasoning or found.tool_calls or not text.strip() or "<|im_" in text
+    said = text.replace("<think>", "").replace("</think>", "").strip()
+    assert found.content or found.reasoning or found.tool_calls or not said or "<|im_" in text
 
 
 def test_a_models_own_description_of_answers_is_used():

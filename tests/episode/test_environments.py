@@ -12,12 +12,13 @@ from chat_runs import ChatWorkshop
 from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StalledError
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.runs.audit import audit, books
+from headrace.testing import tiny_model
 from headrace.types import Item, Trajectory
 
 
@@ -40,7 +41,6 @@ async def test_an_episode_is_one_trajectory_of_its_turns(workshop: ChatWorkshop)
     assert len(found) == 3 * 4 * 4
     for t in found:
         assert len(t.turns) == 3
-        assert not t.segments
         assert sum(turn.end - turn.start for turn in t.turns) == t.num_sampled_tokens
         assert all(t.sampled[turn.start : turn.end].all() for turn in t.turns)
         assert [turn.state for turn in t.turns] == ["0", "1", "2"]
@@ -111,6 +111,19 @@ def test_a_missing_reward_is_a_drop_and_not_a_zero(workshop: ChatWorkshop):
     assert "ended without a reward" in str(raised.value)
 
 
+def test_a_first_message_that_fills_the_context_is_told(workshop: ChatWorkshop):
+    config = workshop.config("full", "loop.steps=1", "buffer.patience=1", "episode.max_tokens=8")
+    with pytest.raises(StalledError, match=r"the first message has .* tokens, which leaves no room for a turn"):
+        api.train(config)
+    assert audit(workshop.directory / "full") == []
+
+
+def test_a_model_without_a_chat_template_is_refused_by_name(tmp_path: Path, workshop: ChatWorkshop):
+    tiny_model(tmp_path / "plain")
+    with pytest.raises(ConfigError, match=r"episode\.environment cannot be played .* no chat template"):
+        api.train(workshop.config("plain", f"model.path={tmp_path / 'plain'}"))
+
+
 def test_a_turn_limit_is_an_end_with_a_reward(workshop: ChatWorkshop):
     api.train(workshop.config("endless", "loop.steps=1", "buffer.drop_no_signal=false", reward="Endless"))
     found = trained(workshop.directory / "endless")
@@ -133,6 +146,10 @@ def test_a_reward_function_adds_to_what_the_environment_gives(workshop: ChatWork
         (
             "class E:\n    max_turns = 'x'\n    def start(self, p): ...\n    def reply(self, t): ...",
             "is not a limit",
+        ),
+        (
+            "class E:\n    max_turns = {1}\n    def start(self, p): ...\n    def reply(self, t): ...",
+            "JSON has no form for",
         ),
         ("import nothing_like_it", "cannot be imported"),
         ("class E:\n    def start(self, p): ...\n    def add(self, *numbers): ...", "'add'"),

@@ -27,7 +27,6 @@ from headrace.types import (
     Group,
     Prompt,
     Replay,
-    Segment,
     Span,
     Timing,
     Trajectory,
@@ -91,10 +90,9 @@ def trajectory(serial: int, index: int, sampled: BoolArray, seed: int, attempt: 
         reward_parts={"correct": 1.0},
         replay=replay if seed % 3 else None,
         turns=tuple(
-            Turn(start=a, end=b, finish=FinishReason.STOP, temperature=0.5, reward=[None, 0.25][a % 2], agent="é")
+            Turn(start=a, end=b, finish=FinishReason.STOP, temperature=0.5, reward=[None, 0.25][a % 2], text="é")
             for a, b in pieces(sampled)
         ),
-        segments=(Segment(start=num_tokens // 2, after=-1),) if rng.integers(2) else (),
     )
 
 

@@ -17,7 +17,7 @@ from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.publish.disk import DiskReceiver
 from headrace.rollout.engine import Engine
 from headrace.rollout.pool import RolloutPool
-from headrace.types import Prompt, Sampling, Trajectory
+from headrace.types import Order, Prompt, Sampling, Trajectory
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
@@ -65,7 +65,6 @@ class Books:
         self.sampled = self.redone = 0
         self.lost: list[str] = []
         self.pool = RolloutPool(
-            exact=False,
             now=time.monotonic,
             on_span=lambda span: None,
             on_begun=lambda serial, version: None,
@@ -80,7 +79,7 @@ class Books:
         found = []
         for serial in range(4):
             prompt = Prompt(id=f"p{serial}", text="", token_ids=PROMPT + serial)
-            found += self.pool.start(serial, prompt, [Sampling(max_new_tokens=tokens)] * 2)
+            found += self.pool.start(Order.group(serial, prompt, [Sampling(max_new_tokens=tokens)] * 2))
         return found
 
 
@@ -127,7 +126,8 @@ async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_n
     assert not done.is_set()
     assert books.pool.staying == [staying]
     assert books.pool.workers == [leaving, staying], "it takes new weights as long as it samples"
-    later = books.pool.start(9, Prompt(id="p9", text="", token_ids=PROMPT), [Sampling(max_new_tokens=100)] * 2)
+    prompt = Prompt(id="p9", text="", token_ids=PROMPT)
+    later = books.pool.start(Order.group(9, prompt, [Sampling(max_new_tokens=100)] * 2))
     owed = {order.serial for order in books.pool._members[0].orders.values()}
     assert owed
     assert 9 not in owed

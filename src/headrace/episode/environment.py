@@ -80,8 +80,10 @@ class Environments:
         """Raises if the environment's class cannot be loaded."""
         for host in self._hosts:
             await host.start()
-        found = (await self._hosts[0].run(Command(episode="", do="describe"))).value
-        section = self._section
+        section, answer = self._section, await self._hosts[0].run(Command(episode="", do="describe"))
+        if answer.failure is not None:
+            raise ConfigError(f"episode.environment = '{section.environment}': {answer.detail}")
+        found = answer.value
         limits: dict[str, Any] = {}
         for name in ("max_turns", "max_tokens", "max_s"):
             own, most = found.get(name), getattr(section, name)

@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.episode.session import Session
-from headrace.types import Order, Outcome, Prompt, Sampling, Trajectory
+from headrace.types import Order, Outcome, Trajectory
 
 
 @dataclass(eq=False)
 class Episodes:
-    """`open(order, i, known)` makes the i-th episode of a group; `abort_requests` ends those at the engines."""
+    """`open(order, i)` makes the i-th episode of a group; `abort_requests` ends those at the engines."""
 
-    open: Callable[[Order, int, Trajectory | None], Any]  # has a `session`, and can `play`
+    open: Callable[[Order, int], Any]  # has a `session`, and can `play`
     abort_requests: Callable[[Sequence[int]], None]
     _running: dict[int, set[Session]] = field(default_factory=dict, init=False)  # by serial, if counted
     _tasks: set[asyncio.Task[Outcome]] = field(default_factory=set, init=False)
 
-    def start(
-        self,
-        serial: int,
-        prompt: Prompt,
-        samplings: Sequence[Sampling],
-        *,
-        counted: bool = True,
-        attempt: int = 1,
-        so_far: Mapping[int, Trajectory] | None = None,
-    ) -> list[asyncio.Task[Outcome]]:
-        """An episode per sampling; those in `so_far` continue an earlier attempt."""
-        order = Order(
-            serial=serial,
-            prompt=prompt,
-            samplings=tuple(samplings),
-            indices=tuple(range(len(samplings))),
-            counted=counted,
-            attempt=attempt,
-        )
-        episodes = [self.open(order, i, (so_far or {}).get(i)) for i in range(len(samplings))]
+    def start(self, order: Order) -> list[asyncio.Task[Outcome]]:
+        """An episode per sampling; those in `order.so_far` continue an earlier attempt."""
+        episodes = [self.open(order, i) for i in range(len(order.samplings))]
         tasks = [asyncio.create_task(self._play(episode)) for episode in episodes]
         self._tasks.update(tasks)
         for task in tasks:

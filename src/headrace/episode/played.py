@@ -14,7 +14,6 @@ from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Message
 from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedError, Environments, Said
 from headrace.episode.session import AbortedError, Desk, Session
-from headrace.episode.tree import context
 from headrace.errors import ChatError, ConfigError
 from headrace.types import BoolArray, DropReason, FinishReason, IntArray, Order, Outcome, Prompt, Trajectory, Turn
 
@@ -29,6 +28,7 @@ class Player:
     desk: Desk
     system: str = ""  # a message before every episode, if the environment begins without one
     reward_follows: bool = False  # a reward function adds to what the environment says
+    error_role: str = field(default="user", init=False)  # of the message about a call that could not be read
     _closing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _num_working: int = field(default=0, init=False)  # environments that are asked for a reply
     _working: ExitStack = field(default_factory=ExitStack, init=False)
@@ -38,19 +38,18 @@ class Player:
         await self.environments.start()
         described = self.environments.described
         proof = self.desk.chat.prove(described.tools or None)
-        if described.tools and not proof.calls:
-            raise ConfigError(f"episode.environment has tools, but {proof}")
         kinds = ["a tool result"] * bool(described.tools) + ["a user message"] * described.takes_text
-        if any(kind in proof.rewrites for kind in kinds):
-            raise ConfigError(f"this environment cannot be played with this model: {proof}")
+        if (described.tools and not proof.calls) or any(kind in proof.rewrites for kind in kinds):
+            raise ConfigError(f"episode.environment cannot be played with model.path: {proof}")
+        self.error_role = "tool" if "a user message" in proof.rewrites else "user"
 
     async def close(self) -> None:
         for task in self._closing:
             task.cancel()
         await self.environments.close()
 
-    def open(self, order: Order, i: int, known: Trajectory | None) -> PlayedEpisode:
-        return PlayedEpisode(self, Session(self.desk, order, i), known)
+    def open(self, order: Order, i: int) -> PlayedEpisode:
+        return PlayedEpisode(self, Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i]))
 
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> tuple[IntArray, BoolArray]:
         """Tokens of the `chat` that follows the environment's first message, and which of them are learned."""
@@ -104,7 +103,6 @@ class PlayedEpisode:
         self._tools = list(self._described.tools) or None
         self._environment = player.environments.open(session.id, session.order.prompt)
         self._history: list[Message] = []
-        self._place = -1  # the last token so far
         self._ended = False  # by the environment
 
     async def play(self) -> Outcome:
@@ -126,7 +124,7 @@ class PlayedEpisode:
     async def _start(self) -> None:
         self._history = self.player.with_system(await self._timed(self._environment.start()))
         try:
-            self._place = self.session.begin(self._history, self._tools)
+            self.session.begin(self._history, self._tools)
         except ChatError as error:
             raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
 
@@ -141,7 +139,7 @@ class PlayedEpisode:
             if (given := self._given(answer)) is not None:
                 log.append((given, turn.replies))
             message = answer.message()
-            self._history += [message, *_as_messages(message, turn.replies)]
+            self._history += [message, *self._as_messages(message, turn.replies)]
         if log:
             await self._timed(self._environment.make_again(log, known.turns[-2].snapshot))
         return self._read(known.turns[-1])
@@ -149,19 +147,18 @@ class PlayedEpisode:
     async def _next_answer(self) -> ParsedAnswer | None:
         """Sample a turn and read it; None if the episode has reached a limit."""
         session, limits = self.session, self._described
-        num_new = min(session.sampling.max_new_tokens, session.room(self._place, limits.max_tokens))
+        num_new = min(session.sampling.max_new_tokens, session.room(limits.max_tokens))
         elapsed_s = self.player.desk.now() - session.trajectory.timing.submitted_s
         too_many = len(session.trajectory.turns) >= limits.max_turns
         if num_new <= 0 or too_many or (limits.max_s and elapsed_s > limits.max_s):
             return None
         sampling = replace(session.sampling, max_new_tokens=num_new)
-        self._place = await session.sample(self._place, sampling, state=self._environment.state)
-        return self._read(session.trajectory.turns[-1])
+        return self._read(await session.sample(sampling, self._environment.state))
 
     def _read(self, turn: Turn) -> ParsedAnswer:
-        session = self.session
-        prompt, _ = context(session.trajectory, turn.start - 1)
-        answer = self.player.desk.chat.parse(session.sampled_ids(turn).tolist(), prompt.tolist(), self._tools)
+        prompt = self.session.trajectory.token_ids[: turn.start]
+        sampled = self.session.sampled_ids(turn)
+        answer = self.player.desk.chat.parse(sampled.tolist(), prompt.tolist(), self._tools)
         if turn.finish.cut and answer.tool_calls:  # else it would learn that it need not come to an end
             return ParsedAnswer(turn.text, answer.reasoning, (), "the answer was cut before its end")
         is_text = not self._tools and (answer.tool_calls or answer.error)  # nothing to call: it is what it says
@@ -169,22 +166,21 @@ class PlayedEpisode:
 
     async def _reply(self, answer: ParsedAnswer) -> bool:
         """Let the environment reply; False if the episode is over."""
-        message, turn = answer.message(), self.session.trajectory.turns[-1]
+        message, t = answer.message(), self.session.trajectory
         began_s = self.player.desk.now()
         said = await self._said(answer)
         if said is None:
             return False
         environment_s = self.player.desk.now() - began_s
-        done = replace(
-            turn, replies=said.replies, reward=said.reward, environment_s=environment_s, snapshot=said.snapshot
-        )
-        self.session.replace_turn(turn, done)
+        turn = replace(t.turns[-1], replies=said.replies, reward=said.reward, environment_s=environment_s)
+        turns = (*t.turns[:-1], replace(turn, snapshot=said.snapshot))
+        self.session.trajectory = replace(t, turns=turns)
         if said.done:
             self._ended = True
             return False
-        new = _as_messages(message, said.replies)
+        new = self._as_messages(message, said.replies)
         try:
-            self._place = self.session.go_on(done, self._history, message, new, self._tools)
+            self.session.go_on(self._history, message, new, self._tools)
         except ChatError:  # it wrote something that the template cannot go on from
             return False
         self._history += [message, *new]
@@ -209,6 +205,9 @@ class PlayedEpisode:
     async def _score(self) -> Outcome:
         """The reward: what the environment gave for turns, and what it gives for the whole."""
         turns = tuple(replace(turn, snapshot="") for turn in self.session.trajectory.turns)
+        if not turns:
+            problem = f"the first message has {len(self.session.trajectory.token_ids)} tokens, which leaves no room"
+            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem} for a turn (episode.max_tokens)")
         given = [turn.reward for turn in turns if turn.reward is not None]
         parts = {"turns": float(sum(given))} if given else {}
         parts |= await self._timed(self._environment.end())
@@ -228,13 +227,13 @@ class PlayedEpisode:
         with self.player.working():
             return await self.session.unless_aborted(asked)
 
-
-def _as_messages(message: Message, replies: Sequence[str]) -> list[Message]:
-    """The replies to an answer: one per tool call, or one to its text."""
-    calls = message.get("tool_calls") or ()
-    if not calls:
-        return [{"role": "user", "content": reply} for reply in replies]
-    return [
-        {"role": "tool", "content": reply, "name": call["function"]["name"], "tool_call_id": call["id"]}
-        for call, reply in zip(calls, replies, strict=False)
-    ]
+    def _as_messages(self, message: Message, replies: Sequence[str]) -> list[Message]:
+        """The replies to an answer: one per tool call, or one to its text."""
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            role = self.player.error_role if self._tools else "user"
+            return [{"role": role, "content": reply} for reply in replies]
+        return [
+            {"role": "tool", "content": reply, "name": call["function"]["name"], "tool_call_id": call["id"]}
+            for call, reply in zip(calls, replies, strict=False)
+        ]

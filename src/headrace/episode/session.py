@@ -1,6 +1,6 @@
-"""One episode's tokens, and the turns that are sampled after them.
+"""One episode's tokens: what it is told and what it samples, one after the other.
 
-An environment takes turns with the policy (played.py), which appends to the tokens.
+An environment and the policy take turns (played.py), and each appends.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from headrace.episode.chat import Chat, Message, Tools
-from headrace.episode.tree import context, indices, told, turned
-from headrace.types import FinishReason, IntArray, Order, Sampling, Trajectory, Turn
+from headrace.types import FinishReason, IntArray, Order, Replay, RouteArray, Sampling, Trajectory, Turn
 
 R = TypeVar("R")
 
@@ -38,7 +37,7 @@ class Desk:
 
 
 class Session:
-    """An episode under way. A place in it is the index of its last token; -1 is before the first."""
+    """An episode under way."""
 
     def __init__(self, desk: Desk, order: Order, i: int) -> None:
         self.desk, self.order, self.sampling = desk, order, order.samplings[i]
@@ -46,60 +45,47 @@ class Session:
         self.aborted = asyncio.Event()
         empty = replace(order.prompt, token_ids=np.empty(0, np.int32))
         self.trajectory = replace(order, prompt=empty).nothing_sampled(i, desk.now())
-        self._num_asked = 0
 
-    def room(self, place: int, max_tokens: int = 0) -> int:
-        """Tokens that can come after `place`, in the model's context or in `max_tokens`."""
-        most = min(max_tokens or self.desk.max_context, self.desk.max_context)
-        return most - len(indices(self.trajectory, place))
+    def room(self, max_tokens: int = 0) -> int:
+        """Tokens that can still come, in the model's context or in `max_tokens`."""
+        return min(max_tokens or self.desk.max_context, self.desk.max_context) - len(self.trajectory.token_ids)
 
-    async def sample(self, place: int, sampling: Sampling, *, agent: str = "", state: str = "") -> int:
-        """Sample a turn after `place`; returns the place of its last token."""
+    async def sample(self, sampling: Sampling, state: str = "") -> Turn:
+        """Sample a turn; `state` is the environment's before it."""
         if self.aborted.is_set():
             raise AbortedError
-        self._num_asked = max(self._num_asked, len(self.trajectory.turns)) + 1
-        tokens, routes = context(self.trajectory, place)
+        t = self.trajectory
         order = replace(
             self.order,
-            prompt=replace(self.order.prompt, token_ids=tokens, fields={}, messages=()),
+            prompt=replace(self.order.prompt, token_ids=t.token_ids),
             samplings=(sampling,),
             indices=(self.index,),
-            turn=self._num_asked,
-            routes=routes,
+            so_far=None,
+            turn=len(t.turns) + 1,
+            routes=computed_routes(t),
         )
         sampled = await self.desk.sample(order)
-        if len(sampled.token_ids) > len(tokens):
-            temperature, text = sampling.temperature, self.desk.chat.text(sampled.token_ids[len(tokens) :].tolist())
-            turn = Turn(start=0, end=0, finish=sampled.finish, temperature=temperature, agent=agent, state=state)
-            self.trajectory = turned(self.trajectory, sampled, place, replace(turn, text=text))
-            self.trajectory = replace(self.trajectory, text=text)
+        if len(sampled.token_ids) > len(t.token_ids):
+            text = self.desk.chat.text(sampled.token_ids[len(t.token_ids) :].tolist())
+            turn = Turn(start=0, end=0, finish=sampled.finish, temperature=sampling.temperature, text=text, state=state)
+            self.trajectory = turned(t, sampled, turn)
         if sampled.finish is FinishReason.ABORT:
             raise AbortedError
         if self.order.counted:
             self.desk.on_turn(self.order.serial, self.trajectory)
-        return len(self.trajectory.token_ids) - 1
+        return self.trajectory.turns[-1]
 
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> int:
+    def begin(self, messages: Sequence[Message], tools: Tools) -> None:
         """The prompt of a chat."""
-        return self._tell(self.desk.chat.first(messages, tools), -1)
+        self.trajectory = told(self.trajectory, self.desk.chat.first(messages, tools))
 
-    def go_on(
-        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
-    ) -> int:
-        """Append messages to `turn`, the `answer` to `history`. Raises ChatError if the template rewrites history."""
-        tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
-        return self._tell(tail, turn.end - 1)
-
-    def replace_turn(self, old: Turn, new: Turn) -> None:
-        turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
-        self.trajectory = replace(self.trajectory, turns=turns)
-
-    def _tell(self, tokens: Sequence[int], after: int) -> int:
-        self.trajectory = told(self.trajectory, np.array(tokens, np.int32), after)
-        return len(self.trajectory.token_ids) - 1
+    def go_on(self, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools) -> None:
+        """Append messages to the last turn, the `answer` to `history`. Raises ChatError if history is rewritten."""
+        sampled = self.sampled_ids(self.trajectory.turns[-1])
+        self.trajectory = told(self.trajectory, self.desk.chat.append(history, sampled.tolist(), answer, new, tools))
 
     async def unless_aborted(self, wanted: Awaitable[R]) -> R:
         task, aborted = asyncio.ensure_future(wanted), asyncio.ensure_future(self.aborted.wait())
@@ -111,3 +97,51 @@ class Session:
         finally:
             aborted.cancel()
             task.cancel()
+
+
+def told(t: Trajectory, tokens: Sequence[int]) -> Trajectory:
+    """With `tokens` that the policy did not sample."""
+    replay, count = t.replay, len(tokens)
+    if replay is not None and replay.routes is not None:
+        routes = np.zeros((count, *replay.routes.shape[1:]), replay.routes.dtype)  # until a turn computes them
+        replay = replace(replay, routes=np.concatenate([replay.routes, routes]))
+    return replace(
+        t,
+        token_ids=np.concatenate([t.token_ids, np.array(tokens, np.int32)]),
+        sampled=np.concatenate([t.sampled, np.zeros(count, np.bool_)]),
+        logprobs=np.concatenate([t.logprobs, np.zeros(count, np.float32)]),
+        replay=replay,
+    )
+
+
+def turned(t: Trajectory, sampled: Trajectory, turn: Turn) -> Trajectory:
+    """With the tokens that `sampled` has after those of `t`. They are those of `turn`."""
+    start, end = len(t.token_ids), len(sampled.token_ids)
+    earlier = (*(replace(old, snapshot="") for old in t.turns[:-1]), *t.turns[-1:])
+    started_s = t.timing.started_s if t.turns else sampled.timing.started_s
+    return replace(
+        t,
+        token_ids=sampled.token_ids,
+        sampled=np.concatenate([t.sampled, sampled.sampled[start:]]),
+        logprobs=np.concatenate([t.logprobs, sampled.logprobs[start:]]),
+        spans=t.spans + sampled.spans,
+        finish=sampled.finish,
+        text=turn.text,
+        replay=_joined(t, sampled.replay),
+        turns=(*earlier, replace(turn, start=start, end=end)),
+        timing=replace(t.timing, started_s=started_s, finished_s=sampled.timing.finished_s),
+    )
+
+
+def computed_routes(t: Trajectory) -> RouteArray | None:
+    """The experts of the tokens that turns have computed: all before the newest sampled one."""
+    return None if t.replay is None or t.replay.routes is None else t.replay.routes[: t.turns[-1].end - 1]
+
+
+def _joined(t: Trajectory, later: Replay | None) -> Replay | None:
+    """What the learner chooses again. Experts stay those of the turn that computed a token first."""
+    supports = [*(t.replay.supports if t.replay else []), *(later.supports if later else [])]
+    routes, known = None if later is None else later.routes, computed_routes(t)
+    if routes is not None and known is not None:
+        routes = np.concatenate([known, routes[len(known) :]])
+    return Replay.of(supports, routes)

@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from headrace.measured import StageTimes
 from headrace.row import Row
-from headrace.types import Drop, FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
+from headrace.types import Drop, FinishReason, Replay, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
@@ -88,11 +88,9 @@ def encode(trajectory: Trajectory) -> bytes:
     for name in _REPLAYED:
         if (array := getattr(trajectory.replay, name, None)) is not None:
             arrays[name] = array
-    if trajectory.turns or trajectory.segments:
+    if trajectory.turns:
         turns = [[getattr(turn, name) for name in _TURN] for turn in trajectory.turns]
-        segments = [[segment.start, segment.after] for segment in trajectory.segments]
-        episode = json.dumps({"turns": turns, "segments": segments}, allow_nan=False)
-        arrays["episode"] = np.frombuffer(episode.encode(), np.uint8)
+        arrays["turns"] = np.frombuffer(json.dumps(turns, allow_nan=False).encode(), np.uint8)
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
@@ -136,8 +134,8 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
     values = dict(zip((*names, "data"), found, strict=True))
     arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
-    episode = json.loads(arrays["episode"].tobytes()) if "episode" in arrays else {"turns": [], "segments": []}
-    turns = (dict(zip(_TURN, turn, strict=False)) for turn in episode["turns"])
+    kept = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else []
+    turns = (dict(zip(_TURN, turn, strict=False)) for turn in kept)
     turns = (t | {"finish": FinishReason(t["finish"]), "replies": tuple(t["replies"])} for t in turns)
     return Trajectory(
         id=values["id"],
@@ -154,7 +152,6 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         reward_parts=json.loads(values.get("reward_parts", "{}")),
         replay=Replay(**replayed) if replayed else None,
         turns=tuple(Turn(**turn) for turn in turns),
-        segments=tuple(Segment(start=start, after=after) for start, after in episode["segments"]),
     )
 
 

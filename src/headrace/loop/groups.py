@@ -25,6 +25,7 @@ from headrace.types import (
     DropReason,
     FinishReason,
     Group,
+    Order,
     Outcome,
     Prompt,
     Sampling,
@@ -99,7 +100,7 @@ class Groups:
         started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=wave, version=version)
         if so_far is None:
             stages.ledger.started(len(self._samplings), started)
-        answers = stages.answers.start(serial, prompt, self._samplings, attempt=attempt, so_far=so_far)
+        answers = stages.answers.start(Order.group(serial, prompt, self._samplings, attempt=attempt, so_far=so_far))
         if begun := [t.oldest_version for t in (so_far or {}).values() if t.spans]:
             stages.buffer.begin(serial, min(begun))
         self._running[serial] = answers
@@ -194,16 +195,19 @@ def _trajectory(answer: Answer) -> Trajectory:
 
 
 def in_flight_rule(config: Config) -> str:
-    """What a restart does about answers under way. A turn of an episode is never sampled again.
+    """What a restart does about answers under way. A turn of an episode is never sampled again."""
+    rule = config.recovery.in_flight
+    if config.episode.environment:
+        return "resume" if rule == "requeue" else rule
+    return "requeue" if rule == "resume" and redoes_waves(config) else rule
 
-    On-policy groups are generated again as a whole, if an answer's bits depend on the rest of its batch.
+
+def redoes_waves(config: Config) -> bool:
+    """Whether a wave (groups that started together) is generated again as a whole, or not at all.
+
+    Without batch invariance (`model.exact`) an answer's bits depend on the rest of its batch.
     """
-    rule, is_episode = config.recovery.in_flight, bool(config.episode.environment)
-    if is_episode and rule == "requeue":
-        return "resume"
-    if not is_episode and rule == "resume" and config.loop.max_lag == 0 and not config.model.exact:
-        return "requeue"
-    return rule
+    return config.loop.max_lag == 0 and not config.model.exact
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -232,7 +236,7 @@ async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], conf
     episodes = [
         episode(prompt, answer, scorer.score, time.monotonic)
         for i, prompt in enumerate(prompts)
-        for answer in answers.start(i, prompt, [sampling] * config.loop.eval_samples, counted=False)
+        for answer in answers.start(Order.group(i, prompt, [sampling] * config.loop.eval_samples, counted=False))
     ]
     found = [outcome.trajectory.reward for outcome in await asyncio.gather(*episodes)]
     rewards = [reward for reward in found if reward is not None]

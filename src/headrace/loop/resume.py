@@ -19,7 +19,7 @@ from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount
 from headrace.ledger.recovery import Recovery
 from headrace.loop.checkpoint import Checkpoints
-from headrace.loop.groups import Again, in_flight_rule
+from headrace.loop.groups import Again, in_flight_rule, redoes_waves
 from headrace.loop.loop import Loop
 from headrace.types import DropReason, Group
 
@@ -90,19 +90,11 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     return redone
 
 
-def _redoes_waves(loop: Loop) -> bool:
-    """Whether a wave (groups that started together) is generated again as a whole, or not at all.
-
-    Without batch invariance (`model.exact`) an answer's bits depend on the rest of its batch.
-    """
-    return loop.config.loop.max_lag == 0 and not loop.stages.pool.exact
-
-
 def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     """Buffer the groups that waited; returns the groups to start again, and what was lost."""
     recovery = Recovery(loop.stages.ledger)
     under_way, again = recovery.attempts(state="open"), []
-    if rule == "requeue" and _redoes_waves(loop):
+    if rule == "requeue" and redoes_waves(loop.config):
         waves = sorted({attempt.wave for attempt in under_way})
         under_way = [attempt for wave in waves for attempt in recovery.attempts(wave=wave)]
     if rule == "resume":

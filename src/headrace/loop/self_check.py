@@ -18,7 +18,7 @@ from headrace.learner.mismatch import NEAR
 from headrace.measured import Mismatch
 from headrace.roles import Device
 from headrace.rollout.pool import RolloutPool
-from headrace.types import IntArray, Prompt, Sampling, Trajectory
+from headrace.types import IntArray, Order, Prompt, Sampling, Trajectory
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 
@@ -41,7 +41,7 @@ async def self_check(
     answers = [
         answer
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
-        for answer in pool.start(i, prompt, [short] * NUM_SAMPLES, counted=False)
+        for answer in pool.start(Order.group(i, prompt, [short] * NUM_SAMPLES, counted=False))
     ]
     found = await device.run(mismatch, await asyncio.gather(*answers))
     refuse_far(found)

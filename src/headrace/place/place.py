@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from headrace.episode.environment import Environments
 from headrace.episode.episodes import Episodes
 from headrace.episode.played import Player
 from headrace.episode.session import Desk
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ChatError, ConfigError, DataError, RunError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE, START, undo_start
@@ -109,7 +110,6 @@ class Place:
         self.clock = self.ledger.clock if self.ledger else StageClock()
         self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
         self.pool = RolloutPool(
-            exact=config.model.exact,
             now=self.clock.now,
             on_span=self.clock.add,
             on_sampled=lambda num_tokens: self._books.sampled(num_tokens),
@@ -141,10 +141,14 @@ class Place:
         config, section = self.config, self.config.episode
         setup = Setup(function=section.environment, timeout_s=section.timeout_s, is_environment=True)
         hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
+        try:
+            chat = Chat(self._tokenizer, stops=self.facts.eos_ids)
+        except ChatError as error:
+            raise ConfigError(f"episode.environment cannot be played with model.path: {error}") from error
         desk = Desk(
-            chat=Chat(self._tokenizer, stops=self.facts.eos_ids),
+            chat=chat,
             max_context=self.facts.max_context,
-            sample=self.pool.turn,
+            sample=lambda order: self.pool.start(order)[0],
             forget=self.pool.forget,
             now=self.clock.now,
             span=self.clock.span,
@@ -325,7 +329,11 @@ class Place:
         """Turns of one moment are stored together, but soon: an environment may take minutes to reply."""
         self._books.keep_turn(serial, episode)
         if self._storing is None or self._storing.when() < asyncio.get_running_loop().time():
-            self._storing = asyncio.get_running_loop().call_later(STORED_S, self._books.flush)
+            self._storing = asyncio.get_running_loop().call_later(STORED_S, self._store_turns)
+
+    def _store_turns(self) -> None:
+        with suppress(RunError):  # the next transaction raises it, where it ends the run
+            self._books.flush()
 
     def _on_verdict(self, key: bytes, score: Score) -> None:
         if self.ledger is not None:  # the evaluation of a finished run has no ledger

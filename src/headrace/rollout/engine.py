@@ -179,7 +179,7 @@ class Engine:
             self._drop_kept(self._kept)
         for group in self._prefilling:
             # what it samples has one version, and so has the cache, but for that of earlier turns
-            group.done = group.cached if self.on_update == "keep" else 0
+            group.cached = group.done = group.cached if self.on_update == "keep" else 0
             del group.routes[1 if group.done else 0 :]
         if self.on_update == "recompute":
             self._store.recompute(self._rows, self.prefill_tokens)

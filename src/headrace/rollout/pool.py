@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from headrace.errors import WorkerLostError
 from headrace.measured import EngineCounts, StageSpan
 from headrace.roles import Sampler, Worker
-from headrace.types import IntArray, News, Order, Prompt, Sampling, Trajectory
+from headrace.types import IntArray, News, Order, Trajectory
 
 ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 
@@ -38,7 +38,6 @@ class _Member:
 class RolloutPool:
     """Samples trajectories for the loop."""
 
-    exact: bool  # batch-invariant
     now: Callable[[], float]
     on_span: Callable[[StageSpan], None]
     on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them
@@ -123,37 +122,13 @@ class RolloutPool:
 
     # ---- called by the loop
 
-    def start(
-        self,
-        serial: int,
-        prompt: Prompt,
-        samplings: Sequence[Sampling],
-        *,
-        counted: bool = True,
-        attempt: int = 1,
-        so_far: Mapping[int, Trajectory] | None = None,
-    ) -> list[asyncio.Future[Trajectory]]:
+    def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
         """Give a group to the worker with the fewest unfinished requests."""
-        order = Order(
-            serial=serial,
-            prompt=replace(prompt, fields={}),  # workers do not need them, and they may not pickle
-            samplings=tuple(samplings),
-            indices=tuple(range(len(samplings))),
-            counted=counted,
-            attempt=attempt,
-            so_far=so_far,
-        )
-        futures = [asyncio.get_running_loop().create_future() for _ in samplings]
+        futures = [asyncio.get_running_loop().create_future() for _ in order.samplings]
         self._futures |= {order.request_id(i): future for i, future in enumerate(futures)}
-        self._give(order)
+        # workers do not need the prompt's fields, and they may not pickle
+        self._give(replace(order, prompt=replace(order.prompt, fields={}, messages=())))
         return futures
-
-    def turn(self, order: Order) -> asyncio.Future[Trajectory]:
-        """Sample one turn of an episode, where its cache is. The trajectory is the prompt and the turn."""
-        future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
-        self._futures[order.request_id(0)] = future
-        self._give(order)
-        return future
 
     def forget(self, session: str) -> None:
         """An episode is over."""
