@@ -97,9 +97,9 @@ def take_step(learner: Learner, groups: Sequence[Group]) -> StepStats:
     for group in groups:
         references = references_of(learner, group) if learner.uses_reference else None
         for items in intake.add(group, references):
-            learner.accumulate(split(items, num_ranks, len)[rank])
+            learner.accumulate(split(items, num_ranks)[rank])
     for items in intake.rest():
-        learner.accumulate(split(items, num_ranks, len)[rank])
+        learner.accumulate(split(items, num_ranks)[rank])
     return learner.finish()
 
 
@@ -108,8 +108,8 @@ def references_of(learner: Learner, group: Group) -> list[Any]:
     if learner.sharding is None:
         return learner.reference_logprobs(group)
     num_ranks = learner.sharding.num_ranks
-    parts = split(group.trajectories, num_ranks, lambda t: len(t.token_ids))
-    mine = learner.reference_logprobs(replace(group, trajectories=tuple(parts[learner.sharding.rank])))
+    parts = [group.trajectories[i::num_ranks] for i in range(num_ranks)]
+    mine = learner.reference_logprobs(replace(group, trajectories=parts[learner.sharding.rank]))
     told: list[Any] = [None] * num_ranks
     torch.distributed.all_gather_object(told, mine)
     order = [trajectory.id for part in parts for trajectory in part]

@@ -63,6 +63,18 @@ def test_the_learner_benchmark_counts_the_work_of_a_step(benchmark: Callable[[st
         assert 6 * weights * 500 < part["flops"] < 2 * 6 * weights * 500
 
 
+def test_the_trees_benchmark_computes_a_prefix_once(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = benchmark("trees")
+    monkeypatch.setattr(trees.tree, "LEAST_SHARED", trees.tree.LEAST_SHARED)  # which the benchmark sets
+    found = trees.main(["--tiny", "--repeats", "1", "--threads", "1"])
+    tokens = {name: (one["separate"], one["shared"]) for name, one in found.items()}
+    assert tokens["tiny/8 answers of 8 to a prompt of 64"] == (8 * 72, 64 + 8 * 8)
+    assert tokens["tiny/8 turns, history rewritten"] == (8 * 40 + 2 * 28, 32 + 8 * 8 + 2 * 7)
+    assert all(ratio > 0 for one in found.values() for ratio in one["ratios"])
+
+
 def test_the_grpo_benchmark_trains_on_equal_and_on_long_tailed_answers(
     benchmark: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -56,6 +56,8 @@ class DropReason(StrEnum):
     ENV_ERROR = "env_error"  # the environment failed, or gave no reward
     ENV_TIMEOUT = "env_timeout"
     ENV_UNAVAILABLE = "env_unavailable"
+    AGENT_ERROR = "agent_error"  # the user's agent failed, or gave no reward
+    ABANDONED = "abandoned"  # sampled for a client that went away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ class Turn:
     end: int
     finish: FinishReason
     temperature: float = 1.0
+    agent: str = ""  # who asked for it, where an episode has several agents
     reward: float | None = None  # given by the environment for this turn alone
     text: str = ""
     replies: tuple[str, ...] = ()  # of the environment: one per tool call, or one to the text
@@ -151,10 +154,23 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A branch: tokens from `start` to the next segment's go on after token `after` (-1: a new root).
+
+    Example:
+        Segment(start=40, after=11)
+    """
+
+    start: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One complete answer: its tokens, which of them were sampled, by which policy, and its reward.
 
-    An episode of several turns is one trajectory.
+    An episode of several turns is one trajectory. Its tokens form a tree if its history was edited:
+    `segments` says where a branch begins. Without segments each token follows the one before it.
 
     Example:
         Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 7, 6, 1],
@@ -176,6 +192,7 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     replay: Replay | None = None
     turns: tuple[Turn, ...] = ()  # in the order they were sampled; none for a single answer
+    segments: tuple[Segment, ...] = ()  # by `start`; each goes on after a token before its start
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.logprobs) == len(self.token_ids), self.id

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exact_runs import busy_run, gaps
+from hand_made import trajectory
 from mixtures import MIXTURES
 from played_turns import assert_as_from_scratch, play
 
 from headrace.errors import ModelError
+from headrace.learner.batch import pack
+from headrace.policy.attention import TreePlan
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 
@@ -60,6 +64,36 @@ def test_no_difference_for_any_model_or_sampling(make_policy: Callable[..., Poli
         assert gaps(policy, found, num_per_pack).max() == 0.0
 
 
+@pytest.mark.parametrize(
+    ("architecture", "window"), [("Qwen3", None), ("Mistral", 70), ("Mistral", 600), ("Qwen3Moe", None)]
+)
+def test_common_prefixes_are_computed_once_with_the_same_bits(
+    make_policy: Callable[..., Policy], architecture: str, window: int | None
+):
+    policy = on_cuda(make_policy, architecture, True, **({"sliding_window": window} if window else {}))
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(3, 90, n).tolist() for n in (530, 100, 37, 64, 65, 200, 1)]
+    routes = np.argsort(rng.random((900, 2, 16)), axis=2)[..., :4].astype(np.uint8)
+    answers = [trajectory(index=i, prompt=texts[0], answer=texts[1] + text) for i, text in enumerate(texts[2:])]
+    answers += [trajectory(serial=1, prompt=texts[0][:300] + texts[5], answer=texts[3])]
+    if policy.routers.num_layers:
+        answers = [replace(t, replay=Replay(routes=routes[: len(t.token_ids)])) for t in answers]
+    items = [Item(trajectory=t, advantage=0.0) for t in answers]
+    batches = [pack(some, policy.device, policy.routers) for some in (items, *([item] for item in items))]
+    assert isinstance(batches[0].plan, TreePlan)
+    assert len(batches[0].token_ids) == 630 + 37 + 64 + 65 + 200 + 1 + 264
+    found, gradients = [], []
+    for some in (batches[:1], batches[1:]):
+        policy.model.zero_grad()
+        parts = [policy.logprobs(b.token_ids, b.plan, b.at, 0.7, None, b.routes)[0] for b in some]
+        found.append(torch.cat(parts))
+        found[-1].sum().backward()
+        gradients.append({n: p.grad.float() for n, p in policy.model.named_parameters() if p.grad is not None})
+    assert torch.equal(*found)
+    for name, expected in gradients[1].items():
+        assert (gradients[0][name] - expected).norm() < 0.03 * expected.norm(), name
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
 def test_turns_go_on_from_the_pages_of_earlier_ones(make_policy: Callable[..., Policy], architecture: str):
     policy = on_cuda(make_policy, architecture, True)
@@ -88,9 +122,9 @@ def test_drafts_change_nothing(make_policy: Callable[..., Policy]):
         {t.id: t for t in busy_run(policy, num_groups=12, max_new_tokens=200, spread_steps=8, speculate=k)}
         for k in (0, 8)
     )
-    for id, trajectory in plain.items():
-        assert (trajectory.token_ids == drafted[id].token_ids).all()
-        assert (trajectory.logprobs == drafted[id].logprobs).all()
+    for id, answer in plain.items():
+        assert (answer.token_ids == drafted[id].token_ids).all()
+        assert (answer.logprobs == drafted[id].logprobs).all()
 
 
 def test_the_default_mode_differs(make_policy: Callable[..., Policy]):

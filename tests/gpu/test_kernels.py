@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.policy import policy as policy_module
+from headrace.policy.attention import PackedPlan, TreePlan
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -148,6 +149,63 @@ def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int
     theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
     inputs = (q.detach(), k.detach(), v.detach(), ours, log_sums)
     found = attention_gradient(pull, *inputs, cut[QUERIES], scale=0.2, window=window)
+    for f, e in zip(found, theirs, strict=True):
+        assert (f - e).norm() < 1e-2 * e.norm()
+
+
+RUNS_OF_A_TREE = {"lengths": [150, 65, 70, 1, 90, 40], "after": [-1, 120, 160, 63, 63, -1]}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_in_a_tree_has_the_bits_of_its_sequences(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int
+) -> None:
+    device, tokens = torch.device(DEVICE), block_tokens(heads, kv_heads, dtype)
+    plan = TreePlan(**RUNS_OF_A_TREE, device=device)
+    total = sum(plan.lengths)
+    q, k, v = (noise(total, h, size, seed=i, dtype=dtype) for i, h in enumerate((heads, kv_heads, kv_heads)))
+    options = {"scale": size**-0.5, "window": window}
+    ours, log_sums = block_attention(q, k, v, None, plan.blocks(tokens), **options)
+    first = 0
+    for length, after in zip(*RUNS_OF_A_TREE.values(), strict=True):
+        rows = [*path_to(after), *range(first, first + length)]
+        alone = PackedPlan([len(rows)], device).blocks(tokens)
+        theirs, sums = block_attention(q[rows], k[rows], v[rows], None, alone, **options)
+        precision = {"rtol": 0, "atol": 1e-5 if INTERPRETED else 0}
+        torch.testing.assert_close(ours[first : first + length], theirs[-length:], **precision)
+        torch.testing.assert_close(log_sums[:, first : first + length], sums[:, -length:], **precision)
+        first += length
+
+
+def path_to(row: int) -> list[int]:
+    """The rows from a root of the tree to `row`."""
+    ends = np.cumsum(RUNS_OF_A_TREE["lengths"])
+    run = int(np.searchsorted(ends, row, side="right"))
+    start = int(ends[run]) - RUNS_OF_A_TREE["lengths"][run]
+    return [] if row < 0 else [*path_to(RUNS_OF_A_TREE["after"][run]), *range(start, row + 1)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize("window", [0, 70])
+def test_gradient_of_attention_in_a_tree(heads: int, kv_heads: int, size: int, window: int) -> None:
+    plan = TreePlan(**RUNS_OF_A_TREE, device=torch.device(DEVICE))
+    total = sum(plan.lengths)
+    q, k, v = (noise(total, h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
+    seen = torch.zeros(total, total, dtype=torch.bool, device=DEVICE)
+    for row in range(total):
+        seen[row, path_to(row)[-window:]] = True
+    a, b, c = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=seen, scale=0.2, enable_gqa=True)
+    expected = out[0].transpose(0, 1)
+    inputs = [x.detach() for x in (q, k, v)]
+    cut = plan.blocks(block_tokens(heads, kv_heads, torch.float32))
+    ours, log_sums = block_attention(*inputs, None, cut, scale=0.2, window=window)
+    torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-4)
+    pull = noise(*expected.shape, seed=8)
+    theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
+    found = attention_gradient(pull, *inputs, ours, log_sums, plan.blocks(QUERIES), scale=0.2, window=window)
     for f, e in zip(found, theirs, strict=True):
         assert (f - e).norm() < 1e-2 * e.norm()
 

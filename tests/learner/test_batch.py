@@ -20,9 +20,9 @@ lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
 def items_of(sizes: list[int]) -> list[Item]:
-    """Sequences of these many tokens, one of them the prompt's."""
+    """Sequences of these many tokens, one of them the prompt's, with nothing in common."""
     return [
-        Item(trajectory=trajectory(serial=i, prompt=(5,), answer=[7] * (size - 1)), advantage=float(i))
+        Item(trajectory=trajectory(serial=i, prompt=(i,), answer=[7] * (size - 1)), advantage=float(i))
         for i, size in enumerate(sizes)
     ]
 

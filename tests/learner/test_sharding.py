@@ -38,7 +38,9 @@ def saved(make_policy: Maker, tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
-def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None = None) -> list[list[Group]]:
+def make_steps(
+    *, supported: bool = False, routes: tuple[int, int, int] | None = None, prompt_tokens: int = 4
+) -> list[list[Group]]:
     """Two steps of three groups; the answers are of very different lengths."""
     rng = np.random.default_rng(3)
 
@@ -54,7 +56,7 @@ def make_steps(*, supported: bool = False, routes: tuple[int, int, int] | None =
         return Replay(support_ids=np.concatenate(subsets).astype(np.int32), support_offsets=offsets)
 
     def make(serial: int, sizes: tuple[int, ...]) -> Group:
-        prompt = rng.integers(3, 90, size=4 + serial).tolist()
+        prompt = rng.integers(3, 90, size=prompt_tokens + serial).tolist()
         answers = []
         for i, size in enumerate(sizes):
             answer = rng.integers(3, 90, size=size)
@@ -121,6 +123,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], LearnerSection, dict[str, Any]]] 
         LearnerSection(lr=LR, micro_batch_tokens=32, checkpoint_activations=True),
         {},
     ),
+    "shared prefixes": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=60), {"prompt_tokens": 36}),
     "whole step": ("Qwen3", {}, LearnerSection(lr=LR, micro_batch_tokens=32, advantage="reinforce++"), {}),
 }
 
@@ -181,7 +184,7 @@ def mismatches(sharding: Sharding | None, directory: Path, groups: list[Group]) 
     learner = learner_of(load(directory), LearnerSection(lr=LR, micro_batch_tokens=32), sharding)
     answers = [t for group in groups for t in group.trajectories]
     if sharding is not None:
-        answers = split(answers, sharding.num_ranks, lambda t: len(t.token_ids))[sharding.rank]
+        answers = answers[sharding.rank :: sharding.num_ranks]
     before = learner.mismatch(answers)
     take_step(learner, groups)
     after = learner.mismatch(answers)
@@ -242,10 +245,14 @@ def test_half_precision_is_trained_in_float32_shards(saved: Callable[..., Path])
 
 def test_every_item_goes_to_one_rank_and_loads_are_even():
     sizes = [30, 1, 7, 7, 12, 3, 9, 5]
-    parts = split(sizes, 3, lambda size: size)
+    items = [
+        Item(trajectory=trajectory(serial=i, prompt=(i,), answer=[7] * (size - 1)), advantage=0.0)
+        for i, size in enumerate(sizes)
+    ]
+    parts = [[len(item) for item in part] for part in split(items, 3)]
     assert sorted(size for part in parts for size in part) == sorted(sizes)
     assert max(map(sum, parts)) - min(map(sum, parts)) <= 9
-    assert split([5], 3, lambda size: size) == [[5], [], []]
+    assert split(items[:1], 3) == [items[:1], [], []]
 
 
 def adapters_of(sharding: Sharding | None, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:

@@ -10,6 +10,9 @@ depend on the layout of the program), and floating-point contraction (fused mult
 The gradient is deterministic: every sum has one order, no atomics. One pass over blocks of queries
 is for their gradient, one over blocks of keys for those of keys and values.
 
+Sequences with common prefixes may form a `Tree`. A tile of keys then has the same positions as in each sequence alone,
+and so the same bits; only where its keys lie is looked up.
+
 n sequences, T tokens, H query heads, J key/value heads, D head size, P pages of PAGE tokens.
 `pulls` are the row sums of grad * out, called delta in FlashAttention.
 """
@@ -67,11 +70,25 @@ def decode_attention(
 
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """Runs of tokens that go on after tokens of other runs, in depth-first order.
+
+    Example:
+        a run of 3 tokens, and one of 2 that goes on after its second token:
+        Tree(paths=tensor([0, 1, 2, 0, 1, 3, 4]), ends=tensor([5, 5, 3, 5, 5]), positions=tensor([0, 1, 2, 2, 3]))
+    """
+
+    paths: Tensor  # int32, the tokens from the root to the end of each run
+    ends: Tensor  # [T] int32: token t is seen by the tokens from t to ends[t]
+    positions: Tensor  # [T] int32
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """Parts of sequences in blocks. A row is (first token, its position, num tokens, source, end).
 
-    `source` is where the sequence begins among the keys, or its row in the page tables; `end` is
-    the position where the part ends.
+    `source` is where the sequence begins among the keys, or its row in the page tables, or where its
+    path begins in those of the `tree`; `end` is the position where the part ends.
 
     Example:
         two whole sequences of 5 and 3 tokens, 4 tokens per block:
@@ -80,10 +97,17 @@ class Blocks:
 
     table: Tensor  # [blocks, 5] int32
     tokens: int
+    tree: Tree | None = None
 
     @classmethod
     def of(
-        cls, starts: Sequence[int], ends: Sequence[int], sources: Sequence[int], tokens: int, device: torch.device
+        cls,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        sources: Sequence[int],
+        tokens: int,
+        device: torch.device,
+        tree: Tree | None = None,
     ) -> Blocks:
         """Blocks of packed parts, from positions `starts` to `ends`, with `tokens` per block."""
         rows, first = [], 0
@@ -94,7 +118,7 @@ class Blocks:
             first += end - start
         table = np.concatenate(rows)
         table = table[np.argsort(-table[:, 1], kind="stable")]  # longest context first
-        return cls(torch.from_numpy(table.astype(np.int32)).to(device), tokens)
+        return cls(torch.from_numpy(table.astype(np.int32)).to(device), tokens, tree)
 
 
 def padded_size(head_size: int) -> int:
@@ -115,6 +139,8 @@ def block_attention(
 
     Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` of `tables`.
     """
+    if blocks.tree is not None:  # pages of one token
+        keys, values, tables = keys[:, :, None], values[:, :, None], blocks.tree.paths
     tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = keys.shape[1]
     out = torch.empty(tokens, num_heads, head_size, dtype=q_THD.dtype, device=q_THD.device)
@@ -155,14 +181,15 @@ def attention_gradient(
     grad_q, grad_k, grad_v = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
     pulls = torch.empty_like(log_sums_HT)
     shape = {"H": num_heads, "J": num_kv_heads, "D": head_size, "DP": padded_size(head_size)}
-    shape |= {"M": QUERIES, "N": KEYS, "WINDOW": window > 0}
+    shape |= {"M": QUERIES, "N": KEYS, "WINDOW": window > 0, "TREE": blocks.tree is not None}
+    tree = blocks.tree or Tree(blocks.table, blocks.table, blocks.table)
     _of_queries[(len(blocks.table), num_heads)](
-        grad_THD, q_THD, k_TJD, v_TJD, out_THD, log_sums_HT, pulls, grad_q, blocks.table, tokens,
+        grad_THD, q_THD, k_TJD, v_TJD, out_THD, log_sums_HT, pulls, grad_q, blocks.table, tree.paths, tokens,
         scale, scale * LOG2E, window, **shape, num_warps=4, num_stages=2,
     )  # fmt: skip
     _of_keys[(len(blocks.table), num_kv_heads)](
-        grad_THD, q_THD, k_TJD, v_TJD, log_sums_HT, pulls, grad_k, grad_v, blocks.table, tokens,
-        scale, scale * LOG2E, window, **shape, num_warps=4, num_stages=1,
+        grad_THD, q_THD, k_TJD, v_TJD, log_sums_HT, pulls, grad_k, grad_v, blocks.table, tree.ends, tree.positions,
+        tokens, scale, scale * LOG2E, window, **shape, num_warps=4, num_stages=1,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
@@ -185,20 +212,25 @@ def _sum_segment(
     acc = tl.zeros([M, DP], tl.float32)
     ones = tl.full([TILE, 16], 1.0, K.dtype.element_ty)
     for s in range(start, end, TILE):
+        at = s + t
+        ahead = t[:, None] * token_stride
         if PAGED:
-            place = base + tl.load(table + s // PAGE).to(tl.int64) * page_stride + s % PAGE * token_stride
+            if PAGE == 1:
+                place = base
+                ahead = tl.load(table + at, mask=at < end, other=0).to(tl.int64)[:, None] * page_stride
+            else:
+                place = base + tl.load(table + s // PAGE).to(tl.int64) * page_stride + s % PAGE * token_stride
         else:
             place = base + tl.cast(s, tl.int64) * token_stride
-        at = s + t
         there = (at < end)[:, None] & (d < D)[None, :]
-        k = tl.load(K + place + t[:, None] * token_stride + d[None, :], mask=there, other=0.0)
+        k = tl.load(K + place + ahead + d[None, :], mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (at[None, :] < last[:, None]) & (at[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)  # all keys so far were masked
         shrink = tl.exp2(highest - level)
-        v = tl.load(V + place + t[:, None] * token_stride + d[None, :], mask=there, other=0.0)
+        v = tl.load(V + place + ahead + d[None, :], mask=there, other=0.0)
         p = tl.exp2(scores - level[:, None]).to(v.dtype)
         total = total * shrink + tl.max(tl.dot(p, ones, input_precision="ieee"), 1)
         acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
@@ -315,9 +347,9 @@ def _blocks(
 
 @triton.jit
 def _of_queries(
-    grad, Q, K, V, out, log_sums, pulls, grad_q, blocks, num_tokens, scale, scale2, window,
+    grad, Q, K, V, out, log_sums, pulls, grad_q, blocks, paths, num_tokens, scale, scale2, window,
     H: constexpr, J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
-    WINDOW: constexpr,
+    WINDOW: constexpr, TREE: constexpr,
 ):  # fmt: skip
     block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
     token, position, count, source = _part(block)
@@ -336,27 +368,30 @@ def _of_queries(
     kv_head = head // (H // J)
     own = position // N * N  # without a window, all queries of the block see the keys before it
     acc = _through_keys(
-        acc, q, g, K, V, level, pull, position, source, kv_head, first, own, scale2, window,
-        J, D, DP, M, N, WINDOW, WINDOW,
+        acc, q, g, K, V, level, pull, position, source, paths, kv_head, first, own, scale2, window,
+        J, D, DP, M, N, WINDOW, WINDOW, TREE,
     )  # fmt: skip
     acc = _through_keys(
-        acc, q, g, K, V, level, pull, position, source, kv_head, own, position + count, scale2, window,
-        J, D, DP, M, N, True, WINDOW,
+        acc, q, g, K, V, level, pull, position, source, paths, kv_head, own, position + count, scale2, window,
+        J, D, DP, M, N, True, WINDOW, TREE,
     )  # fmt: skip
     tl.store(grad_q + at, (acc * scale).to(grad_q.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _through_keys(
-    acc, q, g, K, V, level, pull, position, source, head, first, end, scale2, window,
+    acc, q, g, K, V, level, pull, position, source, paths, head, first, end, scale2, window,
     J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
-    MASKED: constexpr, WINDOW: constexpr,
+    MASKED: constexpr, WINDOW: constexpr, TREE: constexpr,
 ):  # fmt: skip
     """Add the gradient of keys `first` to `end`; without MASKED, all of them are visible."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
     for s in range(first, end, N):
         there = (s + n < end)[:, None] & (d < D)[None, :]
-        key = ((source + s + n)[:, None].to(tl.int64) * J + head) * D + d[None, :]
+        token = source + s + n
+        if TREE:
+            token = tl.load(paths + token, mask=s + n < end, other=0)
+        key = (token[:, None].to(tl.int64) * J + head) * D + d[None, :]
         k = tl.load(K + key, mask=there, other=0.0)
         v = tl.load(V + key, mask=there, other=0.0)
         p = tl.exp2(tl.dot(q, tl.trans(k)) * scale2 - level[:, None])
@@ -370,9 +405,9 @@ def _through_keys(
 
 @triton.jit
 def _of_keys(
-    grad, Q, K, V, log_sums, pulls, grad_k, grad_v, blocks, num_tokens, scale, scale2, window,
+    grad, Q, K, V, log_sums, pulls, grad_k, grad_v, blocks, ends, positions, num_tokens, scale, scale2, window,
     H: constexpr, J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
-    WINDOW: constexpr,
+    WINDOW: constexpr, TREE: constexpr,
 ):  # fmt: skip
     block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
     token, position, count, source = _part(block)
@@ -384,6 +419,10 @@ def _of_keys(
     v = tl.load(V + at, mask=inside, other=0.0)
     of_k, of_v = tl.zeros([N, DP], tl.float32), tl.zeros([N, DP], tl.float32)
     end = tl.minimum(position + count - 1 + window, length) if WINDOW else length
+    if TREE:  # what sees a key lies after it, up to its end: places in the row take the part of positions
+        depth = tl.load(positions + token + n, mask=n < count, other=0)
+        last = tl.load(ends + token + n, mask=n < count, other=0)
+        position, source, end = token, token * 0, tl.max(last, 0)
     # queries beyond the end are zeros and add nothing
     for group in range(H // J):
         asking = head * (H // J) + group
@@ -396,7 +435,12 @@ def _of_keys(
             level = tl.load(log_sums + row, mask=s + m < end, other=0.0) * 1.4426950408889634
             pull = tl.load(pulls + row, mask=s + m < end, other=0.0)
             ago = (s + m)[None, :] - (position + n)[:, None]
-            seen = (ago >= 0) & (ago < window) if WINDOW else ago >= 0
+            seen = ago >= 0
+            if TREE:
+                seen &= (s + m)[None, :] < last[:, None]
+                ago = tl.load(positions + s + m, mask=s + m < end, other=0)[None, :] - depth[:, None]
+            if WINDOW:
+                seen &= ago < window
             p = tl.where(seen, tl.exp2(tl.dot(k, tl.trans(q)) * scale2 - level[None, :]), 0.0)
             of_v = tl.dot(p.to(g.dtype), g, of_v)
             change = p * (tl.dot(v, tl.trans(g)) - pull[None, :])

@@ -1,24 +1,23 @@
-"""From trajectories to the packed tensors of a micro-batch (sequences end to end, no padding).
+"""From trajectories to the packed tensors of a micro-batch (no padding, common prefixes once).
 
-T tokens of a micro-batch, N of them sampled, L mixture-of-experts layers, K experts per token.
+T tokens of a micro-batch, N sampled ones of its trajectories, L mixture-of-experts layers, K experts
+per token. A token that two trajectories share is one of T, and two of N if both sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.policy.attention import PackedPlan
+from headrace.learner.tree import Forest, segments
+from headrace.policy.attention import PackedPlan, TreePlan
 from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
-from headrace.types import Item, RouteArray, Trajectory
-
-T = TypeVar("T")
+from headrace.types import FloatArray, Item, RouteArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +26,10 @@ class Batch:
 
     token_ids: Tensor  # [T]
     plan: PackedPlan
-    at: Tensor  # [N] positions of the sampled tokens
+    at: Tensor  # [N] which of the T tokens are the sampled ones
     behaviour: Tensor  # [N] log-probs at sampling time
     advantage: Tensor  # [N]
+    temperature: float | Tensor  # [N]
     sequence_ids: Tensor  # [N] which sequence a sampled token belongs to
     num_sequences: int
     reference: Tensor | None  # [N]
@@ -37,31 +37,56 @@ class Batch:
     routes: Tensor | None  # [T, L, K]
 
 
-def pack(sequences: Sequence[Item], device: torch.device, routers: Routers | None = None) -> Batch:
-    """Lay the sequences end to end. With `routers`, the recorded expert choices are replayed."""
+def pack(
+    sequences: Sequence[Item], device: torch.device, routers: Routers | None = None, temperature: float = 1.0
+) -> Batch:
+    """Lay the sequences end to end, or as a tree. With `routers`, recorded expert choices are replayed.
+
+    `temperature` is that of tokens whose turn is not known.
+    """
     trajectories = [s.trajectory for s in sequences]
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
-    if rootless := [t.id for t in trajectories if t.sampled[0]]:
-        raise ValueError(f"trajectory {rootless[0]} begins with a sampled token: there is no prompt before it")
+    roots = ((t, start) for t in trajectories for start, _, after in segments(t) if after < 0)
+    if rootless := next((t.id for t, start in roots if t.sampled[start]), None):
+        raise ValueError(f"trajectory {rootless} begins with a sampled token: there is no prompt before it")
+    replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
+    lengths, after, tokens, rows = Forest(trajectories).laid_out()
+    temperatures = _temperatures(trajectories, temperature)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Batch(
-        token_ids=tensor(np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)),
-        plan=PackedPlan([len(t.token_ids) for t in trajectories], device),
-        at=tensor(np.flatnonzero(sampled)),
+        token_ids=tensor(np.concatenate([t.token_ids for t in trajectories])[tokens].astype(np.int64)),
+        plan=TreePlan(lengths, after, device) if max(after) >= 0 else PackedPlan(lengths, device),
+        at=tensor(rows[sampled]),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
         advantage=tensor(np.concatenate(advantages)),
+        temperature=temperature if temperatures is None else tensor(temperatures),
         sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
         num_sequences=len(sequences),
         reference=tensor(np.concatenate(references)) if references else None,
         support=_support(trajectories, device),
-        routes=_routes(trajectories, device, routers) if routers is not None and routers.num_layers else None,
+        routes=None if routers is None or replayed is None else routers.to_device(replayed[tokens], device),
     )
+
+
+def _temperatures(trajectories: Sequence[Trajectory], otherwise: float) -> FloatArray | None:
+    """Of each sampled token, by its turn; None if all are `otherwise`."""
+    if all(turn.temperature == otherwise for t in trajectories for turn in t.turns):
+        return None
+    found = []
+    for t in trajectories:
+        values = np.full(len(t.token_ids), otherwise, np.float32)
+        for turn in t.turns:
+            if turn.temperature <= 0:
+                raise ValueError(f"trajectory {t.id} has a greedy turn: its tokens cannot be trained on")
+            values[turn.start : turn.end] = turn.temperature
+        found.append(values[t.sampled])
+    return np.concatenate(found)
 
 
 def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Support | None:
@@ -80,7 +105,7 @@ def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Suppor
     return Support(torch.from_numpy(ids).to(device), torch.from_numpy(offsets).to(device))
 
 
-def _routes(trajectories: Sequence[Trajectory], device: torch.device, routers: Routers) -> Tensor:
+def _routes(trajectories: Sequence[Trajectory], routers: Routers) -> RouteArray:
     found: list[RouteArray] = []
     for trajectory in trajectories:
         routes = None if trajectory.replay is None else trajectory.replay.routes
@@ -95,51 +120,78 @@ def _routes(trajectories: Sequence[Trajectory], device: torch.device, routers: R
         if (largest := int(routes.max())) >= routers.num_experts:
             raise ValueError(f"trajectory {trajectory.id} names expert {largest}; the model has {routers.num_experts}")
         found.append(routes)
-    return routers.to_device(np.concatenate(found), device)
+    return np.concatenate(found)
 
 
 class Packer:
-    """Collects micro-batches of at most `budget` tokens. A longer sequence gets one of its own."""
+    """Collects micro-batches of at most `budget` computed tokens. A longer sequence gets one of its own."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._pending: list[Item] = []
+        self._forest = Forest()
 
     def add(self, sequences: Sequence[Item]) -> list[list[Item]]:
         """Returns the micro-batches that are now full. They are filled in the order of arrival."""
         full = []
         for sequence in sequences:
-            if self._pending and sum(map(len, self._pending)) + len(sequence) > self.budget:
-                full.append(self._pending)
-                self._pending = []
+            self._forest.add(sequence.trajectory)
+            if self._pending and self._forest.num_tokens > self.budget:
+                full += self.rest()
+                self._forest.add(sequence.trajectory)
             self._pending.append(sequence)
         return full
 
     def rest(self) -> list[list[Item]]:
-        rest, self._pending = self._pending, []
+        rest, self._pending, self._forest = self._pending, [], Forest()
         return [rest] if rest else []
 
 
 def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
-    """Micro-batches of nearly equal size, of at most `budget` tokens or one longer sequence each."""
-    alone = [[s] for s in sequences if len(s) > budget]
-    shared = sorted((s for s in sequences if len(s) <= budget), key=len, reverse=True)
-    num_batches = max(1, -(-sum(map(len, shared)) // budget))
+    """Micro-batches of nearly equal size, of at most `budget` computed tokens or one longer sequence each."""
+    families = _families(sequences, budget)
+    alone = [family for size, family in families if size > budget]
+    shared = sorted((f for f in families if f[0] <= budget), key=lambda f: f[0], reverse=True)
+    num_batches = max(1, -(-sum(size for size, _ in shared) // budget))
     while True:
-        batches = split(shared, num_batches, len)
-        if max(sum(map(len, batch)) for batch in batches) <= budget:
-            return alone + [b for b in batches if b]
+        batches = _split(shared, num_batches)
+        if max(sum(size for size, _ in batch) for batch in batches) <= budget:
+            return alone + [_joined(b) for b in batches if b]
         num_batches += 1
 
 
-def split(items: Sequence[T], num_parts: int, size: Callable[[T], int]) -> list[list[T]]:
-    """Parts of nearly equal total `size`, some perhaps empty. A single part keeps the order."""
+def split(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
+    """Parts of nearly equal size, some perhaps empty. A single part keeps the order."""
     if num_parts == 1:
         return [list(items)]
-    parts: list[list[T]] = [[] for _ in range(num_parts)]
+    whole = Forest(item.trajectory for item in items).num_tokens
+    most = 5 * whole // (4 * num_parts)  # what a prefix that is computed in two parts costs is worth some imbalance
+    return [_joined(part) for part in _split(_families(items, most), num_parts)]
+
+
+Family = tuple[int, list[Item]]  # computed tokens; sequences with a common beginning
+
+
+def _families(items: Sequence[Item], budget: int) -> list[Family]:
+    """Sequences with a common beginning together, if they have at most `budget` computed tokens."""
+    forest, packer, by_root = Forest(), Packer(budget), dict[int, list[Item]]()
+    for item in items:
+        by_root.setdefault(forest.add(item.trajectory), []).append(item)
+    parts = [part for family in by_root.values() for part in packer.add(family) + packer.rest()]
+    return [(Forest(item.trajectory for item in part).num_tokens, part) for part in parts]
+
+
+def _split(families: Sequence[Family], num_parts: int) -> list[list[Family]]:
+    if num_parts == 1:
+        return [list(families)]
+    parts: list[list[Family]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
-    for item in sorted(items, key=size, reverse=True):
+    for family in sorted(families, key=lambda f: f[0], reverse=True):
         lightest = loads.index(min(loads))
-        parts[lightest].append(item)
-        loads[lightest] += size(item)
+        parts[lightest].append(family)
+        loads[lightest] += family[0]
     return parts
+
+
+def _joined(families: Sequence[Family]) -> list[Item]:
+    return [item for _, family in families for item in family]

@@ -116,9 +116,9 @@ class Learner:
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
-        for items, batch in _packed(self._reference, self._passes(everything)):
+        for items, batch in self._packed(self._reference, self._passes(everything)):
             support = batch.support if self.section.kl_in == "reward" else None
-            logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, self._temperature, support)
+            logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, batch.temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
             for item, values in zip(items, logprobs.float().cpu().split(counts), strict=True):
                 found[item.trajectory.id] = values.numpy()
@@ -129,7 +129,7 @@ class Learner:
         """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
         sums = np.zeros(1 + NUM_SUMS)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
-        for _, batch in _packed(self.policy, self._passes(everything), self.policy.routers):
+        for _, batch in self._packed(self.policy, self._passes(everything), self.policy.routers):
             found = mismatch_sums(self._logprobs(batch)[0], batch.behaviour)
             sums += np.array([len(batch.at), *found.tolist()])
         if self.sharding is not None:
@@ -139,7 +139,7 @@ class Learner:
     def accumulate(self, items: Sequence[Item]) -> None:
         alone = self.sharding is None or self.sharding.num_ranks == 1  # one pass, in order
         passes = [items] if alone else self._passes(items)
-        for _, batch in _packed(self.policy, passes, self.policy.routers, backward=True):
+        for _, batch in self._packed(self.policy, passes, self.policy.routers, backward=True):
             sums = self._backward(batch)
             # one transfer, and last: any earlier wait for the GPU would leave it idle
             self._sums[2:] += sums.cpu().numpy()
@@ -150,6 +150,21 @@ class Learner:
         found = balanced(items, self.section.micro_batch_tokens)
         num_passes = len(found) if self.sharding is None else self.sharding.most(len(found))
         return found + [[] for _ in range(num_passes - len(found))]
+
+    def _packed(
+        self,
+        policy: Policy,
+        passes: Sequence[Sequence[Item]],
+        routers: Routers | None = None,
+        *,
+        backward: bool = False,
+    ) -> Iterator[tuple[Sequence[Item], Batch]]:
+        """The micro-batches of `passes`. In an empty one this rank only takes part."""
+        for items in passes:
+            if items:
+                yield items, pack(items, policy.device, routers, self._temperature)
+            else:
+                _take_part(policy, backward=backward)
 
     def _backward(self, batch: Batch) -> Tensor:
         """Add the micro-batch's gradients. Returns, on the device, what `_sums[2:]` adds up."""
@@ -167,7 +182,7 @@ class Learner:
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens: over the sampling support, and over the vocabulary."""
         return self.policy.logprobs(
-            batch.token_ids, batch.plan, batch.at, self._temperature, batch.support, batch.routes
+            batch.token_ids, batch.plan, batch.at, batch.temperature, batch.support, batch.routes
         )
 
     def finish(self) -> StepStats:
@@ -205,17 +220,6 @@ class Learner:
             clipped_share=clipped / count,
             mismatch=mismatch_of(int(count), mismatch),
         )
-
-
-def _packed(
-    policy: Policy, passes: Sequence[Sequence[Item]], routers: Routers | None = None, *, backward: bool = False
-) -> Iterator[tuple[Sequence[Item], Batch]]:
-    """The micro-batches of `passes`. In an empty one this rank only takes part."""
-    for items in passes:
-        if items:
-            yield items, pack(items, policy.device, routers)
-        else:
-            _take_part(policy, backward=backward)
 
 
 def _take_part(policy: Policy, *, backward: bool = False) -> None:

@@ -112,7 +112,7 @@ class Ranks:
         return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        asked = zip(self.ranks, split(items, len(self.ranks), len), strict=True)
+        asked = zip(self.ranks, split(items, len(self.ranks)), strict=True)
         self.gather([rank.ask(Trainer.accumulate, part) for rank, part in asked])
 
     def finish(self) -> StepStats:
@@ -181,4 +181,5 @@ class Ranks:
         return ""
 
     def _parts(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        return split(trajectories, len(self.ranks), lambda t: len(t.token_ids))
+        items = [Item(trajectory=t, advantage=0.0) for t in trajectories]
+        return [[item.trajectory for item in part] for part in split(items, len(self.ranks))]

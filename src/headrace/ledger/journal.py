@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from headrace.measured import StageTimes
 from headrace.row import Row
-from headrace.types import Drop, FinishReason, Replay, Span, Timing, Trajectory, Turn
+from headrace.types import Drop, FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
@@ -91,6 +91,8 @@ def encode(trajectory: Trajectory) -> bytes:
     if trajectory.turns:
         turns = [[getattr(turn, name) for name in _TURN] for turn in trajectory.turns]
         arrays["turns"] = np.frombuffer(json.dumps(turns, allow_nan=False).encode(), np.uint8)
+    if trajectory.segments:
+        arrays["segments"] = np.array([(segment.start, segment.after) for segment in trajectory.segments])
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
@@ -152,6 +154,7 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         reward_parts=json.loads(values.get("reward_parts", "{}")),
         replay=Replay(**replayed) if replayed else None,
         turns=tuple(Turn(**turn) for turn in turns),
+        segments=tuple(Segment(start=start, after=after) for start, after in arrays.get("segments", np.empty(0)).tolist()),
     )
 
 

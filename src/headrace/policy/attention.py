@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -22,7 +23,7 @@ from headrace.policy.family import attend_rectangle
 from headrace.roles import AttentionPlan
 
 if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.attention import QUERIES, Blocks, attention_gradient, block_attention, block_tokens
+    from headrace.kernels.attention import QUERIES, Blocks, Tree, attention_gradient, block_attention, block_tokens
 
 NAME = "headrace"
 
@@ -99,7 +100,7 @@ class PackedPlan:
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths = lengths
         self.longest = max(lengths)
-        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]  # [1, T]
+        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)[None]  # [1, T]
         self._device = device
         self._cut: dict[int, Blocks] = {}
 
@@ -131,11 +132,114 @@ class PackedPlan:
     def _rectangles(self) -> _Rectangles:
         return _Rectangles.of(self.lengths, self._device)
 
+    def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
+        """The hidden states of the tokens before those at `at`: what predicts them."""
+        return hidden_TE[at - 1]
+
     def blocks(self, tokens: int) -> Blocks:
         if tokens not in self._cut:
-            lengths, starts = self.lengths, [0, *np.cumsum(self.lengths)[:-1].tolist()]
-            self._cut[tokens] = Blocks.of([0] * len(lengths), lengths, starts, tokens, self._device)
+            self._cut[tokens] = self._blocks(tokens)
         return self._cut[tokens]
+
+    def _blocks(self, tokens: int) -> Blocks:
+        lengths, starts = self.lengths, [0, *np.cumsum(self.lengths)[:-1].tolist()]
+        return Blocks.of([0] * len(lengths), lengths, starts, tokens, self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of a tree that begin at one depth, padded to one length, with the keys of their paths."""
+
+    shape: tuple[int, int]  # (runs, longest)
+    queries: Tensor  # [runs * longest] rows; padding repeats one
+    keys: Tensor  # [runs * (depth + longest)]
+
+
+class TreePlan(PackedPlan):
+    """Sequences whose common prefixes are there once: runs of tokens, in depth-first order.
+
+    Run i has `lengths[i]` tokens and goes on after the token `after[i]` of the row (-1: it is a root).
+    What sees a token, and is not of its own run, lies after that run without a gap.
+
+    Example:
+        a prompt of 3 tokens with two answers of 2: TreePlan([5, 2], [-1, 2], device)
+    """
+
+    def __init__(self, lengths: list[int], after: list[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        ends = np.cumsum(lengths)
+        rows = np.arange(ends[-1])
+        self._after, self._paths = after, list[np.ndarray]()  # [depth and length] of each run
+        previous = rows - 1
+        for end, length, parent in zip(ends.tolist(), lengths, after, strict=True):
+            run = int(np.searchsorted(ends, parent, side="right"))
+            past = self._paths[run][: len(self._paths[run]) - int(ends[run]) + parent + 1] if parent >= 0 else rows[:0]
+            self._paths.append(np.concatenate([past, rows[end - length : end]]))
+            previous[end - length] = parent
+        self._depths = [len(path) - length for path, length in zip(self._paths, lengths, strict=True)]
+        self.longest = max(map(len, self._paths))
+        positions = np.concatenate([np.arange(d, d + n) for d, n in zip(self._depths, lengths, strict=True)])
+        self.positions = torch.from_numpy(positions).to(device)[None]
+        self._previous = torch.from_numpy(previous).to(device)
+
+    def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
+        return _rows(hidden_TE, self._previous[at])
+
+    def _attend_rectangles(self, attend: Any, *given: Any) -> Tensor:
+        q, k, v, scale, window = given
+        parts = [
+            attend(_rows(q, r.queries), _rows(k, r.keys), _rows(v, r.keys), r.shape, scale, window) for r in self._runs
+        ]
+        return _rows(torch.cat(parts), self._places)
+
+    @cached_property
+    def _runs(self) -> list[_Runs]:
+        """Runs of one depth, and of lengths within a quarter of each other, are computed together."""
+        order = sorted(range(len(self.lengths)), key=lambda i: (self._depths[i], -self.lengths[i]))
+        together: list[list[int]] = []
+        for i in order:
+            first = together[-1][0] if together else i
+            if not together or self._depths[i] != self._depths[first] or self.lengths[i] < 0.75 * self.lengths[first]:
+                together.append([])
+            together[-1].append(i)
+        found = []
+        for runs in together:
+            longest = self.lengths[runs[0]]
+            paths = [np.pad(p := self._paths[i], (0, longest - self.lengths[i]), constant_values=p[-1]) for i in runs]
+            keys = np.stack(paths)
+            rows = keys[:, keys.shape[1] - longest :].ravel(), keys.ravel()
+            found.append(_Runs((len(runs), longest), *(torch.from_numpy(x).to(self._device) for x in rows)))
+        return found
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where each token lies among the queries of `_runs`."""
+        queries = torch.cat([r.queries for r in self._runs]).cpu().numpy()
+        first = np.concatenate([[True], queries[1:] != queries[:-1]])
+        places = np.empty(int(queries.max()) + 1, np.int64)
+        places[queries[first]] = np.flatnonzero(first)
+        return torch.from_numpy(places).to(self._device)
+
+    def _blocks(self, tokens: int) -> Blocks:
+        sizes = [len(path) for path in self._paths]
+        sources = [0, *np.cumsum(sizes)[:-1].tolist()]
+        return Blocks.of(self._depths, sizes, sources, tokens, self._device, self._tree)
+
+    @cached_property
+    def _tree(self) -> Tree:
+        stops = np.cumsum(self.lengths)
+        starts, ends = stops - self.lengths, np.repeat(stops, self.lengths)
+        for i in reversed(range(len(stops))):  # what goes on after a run lies behind it
+            path = self._paths[i][: self._depths[i]]
+            ends[path] = np.maximum(ends[path], ends[starts[i]])
+        arrays = np.concatenate(self._paths), ends, self.positions[0].cpu().numpy()
+        return Tree(*(torch.from_numpy(x.astype(np.int32)).to(self._device) for x in arrays))
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` of `x`, some perhaps often: their gradients are added in one order, which indexing does not."""
+    found: Tensor = F.embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])
+    return found
 
 
 class _Packed(torch.autograd.Function):

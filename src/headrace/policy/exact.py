@@ -228,11 +228,11 @@ class RectangleAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.rest = shape, scale, window = rest
-        q, k, v = (x.unflatten(0, shape) for x in (q * scale, k, v))
-        fill = tiled(shape[1]) - shape[1]
+        q, k, v = (x.unflatten(0, (shape[0], -1)) for x in (q * scale, k, v))
+        fill = tiled(k.shape[1]) - k.shape[1]
         keys = F.pad(k.permute(0, 2, 3, 1), (0, fill)).flatten(0, 1).contiguous()
         values = F.pad(v.transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1).contiguous()
-        return attend_causal(q, keys, values, 0, window).flatten(0, 1)
+        return attend_causal(q, keys, values, k.shape[1] - shape[1], window).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -124,9 +124,14 @@ class Gated(torch.autograd.Function):
 
 
 def attend_rectangle(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scale: float, window: int) -> Tensor:
-    """Causal attention of `shape` (sequences, longest): causality masks the padding at the end."""
-    mask = visible(torch.arange(shape[1], device=q.device), shape[1], window) if window else None
-    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    """Causal attention of `shape` (sequences, longest): causality masks the padding at the end.
+
+    Where there are more keys than queries, the first of them come before all queries.
+    """
+    mask, num_keys = None, len(k) // shape[0]
+    if window or num_keys > shape[1]:
+        mask = visible(torch.arange(num_keys - shape[1], num_keys, device=q.device), num_keys, window)
+    q, k, v = (x.unflatten(0, (shape[0], -1)).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 

@@ -137,19 +137,20 @@ class Policy:
         token_ids_T: Tensor,
         plan: PackedPlan,
         at: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of the tokens at `at` (never a sequence's first): over `support`, and over all.
 
-        Without a support the two are one. `routes_TLK` forces the experts of each token.
+        Without a support the two are one. `temperature` is one for all, or one for each of `at`.
+        `routes_TLK` forces the experts of each token.
         """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
         def compute() -> tuple[Tensor, Tensor]:
             hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
-            given = hidden[at - 1], self.head_weight, token_ids_T[at]
+            given = plan.before(hidden, at), self.head_weight, token_ids_T[at]
             return chosen_logprobs(*given, temperature, support, self._linear)
 
         return compute() if self.shards is None else self.shards.gathered_for(compute)
@@ -314,7 +315,12 @@ class Support:
 
 
 def chosen_logprobs(
-    hidden: Tensor, weight: Tensor, chosen: Tensor, temperature: float, support: Any = None, linear: Linear = F.linear
+    hidden: Tensor,
+    weight: Tensor,
+    chosen: Tensor,
+    temperature: float | Tensor,
+    support: Any = None,
+    linear: Linear = F.linear,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `chosen [N]` under softmax(hidden `[N, E]` · weight `[V, E]`ᵀ / temperature).
 
@@ -329,10 +335,10 @@ def chosen_logprobs(
     return found[0], found[-1]
 
 
-def _chunk_logprobs(logits: Tensor, temperature: float, support: Support | None, rows: slice) -> list[Tensor]:
+def _chunk_logprobs(logits: Tensor, temperature: float | Tensor, support: Support | None, rows: slice) -> list[Tensor]:
     """Log-probs `[rows, V]`: over the support if there is one, and over all tokens."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits.div_(temperature)
+    logits.div_(temperature[rows, None] if isinstance(temperature, Tensor) else temperature)
     return [torch.log_softmax(x, dim=-1) for x in _over_support_and_all(logits, support, rows)]
 
 
@@ -358,7 +364,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         precise = torch.promote_types(weight.dtype, torch.float32)  # for a sum of chunks
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
         for rows in _row_chunks(hidden, weight, support):
-            pulls = grad[:, rows] / temperature
+            pulls = grad[:, rows] / (temperature[rows] if isinstance(temperature, Tensor) else temperature)
             # d log p[chosen] / d logits = onehot(chosen) - softmax
             kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
             parts = [x.exp_().mul_(-pull[:, None]) for x, pull in zip(kinds, pulls, strict=True)]
@@ -382,7 +388,9 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
         temperature, support = rest
-        temperatures = hidden.new_full(chosen.shape, temperature, dtype=torch.float32)
+        temperatures = temperature
+        if not isinstance(temperature, Tensor):
+            temperatures = hidden.new_full(chosen.shape, temperature, dtype=torch.float32)
         found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=torch.float32)
         log_sums = torch.empty_like(found)
         chunks = _row_chunks(hidden, weight, support)

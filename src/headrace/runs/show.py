@@ -40,6 +40,8 @@ DROP_WORDS = {
     "env_error": "the environment failed, or ended an episode without a reward",
     "env_timeout": "the environment did not reply within episode.timeout_s",
     "env_unavailable": "what the environment needs could not be reached",
+    "agent_error": "the agent failed, or gave no reward",
+    "abandoned": "sampled for a client that went away",
     "filter_error": "a filter of yours failed on its group, so nobody knows whether to keep it",
     "incomplete": "fewer than two answers of its group were left, and one alone cannot be compared",
     "skipped_step": "the gradient of its step was not finite, so the weights stayed as they were",
@@ -339,7 +341,7 @@ def said(whole: Trajectory) -> dict[str, str]:
     found = {}
     for number, turn in enumerate(whole.turns, 1):
         versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
-        about = [f"turn {number}", f"version {' and '.join(versions)}"]
+        about = [f"turn {number}", *([turn.agent] if turn.agent else []), f"version {' and '.join(versions)}"]
         about += [] if turn.reward is None else [f"reward {turn.reward:g}"]
         found[", ".join(about)] = turn.text
         if turn.replies:
