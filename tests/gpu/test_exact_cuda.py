@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.learner.batch import pack
 from headrace.policy.attention import TreePlan
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
+from headrace.types import Item, Replay
 
 pytestmark = [
     pytest.mark.gpu,

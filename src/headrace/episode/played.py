@@ -39,9 +39,8 @@ class Player:
         described = self.environments.described
         proof = self.desk.chat.prove(described.tools or None)
         kinds = ["a tool result"] * bool(described.tools) + ["a user message"] * described.takes_text
-        if (described.tools and not proof.calls) or any(kind in proof.rewrites for kind in kinds):
-            raise ConfigError(f"episode.environment cannot be played with model.path: {proof}")
-        self.error_role = "tool" if "a user message" in proof.rewrites else "user"
+        if any(kind in proof.rewrites for kind in kinds):
+            self.on_note(str(proof))
 
     async def close(self) -> None:
         for task in self._closing:

@@ -26,6 +26,8 @@ from typing import Any
 
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, failure
+from headrace.reward.isolation import isolated
+from headrace.reward.printed import Printed
 from headrace.reward.worker import HEADER, Setup, frame, score_of
 from headrace.types import Command, Completion, DropReason, Score
 from headrace.user_code import search_path
@@ -66,8 +68,8 @@ class Job:
 class JudgeProcess:
     """One worker: a child process and the socket to it."""
 
-    def __init__(self) -> None:
-        self.mode = Mode.SINGLE
+    def __init__(self, setup: Setup) -> None:
+        self.mode, self._setup = Mode.SINGLE, setup
         self.ended = False  # the process has closed its end of the socket, or is not to be heard any more
         self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
@@ -80,18 +82,27 @@ class JudgeProcess:
         self.wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        argv = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()]
+        with theirs, isolated(argv, setup) as (command, fds):
+            self.printed = Printed()
+            self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
+            stdout, stderr = self.printed.ends
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()],
-                pass_fds=[theirs.fileno()],
+                command,
+                pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env={} if setup.sandbox else None,
                 start_new_session=True,
             )
+            self.printed.started()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
 
-    async def prepare(self, setup: Setup) -> None:
+    async def prepare(self) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
+        setup = self._setup
         deadline = self._loop.time() + START_TIMEOUT_S
         try:
             await self.send(pickle.dumps(setup), START_TIMEOUT_S)
@@ -103,14 +114,17 @@ class JudgeProcess:
             if ready.get("mode") not in list(Mode):
                 raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
             self.mode, self._is_ready = Mode(ready["mode"]), True
+            self.printed.take()  # by the imports
         except JudgeLostError as lost:
-            raise RewardError(f"{setup.setting} = '{setup.function}' cannot be loaded: {lost}") from lost
+            said = f"\n{said}" if (said := self.printed.rest().strip()) else ""
+            raise RewardError(f"{setup.setting} = '{setup.function}' cannot be loaded: {lost}{said}") from lost
         finally:
             if not self._is_ready:
                 await self.stop()
         self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
 
     async def send(self, payload: bytes, timeout_s: float) -> None:
+        self._said = None
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.sock_sendall(self._socket, frame(payload))
@@ -136,6 +150,14 @@ class JudgeProcess:
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph())
         return None
 
+    def output(self) -> str:
+        """What was printed for the verdict that came in. Coroutines print side by side: nobody knows for which."""
+        if self.mode is Mode.ASYNC:
+            return ""
+        if self._said is None or self.mode is Mode.SINGLE:  # the verdicts of a batch come from one call
+            self._said = self.printed.take()
+        return self._said
+
     def start_timing(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             job.due = self._loop.time() + self._limit_s
@@ -147,6 +169,11 @@ class JudgeProcess:
         """
         due = next(iter(self.going.values())).due
         return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
+
+    def elapsed_s(self) -> float:
+        """Since the oldest job was begun."""
+        due = min((job.due for job in self.going.values()), default=0.0)
+        return max(0.0, self._loop.time() + self._limit_s - due) if due else 0.0
 
     def takes_more(self) -> bool:
         """Whether jobs may join: only coroutines, unless one is late or to be judged alone."""
@@ -170,6 +197,7 @@ class JudgeProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
             await self._exited(None)
             self.process.wait()
+        self.printed.close()
 
     def _read(self) -> None:
         """Read what has arrived, without waiting, and no more at a time than the longest reply."""
@@ -213,8 +241,11 @@ class JudgeProcess:
 
     async def _epitaph(self) -> str:
         """Why the process is lost. Stops it first, so that its exit code is known."""
+        if self._setup.sandbox and not self._wrong:
+            await self._exited(GRACE_S)  # what started it ends a little later
         await self.stop()
         code = self.process.returncode
+        code = 128 - code if self._setup.sandbox and code > 128 else code
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return self._wrong or f"the worker process ended ({how})"
 
@@ -236,8 +267,8 @@ class JudgePool:
         return [worker.process.pid for worker in self._workers]
 
     async def start(self) -> None:
-        self._workers = [JudgeProcess() for _ in range(self._num_workers)]
-        starting = [asyncio.create_task(worker.prepare(self._setup)) for worker in self._workers]
+        self._workers = [JudgeProcess(self._setup) for _ in range(self._num_workers)]
+        starting = [asyncio.create_task(worker.prepare()) for worker in self._workers]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -285,8 +316,8 @@ class JudgePool:
                 elif worker.ended or not await self._judge(worker):
                     self.num_workers_replaced += 1
                     await worker.stop()
-                    self._workers[slot] = JudgeProcess()
-                    await self._workers[slot].prepare(self._setup)
+                    self._workers[slot] = JudgeProcess(self._setup)
+                    await self._workers[slot].prepare()
         except Exception as error:  # for the callers of `run`: nobody awaits this task
             self._break(error)
 
@@ -337,10 +368,11 @@ class JudgePool:
                     self._book(worker, worker.replies.popleft())
             left = list(worker.going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
+            score = replace(lost.score, output=worker.printed.rest(), seconds=worker.elapsed_s())
             self._enqueue(left[num_in_progress:], first=True)
             for job in left[:num_in_progress]:
                 job.suspect = worker.mode is not Mode.SINGLE
-                self._retry(job, lost.score)
+                self._retry(job, score)
             return False
 
     async def _book_next(self, worker: JudgeProcess) -> None:
@@ -357,7 +389,7 @@ class JudgePool:
             worker.replies.clear()
             detail = f"the worker process sent a verdict on an unknown answer: {reprlib.repr(item)}"
             raise JudgeLostError(DropReason.REWARD_ERROR, detail)
-        job, score = worker.going.pop(item), score_of(reply)
+        job, score = worker.going.pop(item), score_of(reply, worker.output())
         if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
             worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headrace.config import RewardSection
@@ -29,8 +31,8 @@ class Scorer:
     `function` is used instead of what the section names. `judges(setup)` makes what calls the
     function: without it, a `JudgePool` of child processes, or `InlineJudges` if `section.workers` is 0.
     `filters` (of `[buffer]`) are called in the same way, each in one process, so that it sees the
-    groups one after the other. `on_verdict(key, score)` is called for every new verdict that may be
-    cached, `on_note(text)` for what the user should know while it happens.
+    groups one after the other. A sandbox shows nothing of `run_dir`. `on_verdict(key, score)` is called
+    for every new verdict that may be cached, `on_note(text)` for what the user should know while it happens.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Scorer:
         default_function: str = "exact",
         function: Callable[[Any], Any] | None = None,
         filters: Sequence[str] = (),
+        run_dir: Path | None = None,
         judges: Callable[[Setup], Judge] | None = None,
         on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
         on_note: Callable[[str], None] = lambda text: None,
@@ -51,6 +54,8 @@ class Scorer:
             answer_field=section.answer_field,
             pattern=section.pattern,
             timeout_s=section.timeout_s,
+            sandbox=section.sandbox,
+            hidden=() if run_dir is None else (str(run_dir.absolute()),),
         )
         pool = partial(JudgePool, retries=section.retries)
         self._filters: dict[str, JudgePool | InlineJudges] = {}
@@ -60,6 +65,8 @@ class Scorer:
         # `_why_here`: why `function` is called in this process, though `section.workers` is not 0
         setup, self._why_here = (setup, "") if function is None else shipped(function, setup)
         self._own, self._setup, self.function = function, setup, setup.function
+        if self._why_here and section.sandbox:
+            raise RewardError(f"reward.sandbox = true, but '{self.function}' cannot be put there: {self._why_here}")
         if self._why_here or not (judges or section.workers):
             self._pool: Judge = InlineJudges(setup, function)
         else:
@@ -99,7 +106,7 @@ class Scorer:
         try:
             await self._pool.start()
         except RewardError as error:
-            if self._own is None or isinstance(self._pool, InlineJudges):
+            if self._own is None or self._setup.sandbox or isinstance(self._pool, InlineJudges):
                 raise
             await self._pool.close()
             self._why_here = str(error)
@@ -182,10 +189,12 @@ class InlineJudges:
 
     async def run(self, completion: Judged) -> Score:
         assert self._function is not None, "start() comes first"
+        began = time.perf_counter()
         try:
-            return await self._function.judge(own_copy(completion), self._setup.timeout_s)
+            score = await self._function.judge(own_copy(completion), self._setup.timeout_s)
         except (Exception, SystemExit) as error:
-            return failure_of(error)
+            score = failure_of(error)
+        return replace(score, seconds=time.perf_counter() - began)
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -241,7 +250,7 @@ class VerdictCache:
         try:
             score = await judge()
             if score.failure is None:
-                self._verdicts[key] = score
+                self._verdicts[key] = replace(score, output="", seconds=0.0)  # of this call, and of no other answer
                 self._on_verdict(key, score)
                 if len(self._verdicts) > self._max_verdicts:
                     del self._verdicts[next(iter(self._verdicts))]
