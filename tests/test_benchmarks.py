@@ -135,3 +135,10 @@ def test_the_demo_needs_little_arithmetic(benchmark: Callable[[str], Any], capsy
     assert max(run["score_before"] for run in runs) < demo.BELOW
     assert min(run["score_after"] for run in runs) > demo.ABOVE
     assert max(run["first_step_share"] for run in runs) <= demo.FIRST_STEP
+
+
+def test_the_endpoint_benchmark_loses_nothing(benchmark: Callable[[str], Any]) -> None:
+    found = benchmark("serve").main(["--tiny", "--threads", "1"])
+    assert found["whole"] == found["sessions"] == 50
+    assert found["lost"] == 0
+    assert found["ratios"]

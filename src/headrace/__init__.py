@@ -14,18 +14,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
-    *(
-        "Done",
-        "Observation",
-        "UnavailableError",
-        "Watcher",
-        "evaluate_run",
-        "export",
-        "load_config",
-        "resume",
-        "sandbox",
-    ),
-    *("sandbox", "train"),
+    *("Done", "Observation", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume"),
+    *("sandbox", "serve_run", "train"),
 ]
 
 

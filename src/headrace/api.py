@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -44,6 +44,7 @@ from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
+from headrace.place.endpoint import serve_visitors
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.policy import hub
@@ -192,7 +193,28 @@ def evaluate_run(
 
     `overrides` are settings, such as "prompts.eval_source=other.jsonl" or "loop.eval_samples=8".
     """
-    run_dir = Path(run_dir)
+    config = _config_of_weights(Path(run_dir), overrides, best=best)
+    return _run_events(lambda: _with_engines(config, Path(run_dir), _score, reward))
+
+
+def serve_run(
+    run_dir: Path | str, on_ready: Callable[[str], None], *, host: str, port: int, key: str, best: bool = False
+) -> None:
+    """Serve a run's weights, or its `best` ones, to clients of the OpenAI API that have the key, until interrupted.
+
+    `on_ready(base_url)` is called when it listens.
+    """
+    config = _config_of_weights(Path(run_dir), ["episode.environment=", "episode.agent="], best=best)
+
+    async def work(place: Place) -> None:
+        name = Path(run_dir).resolve().name
+        await serve_visitors(place.desk(), sampling_of(config), name, (host, port), key, on_ready)
+
+    _run_events(lambda: _with_engines(config, Path(run_dir), work))
+
+
+def _config_of_weights(run_dir: Path, overrides: Sequence[str], *, best: bool) -> Config:
+    """The settings of a run with its weights, in this process."""
     config = rooted(run_config(run_dir, overrides))
     changed: dict[str, dict[str, Any]] = {
         "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
@@ -202,7 +224,7 @@ def evaluate_run(
         "learner": {"ranks": 1},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
-    return _run_events(lambda: _evaluate(config.model_copy(update=sections), run_dir, reward))
+    return config.model_copy(update=sections)
 
 
 def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
@@ -453,11 +475,14 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
     return found.mean_abs
 
 
-async def _evaluate(config: Config, run_dir: Path, reward: Reward | None) -> float | None:
+async def _with_engines(
+    config: Config, run_dir: Path, work: Callable[[Place], Awaitable[Result]], reward: Reward | None = None
+) -> Result:
     place = open_place(config, run_dir, reward=reward)
     try:
         await place.start_user_code()
-        return await _score(place)
+        await place.start_engines()
+        return await work(place)
     finally:
         await place.close()
 
@@ -471,4 +496,4 @@ def _facts(place: Place) -> dict[str, str]:
     }
 
 
-__all__ = ["Watcher", "evaluate_run", "export", "load_config", "resume", "train"]
+__all__ = ["Watcher", "evaluate_run", "export", "load_config", "resume", "serve_run", "train"]

@@ -159,6 +159,12 @@ class EpisodeSection(SettingsSection):
     """Answers of several turns: an environment, or an agent of your own."""
 
     environment: Name = setting("", "file.py:Class or module:Class, which replies to every turn; empty: single answers")
+    agent: Name = setting(
+        "",
+        "an agent that asks the OpenAI-compatible endpoint for its turns: a command, file.py:function "
+        "(task, base_url, api_key) -> reward, or 'remote'",
+    )
+    listen: str = setting("127.0.0.1:0", "host:port of the endpoint for agents; port 0 takes a free one")
     workers: PositiveInt = setting(1, "processes in which environments live", most=MOST_PROCESSES)
     timeout_s: Annotated[float, Field(ge=0.01)] = setting(
         60.0, "seconds for one reply of an environment; a slower one is a drop, not a zero", most=MOST_S
@@ -421,6 +427,8 @@ def _of_generation(config: Config) -> Iterator[str]:
 
 
 def _of_places(config: Config) -> Iterator[str]:
+    if config.episode.environment and config.episode.agent:
+        yield "episode.environment and episode.agent: an episode has one of them; leave one empty"
     place, workers, ranks = config.place, config.rollout.workers, config.learner.ranks
     if config.reward.sandbox and not config.reward.workers:
         yield "reward.sandbox = true and reward.workers = 0: the training process itself cannot be put into a sandbox"

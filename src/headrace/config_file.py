@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.user_code import names_file
 
 COMMAND_LINE = "command line"
-NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episode.environment")
+NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episode.environment", "episode.agent")
 NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 
@@ -83,7 +83,7 @@ def rooted(config: Config) -> Config:
         "prompts": {key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")},
         "run": {"dir": run.dir and os.path.abspath(run.dir)},
         "reward": {"function": _absolute_function(reward.function)},
-        "episode": {"environment": _absolute_function(config.episode.environment)},
+        "episode": {key: _absolute_function(getattr(config.episode, key)) for key in ("environment", "agent")},
         "buffer": {"filters": tuple(map(_absolute_function, config.buffer.filters))},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changes.items()}

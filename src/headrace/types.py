@@ -341,11 +341,13 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    seed: int | None = None  # of the noise, instead of the number of the turn
+    grammar: str = ""  # that the answer must follow (policy/grammar_llguidance.py)
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled at all."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or bool(self.grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,7 +437,7 @@ class Item:
     """What the loss needs of a trajectory. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
 
     trajectory: Trajectory
-    advantage: float
+    advantage: float | FloatArray  # one for all, or of each sampled token [S]
     reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
 
     def __len__(self) -> int:

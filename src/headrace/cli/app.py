@@ -28,7 +28,10 @@ from headrace.runs.report import Report, Table, printable
 # For terminals that know no other characters than these.
 ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
 # Of the commands in the help: train, look, understand, plan. The others follow.
-ORDER = ("train", "resume", "eval", "export", "show", "runs", "audit", "dash", "triage", "trace", "plan", "simulate")
+ORDER = (
+    *("train", "resume", "eval", "export", "serve", "show", "runs", "audit", "dash"),
+    *("triage", "trace", "plan", "simulate"),
+)
 SAMPLE_CHARS = 600  # of a prompt or an answer
 TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -84,6 +85,25 @@ def evaluate(run: RunDir, changes: Overrides = None, best: Best = False) -> None
     prepare_process()
     score = headrace.evaluate_run(run, changes or (), best=best)
     print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
+
+
+@app.command()
+def serve(
+    run: RunDir,
+    port: Annotated[int, Option(min=0, max=65535, help="where it listens; 0 takes a free one")] = 8000,
+    host: Annotated[str, Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",
+    key: Annotated[str, Option(envvar="HEADRACE_KEY", help="what clients must say; without one, it is made up")] = "",
+    best: Best = False,
+) -> None:
+    """Serve a run's weights to clients of the OpenAI API, until Ctrl-C."""
+    prepare_process()
+    key = key or f"sk-{secrets.token_urlsafe(24)}"
+
+    def on_ready(base_url: str) -> None:
+        print(f"OPENAI_BASE_URL={base_url}\nOPENAI_API_KEY={key}", flush=True)
+
+    with suppress(KeyboardInterrupt):
+        headrace.serve_run(run, on_ready, host=host, port=port, key=key, best=best)
 
 
 @app.command()

@@ -68,7 +68,7 @@ def _json(text: str) -> Any:
         raise ValueError(f"not valid JSON: {error}") from error
 
 
-def _json_calls(text: str) -> Calls:
+def read_json(text: str) -> Calls:
     value = _json(text)
     items = [item if isinstance(item, dict) else {} for item in (value if isinstance(value, list) else [value])]
     keys = ("arguments", "parameters")
@@ -103,7 +103,7 @@ def _separated_calls(text: str) -> Calls:
 
 def _listed_calls(text: str) -> Calls:
     parts = [re.split(r"(?:\[CALL_ID\][^\[]*)?\[ARGS\]", part, maxsplit=1) for part in text.split("[TOOL_CALLS]")]
-    return [call for part in parts for call in ([_call(part[0].strip(), part[1])] if part[1:] else _json_calls(*part))]
+    return [call for part in parts for call in ([_call(part[0].strip(), part[1])] if part[1:] else read_json(*part))]
 
 
 def _channel_calls(text: str) -> Calls:
@@ -132,7 +132,7 @@ class Family:
     sign: str
     open: str = ""  # of a tool call
     close: str = ""  # of it; without one it ends with the answer
-    read: Callable[[str], Calls] = _json_calls
+    read: Callable[[str], Calls] = read_json
     noise: str = ""  # a pattern: markup around the text
     thinking: tuple[str, str] = ("<think>", "</think>")
 

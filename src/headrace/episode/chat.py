@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from headrace.episode.answer import Grammar, ParsedAnswer, Reader, ToolCall
+from headrace.episode.answer import Grammar, ParsedAnswer, Reader, ToolCall, read_json
 from headrace.errors import ChatError
-from headrace.user_code import time_limit
+from headrace.user_code import load_optional, time_limit
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -74,6 +74,7 @@ class Chat:
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
         self._tokenizer, self._options = tokenizer, dict(options or {})
         self._stops = {int(id): self._decode([id]) for id in stops or [tokenizer.eos_token_id] if id is not None}
+        self.vocab_size, self.stop_ids = len(tokenizer), frozenset(self._stops)
         texts = sorted(self._stops.values(), key=len, reverse=True)
         self._longest = len(texts[0]) if texts else 0
         self._stop = re.compile("|".join(map(re.escape, texts)) or "(?!)")
@@ -84,6 +85,8 @@ class Chat:
         # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
         self._newline = self._ids("\n")
+        self._grammars: Any = None
+        self._shows_ids = "tool_call_id" in source
         self._proven = False  # what comes after an answer does not depend on what came before it
         self._tails: dict[str, list[int]] = {}  # after answers of one shape
         self._calls = True
@@ -109,7 +112,8 @@ class Chat:
             return self._append([QUESTION] if self._proven else history, sampled, answer, new, tools)
         calls = [_function(call).get("name") for call in answer.get("tool_calls") or ()]
         shape = [calls, *(bool(answer.get(part)) for part in ("content", "reasoning_content"))]
-        key = json.dumps([int(sampled[-1]), shape, list(new), len(tools or ())], default=str)
+        known = [{key: m[key] for key in m if self._shows_ids or key != "tool_call_id"} for m in new]
+        key = json.dumps([int(sampled[-1]), shape, known, len(tools or ())], default=str)
         if key not in self._tails:
             if len(self._tails) >= MOST_TAILS:
                 del self._tails[next(iter(self._tails))]
@@ -137,9 +141,59 @@ class Chat:
         """An answer to `prompt`, read."""
         return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools).read(sampled)
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that is no chat."""
+        return self._ids(text)
+
     def text(self, sampled: Sequence[int]) -> str:
         """The text of sampled tokens, without the end of the answer."""
         return self._decode([id for id in sampled if id not in self._stops])
+
+    def worked(self, history: Messages, chat: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
+        """The tokens of a worked chat that goes on from `history`, and which of them are answers."""
+        history, ids, learned = list(history), self.first(history, tools), list[bool]()
+        answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
+        for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
+            learned += [False] * (len(ids) - len(learned))
+            said, replies = self.answer_ids(history, chat[i], tools), chat[i + 1 : after]
+            ids, learned = ids + said, learned + [True] * len(said)
+            if replies:
+                ids += self.append(history, said, chat[i], replies, tools)
+            history += chat[i:after]
+        return ids[: len(learned)], learned
+
+    def call_grammar(self, tools: Tools, name: str) -> str:
+        """A grammar of answers that call the tool `name`, or any of them if it is empty."""
+        family = self._grammar.family
+        opens, closes = re.sub(r"\\s\*|\\A.*|\\", "", family.open), family.close
+        if not family.open or family.read is not read_json or bool(opens) != bool(closes):
+            raise ChatError(f"{self.model} does not write tool calls as JSON, so it cannot be made to call a tool")
+        key = "arguments" if opens else "parameters"
+        wanted = [_function(tool) for tool in tools or () if name in ("", _function(tool)["name"])]
+        closed = {"type": "object", "additionalProperties": False}
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": call["name"]}, key: {**closed, **(call.get("parameters") or {})}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for call in wanted
+        ]
+        parts = [f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"]
+        return f"start: {parts[0]}\n{json_rule('call', {'anyOf': calls})}"
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raises ChatError if no answer can be made to follow it."""
+        if self._grammars is None:
+            module = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar")
+            self._grammars = module.Grammars(self._tokenizer, self.vocab_size, list(self._stops))
+        self._grammars.check(grammar)
+
+    def _symbol(self, text: str) -> str:
+        """In a grammar: a token of its own, or a text."""
+        ids = self._ids(text)
+        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in self._tokenizer.added_tokens_decoder else json.dumps(text)
 
     def answer_ids(self, history: Messages, answer: Message, tools: Tools = None) -> list[int]:
         """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""
@@ -288,6 +342,21 @@ def content_text(message: Message) -> str:
     if strange := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
         raise ChatError(f"a message has a part that is not text: {str(strange[0])[:80]}")
     return "".join(map(str, texts))
+
+
+def json_rule(name: str, schema: Any) -> str:
+    """A rule of a grammar: JSON as Python writes it."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': spaces})}\n"
+
+
+def normal(message: Message) -> tuple[Any, ...]:
+    """Equal for a message and what a client makes of it before it sends it back."""
+    calls = [_function(call) for call in message.get("tool_calls") or ()]
+    arguments = [json.dumps(_arguments(call, dict), sort_keys=True, separators=(",", ":")) for call in calls]
+    role = "system" if message["role"] == "developer" else message["role"]
+    names = [str(call.get("name")) for call in calls]
+    return role, content_text(message).strip(), tuple(zip(names, arguments, strict=True))
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:

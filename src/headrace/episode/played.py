@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Message
 from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedError, Environments, Said
 from headrace.episode.session import AbortedError, Desk, Session
+from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, ConfigError
 from headrace.types import BoolArray, DropReason, FinishReason, IntArray, Order, Outcome, Prompt, Trajectory, Turn
 
@@ -28,7 +29,7 @@ class Player:
     desk: Desk
     system: str = ""  # a message before every episode, if the environment begins without one
     reward_follows: bool = False  # a reward function adds to what the environment says
-    error_role: str = field(default="user", init=False)  # of the message about a call that could not be read
+    on_note: Callable[[str], None] = lambda text: None
     _closing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _num_working: int = field(default=0, init=False)  # environments that are asked for a reply
     _working: ExitStack = field(default_factory=ExitStack, init=False)
@@ -38,6 +39,8 @@ class Player:
         await self.environments.start()
         described = self.environments.described
         proof = self.desk.chat.prove(described.tools or None)
+        if described.tools and not proof.calls:
+            raise ConfigError(f"episode.environment cannot be played with model.path: {proof}")
         kinds = ["a tool result"] * bool(described.tools) + ["a user message"] * described.takes_text
         if any(kind in proof.rewrites for kind in kinds):
             self.on_note(str(proof))
@@ -53,19 +56,10 @@ class Player:
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> tuple[IntArray, BoolArray]:
         """Tokens of the `chat` that follows the environment's first message, and which of them are learned."""
         environment = self.environments.open(f"worked:{prompt.id}", prompt)
-        tools, renderer = list(self.environments.described.tools), self.desk.chat
         history = self.with_system(await environment.start())
         self.let_go(environment)
-        ids, learned = renderer.first(history, tools), list[bool]()
-        answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
-        for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
-            learned += [False] * (len(ids) - len(learned))
-            said, replies = renderer.answer_ids(history, chat[i], tools), chat[i + 1 : after]
-            ids, learned = ids + said, learned + [True] * len(said)
-            if replies:
-                ids += renderer.append(history, said, chat[i], replies, tools)
-            history += chat[i:after]
-        return np.array(ids[: len(learned)], np.int32), np.array(learned, np.bool_)
+        ids, learned = self.desk.chat.worked(history, chat, list(self.environments.described.tools))
+        return np.array(ids, np.int32), np.array(learned, np.bool_)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -102,6 +96,7 @@ class PlayedEpisode:
         self._tools = list(self._described.tools) or None
         self._environment = player.environments.open(session.id, session.order.prompt)
         self._history: list[Message] = []
+        self._place = -1  # the last token so far
         self._ended = False  # by the environment
 
     async def play(self) -> Outcome:
@@ -123,7 +118,7 @@ class PlayedEpisode:
     async def _start(self) -> None:
         self._history = self.player.with_system(await self._timed(self._environment.start()))
         try:
-            self.session.begin(self._history, self._tools)
+            self._place = self.session.begin(self._history, self._tools)
         except ChatError as error:
             raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
 
@@ -138,7 +133,7 @@ class PlayedEpisode:
             if (given := self._given(answer)) is not None:
                 log.append((given, turn.replies))
             message = answer.message()
-            self._history += [message, *self._as_messages(message, turn.replies)]
+            self._history += [message, *_as_messages(message, turn.replies)]
         if log:
             await self._timed(self._environment.make_again(log, known.turns[-2].snapshot))
         return self._read(known.turns[-1])
@@ -146,17 +141,17 @@ class PlayedEpisode:
     async def _next_answer(self) -> ParsedAnswer | None:
         """Sample a turn and read it; None if the episode has reached a limit."""
         session, limits = self.session, self._described
-        num_new = min(session.sampling.max_new_tokens, session.room(limits.max_tokens))
+        num_new = min(session.sampling.max_new_tokens, session.room(self._place, limits.max_tokens))
         elapsed_s = self.player.desk.now() - session.trajectory.timing.submitted_s
         too_many = len(session.trajectory.turns) >= limits.max_turns
         if num_new <= 0 or too_many or (limits.max_s and elapsed_s > limits.max_s):
             return None
         sampling = replace(session.sampling, max_new_tokens=num_new)
-        return self._read(await session.sample(sampling, self._environment.state))
+        return self._read(await session.sample(self._place, sampling, state=self._environment.state))
 
     def _read(self, turn: Turn) -> ParsedAnswer:
-        prompt = self.session.trajectory.token_ids[: turn.start]
-        sampled = self.session.sampled_ids(turn)
+        t, sampled = self.session.trajectory, self.session.sampled_ids(turn)
+        prompt, _ = context(t, place_before(t, turn.start))
         answer = self.player.desk.chat.parse(sampled.tolist(), prompt.tolist(), self._tools)
         if turn.finish.cut and answer.tool_calls:  # else it would learn that it need not come to an end
             return ParsedAnswer(turn.text, answer.reasoning, (), "the answer was cut before its end")
@@ -172,14 +167,14 @@ class PlayedEpisode:
             return False
         environment_s = self.player.desk.now() - began_s
         turn = replace(t.turns[-1], replies=said.replies, reward=said.reward, environment_s=environment_s)
-        turns = (*t.turns[:-1], replace(turn, snapshot=said.snapshot))
-        self.session.trajectory = replace(t, turns=turns)
+        turn = replace(turn, snapshot=said.snapshot)
+        self.session.trajectory = replace(t, turns=(*t.turns[:-1], turn))
         if said.done:
             self._ended = True
             return False
-        new = self._as_messages(message, said.replies)
+        new = _as_messages(message, said.replies)
         try:
-            self.session.go_on(self._history, message, new, self._tools)
+            self._place = self.session.go_on(turn, self._history, message, new, self._tools)
         except ChatError:  # it wrote something that the template cannot go on from
             return False
         self._history += [message, *new]
@@ -226,13 +221,13 @@ class PlayedEpisode:
         with self.player.working():
             return await self.session.unless_aborted(asked)
 
-    def _as_messages(self, message: Message, replies: Sequence[str]) -> list[Message]:
-        """The replies to an answer: one per tool call, or one to its text."""
-        calls = message.get("tool_calls") or ()
-        if not calls:
-            role = self.player.error_role if self._tools else "user"
-            return [{"role": role, "content": reply} for reply in replies]
-        return [
-            {"role": "tool", "content": reply, "name": call["function"]["name"], "tool_call_id": call["id"]}
-            for call, reply in zip(calls, replies, strict=False)
-        ]
+
+def _as_messages(message: Message, replies: Sequence[str]) -> list[Message]:
+    """The replies to an answer: one per tool call, or one to its text."""
+    calls = message.get("tool_calls") or ()
+    if not calls:
+        return [{"role": "user", "content": reply} for reply in replies]
+    return [
+        {"role": "tool", "content": reply, "name": call["function"]["name"], "tool_call_id": call["id"]}
+        for call, reply in zip(calls, replies, strict=False)
+    ]

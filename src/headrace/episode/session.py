@@ -1,6 +1,6 @@
-"""One episode's tokens: what it is told and what it samples, one after the other.
+"""One episode: what it is told and what it samples.
 
-An environment and the policy take turns (played.py), and each appends.
+An environment and the policy take turns (played.py), or an agent asks for turns (serve/).
 """
 
 from __future__ import annotations
@@ -14,13 +14,23 @@ from typing import TypeVar
 import numpy as np
 
 from headrace.episode.chat import Chat, Message, Tools
-from headrace.types import FinishReason, IntArray, Order, Replay, RouteArray, Sampling, Trajectory, Turn
+from headrace.episode.tree import context, indices, told, turned
+from headrace.errors import ChatError
+from headrace.types import FinishReason, IntArray, Order, Sampling, Trajectory, Turn
 
 R = TypeVar("R")
 
 
 class AbortedError(Exception):
     """The episode's group is not wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Tokens that the policy did not sample, to come after a place."""
+
+    tokens: IntArray
+    after: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +47,7 @@ class Desk:
 
 
 class Session:
-    """An episode under way."""
+    """An episode under way. A place in it is the index of its last token; -1 is before the first."""
 
     def __init__(self, desk: Desk, order: Order, i: int) -> None:
         self.desk, self.order, self.sampling = desk, order, order.samplings[i]
@@ -45,30 +55,38 @@ class Session:
         self.aborted = asyncio.Event()
         empty = replace(order.prompt, token_ids=np.empty(0, np.int32))
         self.trajectory = replace(order, prompt=empty).nothing_sampled(i, desk.now())
+        self._num_asked = 0
+        self._asked_at: list[int] = []  # places after which a turn is being sampled
 
-    def room(self, max_tokens: int = 0) -> int:
-        """Tokens that can still come, in the model's context or in `max_tokens`."""
-        return min(max_tokens or self.desk.max_context, self.desk.max_context) - len(self.trajectory.token_ids)
+    def room(self, place: int, max_tokens: int = 0) -> int:
+        """Tokens that can come after `place`, in the model's context or in `max_tokens`."""
+        most = min(max_tokens or self.desk.max_context, self.desk.max_context)
+        return most - len(indices(self.trajectory, place))
 
-    async def sample(self, sampling: Sampling, state: str = "") -> Turn:
-        """Sample a turn; `state` is the environment's before it."""
+    async def sample(self, place: int, sampling: Sampling, *, agent: str = "", state: str = "") -> Turn:
+        """Sample a turn after `place`; `state` is the environment's before it."""
         if self.aborted.is_set():
             raise AbortedError
-        t = self.trajectory
+        self._num_asked = max(self._num_asked, len(self.trajectory.turns)) + 1
+        tokens, routes = context(self.trajectory, place)
         order = replace(
             self.order,
-            prompt=replace(self.order.prompt, token_ids=t.token_ids),
+            prompt=replace(self.order.prompt, token_ids=tokens),
             samplings=(sampling,),
             indices=(self.index,),
             so_far=None,
-            turn=len(t.turns) + 1,
-            routes=computed_routes(t),
+            turn=self._num_asked,
+            routes=routes,
         )
-        sampled = await self.desk.sample(order)
-        if len(sampled.token_ids) > len(t.token_ids):
-            text = self.desk.chat.text(sampled.token_ids[len(t.token_ids) :].tolist())
-            turn = Turn(start=0, end=0, finish=sampled.finish, temperature=sampling.temperature, text=text, state=state)
-            self.trajectory = turned(t, sampled, turn)
+        self._asked_at.append(place)
+        try:
+            sampled = await self.desk.sample(order)
+        finally:
+            self._asked_at.remove(place)
+        if len(sampled.token_ids) > len(tokens):
+            text = self.desk.chat.text(sampled.token_ids[len(tokens) :].tolist())
+            turn = Turn(start=0, end=0, finish=sampled.finish, temperature=sampling.temperature, agent=agent)
+            self.trajectory = turned(self.trajectory, sampled, place, replace(turn, text=text, state=state))
         if sampled.finish is FinishReason.ABORT:
             raise AbortedError
         if self.order.counted:
@@ -78,14 +96,54 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> None:
-        """The prompt of a chat."""
-        self.trajectory = told(self.trajectory, self.desk.chat.first(messages, tools))
+    def begin(self, messages: Sequence[Message], tools: Tools) -> int:
+        """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
+        return self.tell(self.first(messages, tools))
 
-    def go_on(self, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools) -> None:
-        """Append messages to the last turn, the `answer` to `history`. Raises ChatError if history is rewritten."""
-        sampled = self.sampled_ids(self.trajectory.turns[-1])
-        self.trajectory = told(self.trajectory, self.desk.chat.append(history, sampled.tolist(), answer, new, tools))
+    def go_on(
+        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
+    ) -> int:
+        """Append messages to `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
+        return self.tell(self.next(turn, history, answer, new, tools))
+
+    def first(self, messages: Sequence[Message], tools: Tools) -> Addition:
+        return self.beyond(np.array(self.desk.chat.first(messages, tools), np.int32))
+
+    def next(
+        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
+    ) -> Addition:
+        try:
+            tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
+        except ChatError:
+            return self.first([*history, answer, *new], tools)
+        return Addition(np.array(tail, np.int32), turn.end - 1)
+
+    def beyond(self, tokens: IntArray) -> Addition:
+        """What of `tokens` is new: they may begin like the context of an earlier turn, or like all of it."""
+        t, best = self.trajectory, Addition(tokens, -1)
+        for place in [turn.end - 1 for turn in t.turns] + self._asked_at:
+            at = indices(t, place)
+            size = min(len(at), len(tokens))
+            different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
+            same = int(different[0]) if len(different) else size
+            if len(tokens) - same < len(best.tokens):
+                best = Addition(tokens[same:], int(at[same - 1]))
+        return best
+
+    def tell(self, new: Addition) -> int:
+        """Returns the place of the last token."""
+        if not len(new.tokens):
+            return new.after
+        self.trajectory = told(self.trajectory, new.tokens, new.after)
+        return len(self.trajectory.token_ids) - 1
+
+    def context(self, new: Addition) -> IntArray:
+        """All tokens up to the last of `new`."""
+        return np.concatenate([context(self.trajectory, new.after)[0], new.tokens])
+
+    def replace_turn(self, old: Turn, new: Turn) -> None:
+        turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
+        self.trajectory = replace(self.trajectory, turns=turns)
 
     async def unless_aborted(self, wanted: Awaitable[R]) -> R:
         task, aborted = asyncio.ensure_future(wanted), asyncio.ensure_future(self.aborted.wait())
@@ -97,51 +155,3 @@ class Session:
         finally:
             aborted.cancel()
             task.cancel()
-
-
-def told(t: Trajectory, tokens: Sequence[int]) -> Trajectory:
-    """With `tokens` that the policy did not sample."""
-    replay, count = t.replay, len(tokens)
-    if replay is not None and replay.routes is not None:
-        routes = np.zeros((count, *replay.routes.shape[1:]), replay.routes.dtype)  # until a turn computes them
-        replay = replace(replay, routes=np.concatenate([replay.routes, routes]))
-    return replace(
-        t,
-        token_ids=np.concatenate([t.token_ids, np.array(tokens, np.int32)]),
-        sampled=np.concatenate([t.sampled, np.zeros(count, np.bool_)]),
-        logprobs=np.concatenate([t.logprobs, np.zeros(count, np.float32)]),
-        replay=replay,
-    )
-
-
-def turned(t: Trajectory, sampled: Trajectory, turn: Turn) -> Trajectory:
-    """With the tokens that `sampled` has after those of `t`. They are those of `turn`."""
-    start, end = len(t.token_ids), len(sampled.token_ids)
-    earlier = (*(replace(old, snapshot="") for old in t.turns[:-1]), *t.turns[-1:])
-    started_s = t.timing.started_s if t.turns else sampled.timing.started_s
-    return replace(
-        t,
-        token_ids=sampled.token_ids,
-        sampled=np.concatenate([t.sampled, sampled.sampled[start:]]),
-        logprobs=np.concatenate([t.logprobs, sampled.logprobs[start:]]),
-        spans=t.spans + sampled.spans,
-        finish=sampled.finish,
-        text=turn.text,
-        replay=_joined(t, sampled.replay),
-        turns=(*earlier, replace(turn, start=start, end=end)),
-        timing=replace(t.timing, started_s=started_s, finished_s=sampled.timing.finished_s),
-    )
-
-
-def computed_routes(t: Trajectory) -> RouteArray | None:
-    """The experts of the tokens that turns have computed: all before the newest sampled one."""
-    return None if t.replay is None or t.replay.routes is None else t.replay.routes[: t.turns[-1].end - 1]
-
-
-def _joined(t: Trajectory, later: Replay | None) -> Replay | None:
-    """What the learner chooses again. Experts stay those of the turn that computed a token first."""
-    supports = [*(t.replay.supports if t.replay else []), *(later.supports if later else [])]
-    routes, known = None if later is None else later.routes, computed_routes(t)
-    if routes is not None and known is not None:
-        routes = np.concatenate([known, routes[len(known) :]])
-    return Replay.of(supports, routes)

@@ -26,6 +26,11 @@ def ranges(t: Trajectory, place: int) -> list[tuple[int, int]]:
     return found[::-1]
 
 
+def place_before(t: Trajectory, token: int) -> int:
+    """The place that a token comes after."""
+    return next((segment.after for segment in t.segments if segment.start == token), token - 1)
+
+
 def indices(t: Trajectory, place: int) -> IntArray:
     """The indices of the tokens from the root to `place`."""
     return np.concatenate([np.empty(0, np.int32), *(np.arange(*part, dtype=np.int32) for part in ranges(t, place))])
@@ -62,6 +67,7 @@ def turned(t: Trajectory, answer: Trajectory, after: int, turn: Turn) -> Traject
         sampled=np.concatenate([t.sampled, np.ones(len(tokens), np.bool_)]),
         spans=t.spans + spans,
         finish=answer.finish,
+        text=turn.text,
         replay=_joined(t, answer, at),
         turns=(*earlier, replace(turn, start=first, end=first + len(tokens), finish=answer.finish)),
         timing=replace(t.timing, started_s=started_s, finished_s=answer.timing.finished_s),

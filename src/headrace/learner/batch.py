@@ -91,18 +91,21 @@ def _temperatures(trajectories: Sequence[Trajectory], otherwise: float) -> Float
 
 def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Support | None:
     """The sampling support of all sampled tokens; None if sampling was not truncated."""
-    replays = [t.replay for t in trajectories]
-    supports = [(r.support_ids, r.support_offsets) for r in replays if r is not None and r.support_ids is not None]
-    if not supports:
+    known = [(r.support_ids, r.support_offsets) if (r := t.replay) is not None else (None, None) for t in trajectories]
+    if all(ids is None for ids, _ in known):
         return None
-    for trajectory, replay in zip(trajectories, replays, strict=True):
-        offsets = None if replay is None else replay.support_offsets
-        if offsets is None or len(offsets) != trajectory.num_sampled_tokens + 1:
+    found, sizes = [np.empty(0, np.int32)], []
+    for trajectory, (ids, offsets) in zip(trajectories, known, strict=True):
+        num_sampled = trajectory.num_sampled_tokens
+        if ids is None and trajectory.turns:  # nobody truncated its turns: an empty support is the whole vocabulary
+            sizes.append(np.zeros(num_sampled, np.int64))
+        elif ids is None or offsets is None or len(offsets) != num_sampled + 1:
             raise ValueError(f"trajectory {trajectory.id} lacks the sampling support of its tokens")
-    sizes = np.concatenate([np.diff(offsets) for _, offsets in supports if offsets is not None])
-    ids = np.concatenate([ids for ids, _ in supports])
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    return Support(torch.from_numpy(ids).to(device), torch.from_numpy(offsets).to(device))
+        else:
+            found.append(ids)
+            sizes.append(np.diff(offsets))
+    ends = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    return Support(torch.from_numpy(np.concatenate(found)).to(device), torch.from_numpy(ends).to(device))
 
 
 def _routes(trajectories: Sequence[Trajectory], routers: Routers) -> RouteArray:

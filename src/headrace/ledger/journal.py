@@ -142,6 +142,7 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
     kept = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else []
     turns = (dict(zip(_TURN, turn, strict=False)) for turn in kept)
     turns = (t | {"finish": FinishReason(t["finish"]), "replies": tuple(t["replies"])} for t in turns)
+    segments = arrays["segments"].tolist() if "segments" in arrays else []
     return Trajectory(
         id=values["id"],
         prompt_id=values["prompt_id"],
@@ -158,7 +159,7 @@ def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
         **json.loads(arrays["verdict"].tobytes() if "verdict" in arrays else "{}"),
         replay=Replay(**replayed) if replayed else None,
         turns=tuple(Turn(**turn) for turn in turns),
-        segments=tuple(Segment(start=start, after=after) for start, after in arrays.get("segments", np.empty(0)).tolist()),
+        segments=tuple(Segment(start=start, after=after) for start, after in segments),
     )
 
 

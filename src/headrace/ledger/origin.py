@@ -44,6 +44,7 @@ def origin_of(config: Config, reward: str = "") -> dict[str, str]:
     code_of = {
         "reward.function": [config.reward.function],
         "episode.environment": [config.episode.environment],
+        "episode.agent": [config.episode.agent],
         "buffer.filters": config.buffer.filters,
     }
     for key, specs in code_of.items():

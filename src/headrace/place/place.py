@@ -38,6 +38,7 @@ from headrace.loop.publishing import WeightPublisher
 from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.place.elastic import Elastic
+from headrace.place.endpoint import Endpoint
 from headrace.place.learner_rank import LearnerRank, RankSpec
 from headrace.place.reward_hosts import RewardHost, RewardHosts
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
@@ -118,7 +119,7 @@ class Place:
             on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
         )
-        self._player = self._make_player() if config.episode.environment else None
+        self._player = self._make_player()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
@@ -138,15 +139,24 @@ class Place:
         if self._player is not None:
             await self._player.prepare()
 
-    def _make_player(self) -> Player:
+    def _make_player(self) -> Player | Endpoint | None:
         config, section = self.config, self.config.episode
+        if section.agent:
+            return Endpoint(config, self.desk(), self._on_note)
+        if not section.environment:
+            return None
         setup = Setup(function=section.environment, timeout_s=section.timeout_s, is_environment=True)
         hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
+        follows = bool(config.reward.function)
+        return Player(Environments(hosts, section), self.desk(), config.prompts.system, follows, self._on_note)
+
+    def desk(self) -> Desk:
+        """For sessions of the policy."""
         try:
             chat = Chat(self._tokenizer, stops=self.facts.eos_ids)
         except ChatError as error:
-            raise ConfigError(f"episode.environment cannot be played with model.path: {error}") from error
-        desk = Desk(
+            raise ConfigError(f"episode.environment and episode.agent need a chat: {error}") from error
+        return Desk(
             chat=chat,
             max_context=self.facts.max_context,
             sample=lambda order: self.pool.start(order)[0],
@@ -155,8 +165,6 @@ class Place:
             span=self.clock.span,
             on_turn=self._on_turn,
         )
-        follows = bool(config.reward.function)
-        return Player(Environments(hosts, section), desk, config.prompts.system, follows)
 
     async def start_engines(self) -> None:
         """Let every rollout worker join the pool, once they are ready."""
@@ -235,7 +243,8 @@ class Place:
             whole = np.concatenate([prompt.token_ids, np.array(ids, np.int32)])
             return whole, np.arange(len(whole)) >= len(prompt.token_ids)
         if self._player is None:
-            raise DataError(f"prompt '{prompt.id}' has a chat as its worked example, which needs episode.environment")
+            needed = "which needs episode.environment or episode.agent"
+            raise DataError(f"prompt '{prompt.id}' has a chat as its worked example, {needed}")
         if prompt.id not in self._worked_chats:
             self._worked_chats[prompt.id] = await self._player.worked(prompt, solution)
         return self._worked_chats[prompt.id]

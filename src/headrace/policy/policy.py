@@ -311,6 +311,7 @@ class Support:
         rows = torch.repeat_interleave(torch.arange(end - start, device=self.ids.device), counts)
         mask = torch.ones(end - start, vocab, dtype=torch.bool, device=self.ids.device)
         mask[rows, self.ids[first:last].long()] = False
+        mask[counts == 0] = False  # an empty support is the whole vocabulary
         return mask
 
 

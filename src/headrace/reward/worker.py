@@ -59,19 +59,22 @@ class Setup:
     pickled: bytes = b""  # the function itself; its name then says nothing
     is_filter: bool = False  # of `buffer.filters`
     is_environment: bool = False  # of `episode.environment`
+    is_agent: bool = False  # of `episode.agent`
     sandbox: bool = False
     hidden: tuple[str, ...] = ()  # directories that a sandbox does not show
 
     @property
     def setting(self) -> str:
-        kind = "buffer.filters" if self.is_filter else "episode.environment" if self.is_environment else ""
-        return kind or "reward.function"
+        kinds = {"buffer.filters": self.is_filter, "episode.environment": self.is_environment}
+        kinds |= {"episode.agent": self.is_agent}
+        return next((kind for kind, it_is in kinds.items() if it_is), "reward.function")
 
     def load(self) -> RewardFunction:
         if self.is_filter:
             return filter_function(self.function)
-        if self.is_environment:  # loaded here: it needs pydantic, which takes longer to load than all the rest
-            return import_module("headrace.reward.environment").environment_function(self.function)  # type: ignore[no-any-return]
+        if self.is_environment or self.is_agent:  # loaded here: what they need takes longer to load than all the rest
+            kind = "environment" if self.is_environment else "agent"
+            return getattr(import_module(f"headrace.reward.{kind}"), f"{kind}_function")(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
         try:

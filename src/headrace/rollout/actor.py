@@ -72,8 +72,10 @@ class RolloutActor:
                 continue
             before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
             self._pending[id] = _Pending(order, before, future)
-            parts = (order.serial, index, order.turn) if order.turn else (order.serial, index)
-            seed = request_seed(self.seed, int(order.counted), *parts)
+            parts = [order.turn] if order.turn else []
+            if sampling.seed is not None:
+                parts = [0, sampling.seed % 2**64]
+            seed = request_seed(self.seed, int(order.counted), order.serial, index, *parts)
             session = order.session(i)
             self._away.discard(session)
             self._came.set()

@@ -28,6 +28,7 @@ from headrace.rollout.draft import Drafter
 from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
 from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
 from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
+from headrace.user_code import load_optional
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore
@@ -100,7 +101,7 @@ class Engine:
         self._drafter: Drafter | None = None
         if speculate:
             self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
-        self._rows = Rows(policy.routers.shape, policy.routers.dtype)
+        self._rows = Rows(policy.routers.shape, policy.routers.dtype, self._make_grammars)
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
@@ -223,6 +224,10 @@ class Engine:
         self._held = self._held or self._make_store()
         return self._held
 
+    def _make_grammars(self) -> Any:
+        module, policy = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar"), self.policy
+        return module.Grammars(policy.tokenizer, len(policy.head_weight), sorted(policy.eos_ids))
+
     def _make_store(self) -> Store:
         if self.policy.device.type == "cuda":
             return PagedStore(self.policy, self.kv_tokens, self.max_running)
@@ -318,7 +323,9 @@ class Engine:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
         while not (steps := self._store.steps(self._rows, wanted)):
             self._make_room()
-        drafts = None if self._drafter is None else self._drafter.propose(self._rows, steps)
+        drafts = None
+        if self._drafter is not None and not any(sampling.grammar for sampling in self._rows.samplings):
+            drafts = self._drafter.propose(self._rows, steps)
         if drafts is None or not self._store.fits(self._rows, drafts):
             self._record(self._store.decode(self._rows, steps), 0)
             return steps

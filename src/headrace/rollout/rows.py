@@ -8,7 +8,9 @@ matter.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
 
@@ -153,7 +155,13 @@ class Rows:
     temperatures = _Column[npt.NDArray[np.float32]]("temperature")
     counted = _Column[BoolArray]("counted")
 
-    def __init__(self, routes_shape: tuple[int, int] = (0, 0), routes_dtype: npt.DTypeLike = np.uint8) -> None:
+    def __init__(
+        self,
+        routes_shape: tuple[int, int] = (0, 0),
+        routes_dtype: npt.DTypeLike = np.uint8,
+        make_grammars: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self._make_grammars = make_grammars
         self.samplings: list[Sampling] = []
         self._sequences: list[_Sequence] = []
         self._started = 0  # rows in total
@@ -163,6 +171,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    @cached_property
+    def grammars(self) -> Any:
+        """What knows which tokens a grammar allows; made when the first one is asked for."""
+        return self._make_grammars()
 
     @property
     def states(self) -> npt.NDArray[np.void]:
@@ -311,9 +324,11 @@ class Rows:
         self.sampled[row] = self.learned[row] = count
         self.lengths[row] += count
 
+    def answer(self, row: int) -> Ints:
+        return self._table["token"][row, : self.sampled[row]]
+
     def sequence(self, row: int) -> IntArray:
-        sampled = self._table["token"][row, : self.sampled[row]].astype(np.int32)
-        return np.concatenate([self._sequences[row].prompt, sampled])
+        return np.concatenate([self._sequences[row].prompt, self.answer(row).astype(np.int32)])
 
     def routes(self, row: int) -> RouteArray:
         """Experts of prompt and sampled tokens, all but the newest."""

@@ -366,6 +366,8 @@ def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, route
     # noise depends on the position: a token sampled ahead is the one that would be sampled later
     noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
     samplings = [rows.samplings[row] for row in which.tolist()]
+    if any(s.grammar for s in samplings):
+        logits = _by_grammar(logits, rows, which)
     outcome = draw(logits, samplings, noise)
     return Burst(
         tokens=outcome.tokens.cpu().numpy()[None],
@@ -438,7 +440,16 @@ def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
     keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
     keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
-    return torch.zeros_like(keep).scatter_(1, order, keep)
+    return torch.zeros_like(keep).scatter_(1, order, keep) & torch.isfinite(logits)
+
+
+def _by_grammar(logits: Tensor, rows: Rows, which: Ints) -> Tensor:
+    """Without the tokens that a row's grammar forbids."""
+    allowed = np.ones(logits.shape, np.bool_)
+    for line, row in enumerate(which.tolist()):
+        if grammar := rows.samplings[row].grammar:
+            allowed[line] = rows.grammars.allowed(grammar, rows.answer(row))
+    return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
 
 
 def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.object_]:

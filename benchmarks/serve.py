@@ -1,0 +1,206 @@
+"""The endpoint under load.
+
+    python benchmarks/serve.py                  # 1,000 sessions at once, then a real engine: two CPU cores, minutes
+    python benchmarks/serve.py --device cuda    # the same with a larger model, in bfloat16
+    python benchmarks/serve.py --tiny           # to see that it runs
+
+*sessions*: so many sessions at once, three turns each, answers from a script. Nothing may be lost: every turn is in its
+session's tokens once, in one line. *engine*: tokens per second of a real engine, asked through the endpoint by clients
+in another process, over those asked directly, taking turns; median and range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_record import facts, table
+from serve_clients import REPLY, TURNS
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headrace.episode.chat import Chat
+from headrace.episode.session import Desk, Session
+from headrace.place.device import DeviceThread
+from headrace.policy.demo import chat_tokenizer
+from headrace.policy.policy import Policy
+from headrace.rollout.actor import RolloutActor
+from headrace.rollout.engine import Engine
+from headrace.serve.conversation import Conversation, Limits
+from headrace.serve.front_desk import FrontDesk, Seat
+from headrace.serve.starlette_app import application
+from headrace.serve.uvicorn_server import Listener
+from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
+
+Sample = Callable[[Order], Awaitable[Trajectory]]
+
+
+async def through_the_endpoint(listener: Listener, names: Sequence[str]) -> tuple[int, float]:
+    """Tokens and seconds of chats that a process of clients has."""
+    asking = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), str(listener.port)]
+    process = await asyncio.create_subprocess_exec(*asking, *names, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await process.communicate()
+    num_tokens, seconds = printed.split()
+    return int(num_tokens), float(seconds)
+
+
+# ---- the endpoint
+
+
+def sessions_of(desk: Desk, front: FrontDesk, names: Sequence[str], max_new_tokens: int) -> list[Session]:
+    sampling, found = Sampling(max_new_tokens=max_new_tokens), []
+    for serial, name in enumerate(names):
+        prompt = Prompt(id=name, text="", token_ids=np.empty(0, np.int32))
+        session = Session(desk, Order(serial=serial, prompt=prompt, samplings=(sampling,), indices=(0,)), 0)
+        front.admit(name, Seat(name, Conversation(session, Limits())))
+        found.append(session)
+    return found
+
+
+def desk_of(tokenizer: Any, sample: Sample, max_context: int) -> Desk:
+    chat = Chat(tokenizer, stops=[tokenizer.eos_token_id])
+    chat.prove()
+    return Desk(
+        chat=chat,
+        max_context=max_context,
+        sample=sample,
+        forget=lambda session: None,
+        now=time.monotonic,
+        span=lambda stage: nullcontext(),
+        on_turn=lambda serial, episode: None,
+    )
+
+
+async def scripted(order: Order) -> Trajectory:
+    """An answer of three tokens and an end, a moment later."""
+    await asyncio.sleep(0.05)
+    before, said = order.nothing_sampled(0, 0.0), np.array([40, 41, 42, 2], np.int32)
+    ids = np.concatenate([before.token_ids, said])
+    sampled = np.arange(len(ids)) >= len(before.token_ids)
+    span = Span(version=0, start=len(before.token_ids), end=len(ids))
+    logprobs = np.where(sampled, -1.0, 0.0).astype(np.float32)
+    known = {"token_ids": ids, "sampled": sampled, "logprobs": logprobs, "spans": (span,)}
+    return replace(before, **known, finish=FinishReason.EOS)
+
+
+async def many_sessions(count: int) -> dict[str, Any]:
+    front = FrontDesk("scripted", 4096)
+    listener = Listener(application(front), "127.0.0.1", 0)
+    listener.start()
+    names = [f"s{i}" for i in range(count)]
+    sessions = sessions_of(desk_of(chat_tokenizer(), scripted, 4096), front, names, 8)
+    num_tokens, seconds = await through_the_endpoint(listener, names)
+    await listener.close()
+    whole = [s for s in sessions if len(s.trajectory.turns) == TURNS and not s.trajectory.segments]
+    return {"sessions": count, "whole": len(whole), "lost": count * TURNS * 4 - num_tokens, "seconds": seconds}
+
+
+# ---- a real engine
+
+
+def policy_of(size: str, device: str) -> Policy:
+    tokenizer = chat_tokenizer()
+    hidden, layers = {"tiny": (64, 2), "cpu": (512, 8), "cuda": (2048, 28)}[size]
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64 or 1,
+        num_key_value_heads=max(1, hidden // 128),
+        head_dim=64,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.no_grad():  # no answer ends before its limit
+        model.model.embed_tokens.weight[tokenizer.eos_token_id] = 0
+    return Policy(model.eval(), tokenizer)
+
+
+async def directly(sessions: Sequence[Session]) -> tuple[int, float]:
+    """The same chats without the endpoint."""
+
+    async def play(session: Session) -> int:
+        chat = [{"role": "user", "content": f"I am {session.order.prompt.id}. What now?"}]
+        place = session.begin(chat, None)
+        for turn in range(TURNS):
+            place = await session.sample(place, session.sampling)
+            said = session.trajectory.turns[-1]
+            answer = session.desk.chat.parse(session.sampled_ids(said).tolist(), [], None).message()
+            new = [{"role": "user", "content": REPLY}]
+            if turn < TURNS - 1:
+                place = session.go_on(said, chat, answer, new, None)
+            chat += [answer, *new]
+        return session.trajectory.num_sampled_tokens
+
+    began_s = time.perf_counter()
+    return sum(await asyncio.gather(*map(play, sessions))), time.perf_counter() - began_s
+
+
+async def real_engine(size: str, device: str, count: int, max_new_tokens: int, repeats: int) -> list[float]:
+    """Tokens per second through the endpoint, over those of direct requests."""
+    policy, thread = policy_of(size, device), DeviceThread()
+    engine = Engine(policy, max_running=count, prefill_tokens=2048, kv_tokens=count * 1024, on_update="keep")
+    spans: dict[str, Any] = {"span": lambda stage: nullcontext(), "clock": time.monotonic}
+    actor = RolloutActor(
+        engine, thread, seed=0, on_sampled=lambda n: None, on_begun=lambda serial, version: None, **spans
+    )
+    running = asyncio.create_task(actor.run())
+    desk, front = desk_of(policy.tokenizer, lambda order: actor.start(order)[0], 4096), FrontDesk("real", 4096)
+    listener = Listener(application(front), "127.0.0.1", 0)
+    listener.start()
+    found = []
+    for repeat in range(repeats + 1):  # the first warms up
+        rates = []
+        for way in ("direct", "endpoint"):
+            names = [f"{way}-{repeat}-{i}" for i in range(count)]
+            sessions = sessions_of(desk, front, names, max_new_tokens)
+            asked = directly(sessions) if way == "direct" else through_the_endpoint(listener, names)
+            num_tokens, seconds = await asked
+            assert num_tokens == sum(session.trajectory.num_sampled_tokens for session in sessions)
+            rates.append(num_tokens / seconds)
+            actor.forget([session.id for session in sessions])
+        found.append(rates[1] / rates[0])
+        print(f"direct {rates[0]:,.0f} tokens/s, endpoint {rates[1]:,.0f}", flush=True)
+    running.cancel()
+    await listener.close()
+    thread.close()
+    return found[1:]
+
+
+def main(given: Sequence[str] | None = None) -> dict[str, Any]:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU")
+    arguments = parser.parse_args(given)
+    torch.set_num_threads(arguments.threads)
+    noted = facts("serve", torch.device(arguments.device))
+    print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
+    many = asyncio.run(many_sessions(50 if arguments.tiny else arguments.sessions))
+    size = "tiny" if arguments.tiny else arguments.device
+    shape = (4, 8, 1) if arguments.tiny else (64 if arguments.device == "cpu" else 256, 64, arguments.repeats)
+    ratios = asyncio.run(real_engine(size, arguments.device, *shape))
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    rows = [[f"{many['sessions']:,}", f"{many['whole']:,}", str(many["lost"]), f"{many['seconds']:.1f}", spread]]
+    print(table(["sessions", "whole", "lost tokens", "seconds", "endpoint / direct tokens per second"], rows))
+    return {**many, "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""An agent that is a function, in a worker process: `run(task, base_url, api_key)`, which returns its reward.
+
+It may be a coroutine. An ordinary function runs in a thread, so that many agents wait for the policy at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.reward.function import Mode, RewardFunction, failure, read_verdict
+from headrace.types import Command, Score
+from headrace.user_code import load_function
+
+MOST_THREADS = 64
+
+
+class AgentFunction(RewardFunction):
+    """What a worker process calls with a `Command`; the parts of the reward are the score's `value`."""
+
+    __slots__ = ()
+
+    def scores(self, verdict: Any, num_items: int) -> list[Score]:
+        if verdict is None:
+            return [Score(reward=0.0, value={"reward": None})]
+        score = read_verdict(verdict, "agent")
+        if score.failure is not None:
+            return [failure(score.detail.replace("the reward function", "the agent"))]
+        return [Score(reward=0.0, value={"reward": dict(score.parts)})]
+
+
+def agent_function(spec: str) -> AgentFunction:
+    """The function that `episode.agent = spec` names. Imports the user's code."""
+    run = load_function(spec, "episode.agent", ConfigError)
+    try:
+        inspect.signature(run).bind({}, "", "")
+    except TypeError as error:
+        raise ConfigError(f"episode.agent = '{spec}' must take (task, base_url, api_key): {error}") from error
+    threads = ThreadPoolExecutor(MOST_THREADS)
+
+    async def call(command: Command) -> Any:
+        given = command.given["task"], command.given["base_url"], command.given["api_key"]
+        if inspect.iscoroutinefunction(run):
+            return await run(*given)
+        return await asyncio.get_running_loop().run_in_executor(threads, run, *given)
+
+    return AgentFunction(name="agent", call=call, mode=Mode.ASYNC)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: agents talk to the policy through it."""

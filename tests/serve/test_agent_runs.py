@@ -1,0 +1,201 @@
+"""Whole runs of agents: functions, commands and remote ones, those that fail, and what the books say of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_runs import select
+
+import headrace
+from headrace import api
+from headrace.config_file import load_config
+from headrace.errors import ConfigError
+from headrace.policy.demo import build_demo
+from headrace.runs.audit import audit
+from headrace.serve.agent import run_command
+
+# An agent of two turns, without any library. What it does besides is in the task.
+AGENT = """
+import json, os, sys, time, urllib.request
+
+def ask(base_url, api_key, messages):
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+def run(task, base_url, api_key):
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for _ in range(2):
+        messages += [ask(base_url, api_key, messages), {"role": "user", "content": "And?"}]
+        if task["kind"] == "crash":
+            raise KeyError("a bug")
+        if task["kind"] == "hang":
+            time.sleep(600)
+    while task["kind"] == "endless":
+        messages += [ask(base_url, api_key, messages), {"role": "user", "content": "And?"}]
+    return None if task["kind"] == "silent" else len(messages[1]["content"] or "") + len(messages[3]["content"] or "")
+
+if __name__ == "__main__":
+    task = json.loads(os.environ["HEADRACE_TASK"])
+    assert task == json.load(sys.stdin)
+    print("working")
+    print(json.dumps({"reward": run(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])}))
+"""
+NUM_PROMPTS, SAMPLES = 12, 4
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("agents")
+    build_demo(directory / "model", 0, chat=True)
+    (directory / "agent.py").write_text(AGENT, encoding="utf-8")
+    return directory
+
+
+def settings(workshop: Path, name: str, agent: str, kinds: tuple[str, ...] = ("fine",), *more: str) -> list[str]:
+    records = [{"id": f"p{i}", "prompt": f"Say {i}.", "kind": kinds[i % len(kinds)]} for i in range(NUM_PROMPTS)]
+    source = workshop / f"{name}.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return [
+        f"run.dir={workshop / name}",
+        f"model.path={workshop / 'model'}",
+        "model.device=cpu",
+        "model.threads=1",
+        f"prompts.source={source}",
+        "prompts.eval_count=2",
+        "prompts.shuffle=false",
+        f"episode.agent={agent}",
+        f"rollout.samples={SAMPLES}",
+        "rollout.max_new_tokens=6",
+        "loop.steps=1",
+        "loop.groups_per_step=4",
+        *more,
+    ]
+
+
+def accounts(run_dir: Path) -> dict[str, int]:
+    """Trajectories by what became of them."""
+    return dict(select(run_dir, "select account, count(*) from trajectories group by account"))
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_an_agent_is_trained(workshop: Path, kind: str):
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(workshop / 'agent.py'))}"
+    agent = f"{workshop / 'agent.py'}:run" if kind == "function" else command
+    summary = headrace.train(load_config(None, settings(workshop, kind, agent)))
+    assert summary["finished"]
+    assert summary["score_before"] is not None
+    assert summary["trained_tokens"] > 0
+    assert audit(workshop / kind) == []
+
+
+def dropped(run_dir: Path) -> dict[str, int]:
+    """Trajectories that were dropped, by reason."""
+    query = "select credit, sum(trajectories) from transfers where credit like 'dropped:%' group by credit"
+    return {credit.removeprefix("dropped:"): count for credit, count in select(run_dir, query)}
+
+
+def test_what_fails_is_dropped_by_name_and_what_reaches_a_limit_is_scored(workshop: Path):
+    kinds = ("fine", "crash", "silent", "endless", "hang", "fine", "fine", "fine", "fine", "fine", "fine", "fine")
+    more = ("episode.timeout_s=1.5", "episode.max_turns=3", "loop.groups_per_step=3")
+    config = load_config(None, settings(workshop, "failures", f"{workshop / 'agent.py'}:run", kinds, *more))
+    summary = headrace.train(config)
+    found = dropped(workshop / "failures")
+    assert found["agent_error"] == 3 * SAMPLES  # crash, silent, hang
+    assert found["no_signal"] >= SAMPLES  # endless: each has the reward of zero that a limit earns
+    assert summary["trained_tokens"] > 0
+    assert audit(workshop / "failures") == []
+
+
+def test_an_episode_that_takes_too_long_is_scored_by_the_reward_function(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace.serve.agent.GRACE_S", 0.1)
+    (workshop / "even.py").write_text("def score(completion):\n    return len(completion.text) % 7\n", encoding="utf-8")
+    more = ("episode.max_s=0.8", f"reward.function={workshop / 'even.py'}:score")
+    config = load_config(None, settings(workshop, "slow", f"{workshop / 'agent.py'}:run", ("hang",), *more))
+    summary = headrace.train(config)
+    assert summary["trained_tokens"] > 0
+    assert "agent_error" not in dropped(workshop / "slow")
+    assert audit(workshop / "slow") == []
+
+
+async def test_a_command_ends_with_all_its_processes(tmp_path: Path):
+    """It has started a process of its own, and neither ends by itself."""
+    mark = tmp_path / "mark"
+    script = f"sleep 600 & echo $! > {mark}; wait"
+    running = asyncio.create_task(run_command(f"sh -c {shlex.quote(script)}", {}, "", ""))
+    while not (mark.exists() and mark.read_text().strip()):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    status = Path(f"/proc/{mark.read_text().strip()}/stat")
+    assert not status.exists() or ") Z " in status.read_text()  # gone, or nobody has looked at how it ended
+
+
+async def test_remote_agents_pull_episodes_and_report_rewards(workshop: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HEADRACE_KEY", "secret")
+    notes: list[str] = []
+
+    class Ears(api.Watcher):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    config = load_config(None, settings(workshop, "remote", "remote"))
+    training = asyncio.create_task(asyncio.to_thread(headrace.train, config, Ears()))
+
+    async def agent(client: httpx.AsyncClient, root: str) -> None:
+        while True:
+            try:
+                pulled = await client.post(f"{root}/episodes", headers={"Authorization": "Bearer secret"})
+            except httpx.TransportError:  # the run is over, and its endpoint gone
+                return
+            if pulled.status_code == 410:
+                return
+            assert pulled.status_code == 200, pulled.text
+            episode: dict[str, Any] = pulled.json()
+            headers = {"Authorization": f"Bearer {episode['api_key']}"}
+            asked = {"model": "m", "messages": [{"role": "user", "content": episode["task"]["prompt"]}]}
+            answer = await client.post(f"{episode['base_url']}/chat/completions", json=asked, headers=headers)
+            reward = {"reward": {"length": len(answer.json()["choices"][0]["message"]["content"]), "rest": 0.5}}
+            assert (await client.post(f"{root}/episodes", headers=headers)).status_code == 401
+            done = await client.post(f"{root}/episodes/{episode['id']}/reward", json=reward, headers=headers)
+            assert done.status_code == 200
+
+    while not notes:
+        await asyncio.sleep(0.05)
+    root = notes[0].split(" at ")[1].split("/episodes")[0]
+    async with httpx.AsyncClient(timeout=60) as client:
+        agents = [asyncio.create_task(agent(client, root)) for _ in range(3)]
+        await asyncio.wait([training, *agents], return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.gather(*agents)
+    summary = await training
+    assert summary["trained_tokens"] > 0
+    assert audit(workshop / "remote") == []
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("nowhere.py:run", "there is no file"),
+        ("agent.py:ask_nobody", "has no function"),
+        ("no-such-command --now", "cannot be started"),
+    ],
+)
+def test_an_agent_that_cannot_run_is_told_at_once(workshop: Path, agent: str, message: str):
+    agent = agent.replace("agent.py", str(workshop / "agent.py"))
+    with pytest.raises(ConfigError, match=message):
+        headrace.train(load_config(None, settings(workshop, "wrong", agent, ("fine",), "run.overwrite=true")))
+
+
+def test_an_episode_has_an_environment_or_an_agent():
+    with pytest.raises(ConfigError, match="leave one empty"):
+        load_config(None, ["episode.agent=a.py:run", "episode.environment=a.py:Guess"])
