@@ -120,7 +120,7 @@ def test_a_first_message_that_fills_the_context_is_told(workshop: ChatWorkshop):
 
 def test_a_model_without_a_chat_template_is_refused_by_name(tmp_path: Path, workshop: ChatWorkshop):
     tiny_model(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"episode\.environment cannot be played .* no chat template"):
+    with pytest.raises(ConfigError, match=r"model\.path: .* no chat template.* which environments and agents need"):
         api.train(workshop.config("plain", f"model.path={tmp_path / 'plain'}"))
 
 

@@ -155,7 +155,7 @@ class Place:
         try:
             chat = Chat(self._tokenizer, stops=self.facts.eos_ids)
         except ChatError as error:
-            raise ConfigError(f"episode.environment and episode.agent need a chat: {error}") from error
+            raise ConfigError(f"model.path: {error}, which environments and agents need") from error
         return Desk(
             chat=chat,
             max_context=self.facts.max_context,
