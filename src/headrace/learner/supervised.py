@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from headrace.config import LearnerSection, WarmstartSection
+from headrace.learner.batch import pack
 from headrace.learner.learner import Optimizer
-from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
-from headrace.types import Example
+from headrace.types import BoolArray, Example, FinishReason, IntArray, Item, Span, Timing, Trajectory
+
+AT_ONCE = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)
 
 
 class WarmStart:
@@ -26,12 +27,8 @@ class WarmStart:
     def step(self, examples: Sequence[Example]) -> float:
         """One optimizer step. Returns the loss before it."""
         policy, steps = self._policy, self._section.steps
-        lengths = [len(ids) for ids, _ in examples]
-        solved = np.concatenate([learned for _, learned in examples])
-        joined = np.concatenate([ids for ids, _ in examples]).astype(np.int64)
-        tokens = torch.from_numpy(joined).to(policy.device)
-        at = torch.from_numpy(np.flatnonzero(solved)).to(policy.device)
-        loss = -policy.logprobs(tokens, PackedPlan(lengths, policy.device), at, 1.0)[0].mean()
+        batch = pack([_item(*example) for example in examples], policy.device)
+        loss = -policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)[0].mean()
         loss.backward()
         # up over the first tenth, down over the last quarter: RL should not start from the noise of
         # the last batches
@@ -39,3 +36,21 @@ class WarmStart:
         self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
         self._done += 1
         return float(loss.detach())
+
+
+def _item(ids: IntArray, learned: BoolArray) -> Item:
+    """A worked example as an answer whose learned tokens were sampled."""
+    edges = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2)
+    trajectory = Trajectory(
+        id="worked",
+        prompt_id="",
+        index=0,
+        token_ids=ids,
+        sampled=learned,
+        logprobs=np.zeros(len(ids), np.float32),
+        spans=tuple(Span(version=0, start=start, end=end) for start, end in edges.tolist()),
+        finish=FinishReason.STOP,
+        text="",
+        timing=AT_ONCE,
+    )
+    return Item(trajectory=trajectory, advantage=0.0)

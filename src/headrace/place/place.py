@@ -229,12 +229,16 @@ class Place:
         """Supervised steps on worked examples. Calls `on_step(steps done, loss)`."""
         section, rng = self.config.warmstart, np.random.default_rng([self.config.run.seed, 1])
         at_once = 1 if self._sending is None else WARM_STEPS_AT_ONCE  # calls to a process are slow
-        for done in range(0, section.steps, at_once):
-            batches = min(at_once, section.steps - done)
-            drawn = [self.prompts.worked(section.examples, rng) for _ in range(batches)]
-            examples = [[await self._worked(*example) for example in batch] for batch in drawn]
-            losses = await self.device.run(self.ranks.warm_up, examples)
-            on_step(done + batches, losses[-1])
+        sizes = [min(at_once, section.steps - done) for done in range(0, section.steps, at_once)]
+
+        async def drawn(num_batches: int) -> list[list[Example]]:
+            batches = [self.prompts.worked(section.examples, rng) for _ in range(num_batches)]
+            return [await asyncio.gather(*(self._worked(*example) for example in batch)) for batch in batches]
+
+        examples = await drawn(sizes[0])
+        for number, following in enumerate([*sizes[1:], 0]):  # drawn while others are learned
+            losses, examples = await asyncio.gather(self.device.run(self.ranks.warm_up, examples), drawn(following))
+            on_step(sum(sizes[: number + 1]), losses[-1])
 
     async def _worked(self, prompt: Prompt, solution: Any) -> Example:
         """The tokens of a worked example, and which of them are learned."""
