@@ -18,12 +18,12 @@ import headrace.insight
 from headrace.errors import HeadraceError
 from headrace.insight import reading
 from headrace.insight.metrics import metrics_text
-from headrace.insight.reading import Spread, at_most, read
+from headrace.insight.reading import Spread, read
 from headrace.insight.trace import write_trace
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageTimes
 from headrace.runs.audit import audit
-from headrace.runs.columns import union
+from headrace.runs.columns import covered_s, union
 
 
 def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: Path):
@@ -215,8 +215,8 @@ def test_unions_and_bounded_sums_of_intervals():
     intervals = np.array([5.0, 0.0, 1.0, 2.0]), np.array([6.0, 3.0, 2.0, 4.0])
     starts, ends = union(intervals)
     assert (starts.tolist(), ends.tolist()) == ([0.0, 5.0], [4.0, 6.0])
-    assert [at_most(intervals, limit) for limit in (1, 2, 3)] == [5.0, 7.0, 7.0]
-    assert at_most((np.zeros(0), np.zeros(0)), 1) == 0.0
+    assert [covered_s(intervals, at_once=limit) for limit in (1, 2, 3)] == [5.0, 7.0, 7.0]
+    assert covered_s((np.zeros(0), np.zeros(0))) == 0.0
 
 
 def test_insight_needs_no_torch():

@@ -19,7 +19,8 @@ from headrace.errors import RunError
 from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
 from headrace.measured import STAGES, StageTimes
-from headrace.runs.columns import Columns, Numbers, RowColumns, StepTimes, read_spans, read_trajectories, reading, union
+from headrace.runs import columns as tables
+from headrace.runs.columns import Columns, Numbers, RowColumns, StepTimes
 from headrace.runs.facts import RunState, read_run
 from headrace.types import BoolArray, FinishReason
 
@@ -138,7 +139,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
     config = run_config(run_dir)
-    with reading(run_dir) as connection:
+    with tables.reading(run_dir) as connection:
         counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
         num_steps, last_step = connection.execute(counted).fetchone()
         after = after_step if last_step > after_step else 0
@@ -147,8 +148,8 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         rows = RowColumns.read(connection, after_step=after)
         times = StepTimes.read(connection, rows)
         since_s = float(times.starts_s[0]) if times and after else 0.0
-        found = read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
-        occupancy = read_occupancy(connection, times, config.reward.workers) if times else None
+        found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
+        occupancy = read_occupancy(connection, times, max(1, config.reward.workers)) if times else None
         restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
         num_restarts, redone_steps = connection.execute(restarted).fetchone()
     # those that came to their own end: the length of others says nothing about how long answers are
@@ -187,12 +188,6 @@ def _stages(rows: RowColumns, combine: Callable[[Numbers], Any]) -> StageTimes |
     return StageTimes(**{stage: float(combine(rows.stage(stage))) for stage in STAGES})
 
 
-def length(starts_s: Numbers, ends_s: Numbers) -> float:
-    """Seconds that lie in any of the intervals."""
-    starts, ends = union((starts_s, ends_s))
-    return float((ends - starts).sum())
-
-
 def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_workers: int) -> Occupancy | None:
     """What the stages did in these steps, or in the last of them if there are very many spans.
 
@@ -200,22 +195,20 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_work
     """
     (last_rowid,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM spans").fetchone()
     times = times.last(max(1, int((times.after_rowids >= last_rowid - MOST_SPANS).sum())))
-    spans = read_spans(connection, after_rowid=int(times.after_rowids[0]))
+    spans = tables.read_spans(connection, after_rowid=int(times.after_rowids[0]))
     if not len(spans):
         return None
     starts_s, ends_s = times.measured(spans["start_s"]), times.measured(spans["end_s"])
 
-    def busy_s(of: BoolArray) -> float:
-        return length(starts_s[of], ends_s[of])
+    def busy_s(of: BoolArray, at_once: int = 1) -> float:
+        return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
 
     def pools(name: str, of_pool: BoolArray) -> Iterator[PoolUse]:
         workers = np.unique(spans["worker"][of_pool])
         num = reward_workers if name == REWARD and len(workers) == 1 else 1
         for worker in workers:
-            own = of_pool & (spans["worker"] == worker)
-            work_s = at_most((starts_s[own], ends_s[own]), num)
-            idle = 1.0 - work_s / (times.wall_s * num) if times.wall_s else 0.0
-            idle = min(1.0, max(0.0, idle))
+            work_s = busy_s(of_pool & (spans["worker"] == worker), num)
+            idle = min(1.0, max(0.0, 1.0 - work_s / (times.wall_s * num))) if times.wall_s else 0.0
             yield PoolUse(name=name, worker=str(worker), num_workers=num, idle_share=idle)
 
     works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
@@ -231,16 +224,12 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_work
 
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
-    known = np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])
-    of = np.stack([answers["serial"][known], answers["attempt"][known]], axis=1)
-    _, group = np.unique(of, axis=0, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    rewards, begins = answers["reward"][known][order], np.flatnonzero(np.diff(group[order], prepend=-1))
+    known, begins = tables.by_group(answers.where(np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])))
+    rewards = known["reward"]
     if not len(rewards):
         return np.zeros(0, np.bool_)
-    several = np.diff(begins, append=len(rewards)) > 1
     differ: BoolArray = np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins)
-    return differ[several]
+    return differ[np.diff(begins, append=len(rewards)) > 1]
 
 
 def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
@@ -256,11 +245,3 @@ def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
     last, num_tail = ends[counts >= 2] - 1, num_tail[counts >= 2]
     tails: Numbers = finished_s[last] - finished_s[last - num_tail]
     return tails
-
-
-def at_most(intervals: tuple[Numbers, Numbers], limit: int) -> float:
-    """Sum of the intervals' lengths, where at any moment no more than `limit` of them count."""
-    moments = np.concatenate(intervals)
-    order = np.argsort(moments, kind="stable")
-    running = np.cumsum(np.where(order < len(intervals[0]), 1, -1))[:-1]
-    return float((np.diff(moments[order]) * np.minimum(running, limit)).sum())

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.insight.calibration import calibrate, workload_of
+from headrace.insight.calibration import BLANK, calibrate
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import Roofline
 from headrace.insight.workload import LogNormal, Machine, Workload
@@ -76,26 +77,16 @@ class Layout:
 def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Machine]:
     """What a recipe would do on a layout; what is typed outranks what a run's ledger says."""
     learner = layout.learner_gpus
-    if run is not None:
-        known = calibrate(run).of(config)
-        work, one = known.workload, known.machine
-    else:
-        needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
-        needed |= {"--train-tokens-s": typed.train_tokens_s}
-        if missing := ", ".join(name for name, value in needed.items() if not value):
+    if run is None:
+        needed = ("mean_tokens", "rollout_tokens_s", "train_tokens_s")
+        missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(typed, name)]
+        if missing:
             raise ConfigError(
-                f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to "
-                "take them from a run's ledger, or --params 7B to work them out"
+                f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN "
+                "to take them from a run's ledger, or --params 7B to work them out"
             )
-        blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
-        work = workload_of(config, blank)
-        one = Machine(
-            rollout_workers=1,
-            rows_per_worker=config.rollout.max_running,
-            decode_s=1.0,
-            pass_tokens=config.learner.micro_batch_tokens,
-            reward_workers=config.reward.workers,
-        )
+    known = (BLANK if run is None else calibrate(run)).of(config)
+    work, one = known.workload, known.machine
     if typed.mean_tokens:
         work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
     if typed.prompt_tokens:
@@ -123,27 +114,16 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
 
     Without `mean_tokens`, answers are taken to be half as long as they may be.
     """
-    roofline = Roofline(model, device)
-    rows, size = config.rollout.max_running, layout.gpus_per_worker
+    roofline, size = Roofline(model, device), layout.gpus_per_worker
     prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
     mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
-    known = speeds(roofline, rows, prompt_tokens, mean_tokens, size)
-    publish_s = 0.0
+    known = speeds(roofline, config.rollout.max_running, prompt_tokens, mean_tokens, size)
+    if typed.rollout_tokens_s:  # these are with the contexts, and the datasheet's times for one row do not fit them
+        known = replace(known, decode_s=0.0, context_s=0.0)
     if not layout.turns:
-        engines, learners = layout.rollout_workers, layout.learner_gpus
-        transfer = roofline.full_transfer(layout.gpus, engines, learners, size)
-        publish_s = roofline.sync_times(transfer).total_s
-    return replace(
-        typed,
-        mean_tokens=mean_tokens,
-        prompt_tokens=prompt_tokens,
-        decode_s=typed.decode_s or (known.decode_s if not typed.rollout_tokens_s else 0.0),
-        rollout_tokens_s=typed.rollout_tokens_s or known.rollout_tokens_s,
-        context_s=0.0 if typed.rollout_tokens_s else known.context_s,
-        train_tokens_s=typed.train_tokens_s or known.train_tokens_s,
-        prefill_token_s=known.prefill_token_s,
-        publish_s=typed.publish_s or publish_s,
-    )
+        transfer = roofline.full_transfer(layout.gpus, layout.rollout_workers, layout.learner_gpus, size)
+        known = replace(known, publish_s=roofline.sync_times(transfer).total_s)
+    return replace(known, **{name: value for name, value in asdict(typed).items() if value})
 
 
 def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: float, gpus_per_worker: int) -> Typed:
@@ -204,18 +184,19 @@ def with_speeds(machine: Machine, typed: Typed) -> Machine:
 
 def amount(text: str, option: str = "") -> float:
     """A number as people write it, for this option: '8k', '1.5M', '4096'."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?)\s*", text)
-    if found is None:
-        raise ConfigError(f"{option} '{text}' is not a number like 4096, 8k or 1.5M".strip())
-    return float(found[1]) * _SUFFIXES[found[2].lower()]
+    return _with_unit(text, option, _SUFFIXES, "a number like 4096, 8k or 1.5M")
 
 
 def seconds(text: str, option: str = "") -> float:
     """A time as people write it, for this option: '4s', '250ms', '2min', '1.5'."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
-    if found is None or found[2] not in _SECONDS:
-        raise ConfigError(f"{option} '{text}' is not a time like 4s, 250ms or 2min".strip())
-    return float(found[1]) * _SECONDS[found[2]]
+    return _with_unit(text, option, _SECONDS, "a time like 4s, 250ms or 2min")
+
+
+def _with_unit(text: str, option: str, units: Mapping[str, float], like: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in units:
+        raise ConfigError(f"{option} '{text}' is not {like}".strip())
+    return float(found[1]) * units[found[2].lower()]
 
 
 def lags(text: str) -> list[int]:

@@ -144,7 +144,7 @@ def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]
 
 
 def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    workers, lag = config.reward.workers, config.loop.max_lag
+    workers, lag = max(1, config.reward.workers), config.loop.max_lag
     for factor in (2, 4):
         yield "more processes that score", (f"reward.workers={workers * factor}",)
     for more in sorted({1, 2, 4} - set(range(lag + 1))):

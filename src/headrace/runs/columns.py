@@ -189,29 +189,22 @@ class StepTimes:
 
         A step that a restart took again was published again; the first time is the one of its row.
         """
-        found = read_spans(connection, stage="publish")
-        columns = (found[name] for name in ("version", "rowid", "end_s"))
-        published: dict[float, tuple[float, float]] = {}
-        current = None  # the version that the last span was of, if that was its first time
-        for version, rowid, end_s in zip(*columns, strict=True):
-            if version == current or version not in published:
-                published[version], current = (rowid, end_s), version
-            else:
-                current = None
-        known = np.array([step in published for step in rows.column("step")])
+        found, steps = read_spans(connection, stage="publish"), rows.column("step")
+        begins = np.flatnonzero(np.diff(found["version"], prepend=np.nan))  # a cluster books several spans in a row
+        published, first = np.unique(found["version"][begins], return_index=True)
+        last = found.where((np.append(begins[1:], len(found)) - 1)[first])
+        known = np.isin(steps, published)
         if not known.any():
             return None
-        steps, wall_s = rows.column("step")[known], rows.column("wall_s")[known]
-        rowids, ends_s = np.array([published[step] for step in steps], np.float64).T
-        ends_s = np.maximum.accumulate(ends_s)
-        before, _ = published.get(steps[0] - 1, (0.0, 0.0))
-        before_s = np.concatenate([[-np.inf], ends_s[:-1]])
-        after = np.concatenate([[before if before < rowids[0] else 0], rowids[:-1]])
+        steps, wall_s = steps[known], rows.column("wall_s")[known]
+        place = np.searchsorted(published, steps)
+        rowids, ends_s = last["rowid"][place], np.maximum.accumulate(last["end_s"][place])
+        before = last["rowid"][(published == steps[0] - 1) & (last["rowid"] < rowids[0])].sum()  # 0: there is none
         return cls(
             steps=steps.astype(np.int64),
-            starts_s=np.clip(ends_s - wall_s, before_s, ends_s),
+            starts_s=np.clip(ends_s - wall_s, np.append(0.0, ends_s[:-1]), ends_s),
             ends_s=ends_s,
-            after_rowids=after.astype(np.int64),
+            after_rowids=np.append(before, rowids[:-1]).astype(np.int64),
         )
 
     def last(self, num_steps: int) -> StepTimes:
@@ -223,21 +216,46 @@ class StepTimes:
 
     def measured(self, times_s: Numbers) -> Numbers:
         """Seconds of these steps that had gone by at each moment."""
-        done_s = np.cumsum(self.ends_s - self.starts_s)
-        knots_s = np.stack([self.starts_s, self.ends_s], axis=1).ravel()
-        values_s = np.stack([done_s - (self.ends_s - self.starts_s), done_s], axis=1).ravel()
-        return np.interp(times_s, knots_s, values_s)
+        return elapsed_s((self.starts_s, self.ends_s), times_s)
 
 
 def union(intervals: Intervals) -> Intervals:
     """The same moments in intervals that do not touch, in order."""
     order = np.argsort(intervals[0], kind="stable")
     starts, ends = intervals[0][order], intervals[1][order]
-    if not len(starts):
-        return starts, ends
     reached = np.maximum.accumulate(ends)
-    first = np.concatenate([[True], starts[1:] > reached[:-1]])
-    return starts[first], reached[np.concatenate([first[1:], [True]])]
+    first = np.append(True, starts[1:] > reached[:-1])[: len(starts)]
+    return starts[first], reached[np.roll(first, -1)]
+
+
+def elapsed_s(intervals: Intervals, at_s: Numbers) -> Numbers:
+    """Seconds of these intervals, which are in order and apart, that had gone by at each moment."""
+    starts, ends = intervals
+    after_s = np.cumsum(ends - starts)
+    edges_s = np.stack([starts, ends], axis=1).ravel()
+    gone_s = np.stack([after_s - (ends - starts), after_s], axis=1).ravel()
+    return np.interp(at_s, np.insert(edges_s, 0, 0.0), np.insert(gone_s, 0, 0.0))
+
+
+def overlaps(*parts: Intervals) -> tuple[Numbers, Numbers]:
+    """The moments at which an interval begins or ends, in order, and how many last from each on."""
+    starts, ends = (np.concatenate(side) for side in zip(*parts, strict=True))
+    moments = np.concatenate([starts, ends])
+    order = np.argsort(moments, kind="stable")
+    return moments[order], np.cumsum(np.where(order < len(starts), 1.0, -1.0))
+
+
+def covered_s(*parts: Intervals, at_once: int = 1) -> float:
+    """Seconds that lie in the intervals; where they overlap, no more than `at_once` of them count."""
+    moments, lasting = overlaps(*parts)
+    return float((np.diff(moments) * np.minimum(lasting, at_once)[:-1]).sum())
+
+
+def by_group(answers: Columns) -> tuple[Columns, Ints]:
+    """The answers group by group, in the order they finished, and the index of each group's first."""
+    ordered = answers.where(np.lexsort((answers["finished_s"], answers["attempt"], answers["serial"])))
+    changes = np.diff([ordered["serial"], ordered["attempt"]], prepend=-1)
+    return ordered, np.flatnonzero(changes.any(axis=0))
 
 
 def _array(name: str, column: Sequence[Any]) -> npt.NDArray[Any]:
