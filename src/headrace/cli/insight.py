@@ -14,8 +14,7 @@ from typer import Argument, Option
 
 from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
 from headrace.errors import ConfigError
-from headrace.insight.equation import ADVICE, Placement
-from headrace.insight.frameworks import others_that_fit
+from headrace.insight.equation import ADVICE, Placement, others_that_fit
 from headrace.insight.hardware import find_device, model_shape, read_hardware
 from headrace.insight.planner import Question, plan, search
 from headrace.insight.reports import idle_shares, plan_report, simulation_report, triage_report

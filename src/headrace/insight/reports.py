@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 
-from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Placement, advice_for
-from headrace.insight.frameworks import Framework
+from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Framework, Placement, advice_for
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
 from headrace.insight.roofline import MemoryBill
