@@ -65,13 +65,8 @@ class Bottleneck(StrEnum):
     OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
 
 
-BOTTLENECK_OF_STAGE = {
-    "rollout": Bottleneck.GENERATION,
-    "reward": Bottleneck.REWARD,
-    "reference": Bottleneck.LEARNER,
-    "train": Bottleneck.LEARNER,
-    "publish": Bottleneck.SYNC,
-}
+# the learner computes the reference's log-probs
+BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGES}
 
 
 class Advice(NamedTuple):

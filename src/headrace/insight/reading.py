@@ -55,16 +55,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolUse:
-    """Workers that do one kind of work, and how much of the time they had none."""
-
-    name: str
-    worker: str
-    num_workers: int
-    idle_share: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
     """How the stages of some steps lay side by side. Seconds are totals over these steps."""
 
@@ -72,7 +62,7 @@ class Occupancy:
     wall_s: float
     busy_s: float  # at least one stage was busy
     stage_s: StageTimes
-    pools: tuple[PoolUse, ...]
+    idle_shares: Mapping[str, float]  # of each pool of workers, or by worker where a pool has several
     stall_s: float  # training waited for a checkpoint
 
     @property
@@ -203,13 +193,13 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_work
     def busy_s(of: BoolArray, at_once: int = 1) -> float:
         return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
 
-    def pools(name: str, of_pool: BoolArray) -> Iterator[PoolUse]:
+    def idle_shares(pool: str, of_pool: BoolArray) -> Iterator[tuple[str, float]]:
         workers = np.unique(spans["worker"][of_pool])
-        num = reward_workers if name == REWARD and len(workers) == 1 else 1
+        num = reward_workers if pool == REWARD and len(workers) == 1 else 1  # processes of this worker
         for worker in workers:
             work_s = busy_s(of_pool & (spans["worker"] == worker), num)
             idle = min(1.0, max(0.0, 1.0 - work_s / (times.wall_s * num))) if times.wall_s else 0.0
-            yield PoolUse(name=name, worker=str(worker), num_workers=num, idle_share=idle)
+            yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
 
     works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
     return Occupancy(
@@ -217,7 +207,7 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_work
         wall_s=times.wall_s,
         busy_s=busy_s(works),
         stage_s=StageTimes(**{stage: busy_s(spans["stage"] == stage) for stage in STAGES}),
-        pools=(*pools(DEVICE, works & ~scores), *pools(REWARD, scores)),
+        idle_shares=dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores))),
         stall_s=busy_s((spans["stage"] == "checkpoint") & (spans["detail"] == STALL)),
     )
 
