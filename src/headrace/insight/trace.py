@@ -13,6 +13,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from headrace.runs.columns import Columns, RowColumns, StepTimes, read_spans, re
 
 TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
-COUNTER_US = 1000  # a counter is written at most once in this time
+COUNTER_S = 0.001  # a counter is written at most once in this time
 
 Event = dict[str, Any]
 
 _RUN = "run"  # the process whose tracks are of the run as a whole
 _STEPS = "steps"  # its one thread
+_HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "tokens"))  # that have a counter
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
@@ -63,22 +65,19 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
     """Processes and threads by number; before the first event of each, its name."""
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}
-
-    def named(kind: str, tid: int, name: str, sort_index: int) -> Iterator[Event]:
-        event: Event = {"ph": "M", "pid": pids[process], "tid": tid}
-        yield {"name": f"{kind}_name", **event, "args": {"name": name}}
-        yield {"name": f"{kind}_sort_index", **event, "args": {"sort_index": sort_index}}
-
     for event in events:
         process, thread = event["pid"], event["tid"]
-        if process not in pids:
-            pids[process] = len(pids) + 1
-            order = (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
-            yield from named("process", 0, process, order)
+        unnamed = [] if process in pids else [("process", process, 0)]
         if (process, thread) not in tids:
-            tid = tids[process, thread] = len(tids) + 1
-            yield from named("thread", tid, thread, tid)
-        yield event | {"pid": pids[process], "tid": tids[process, thread]}
+            unnamed.append(("thread", thread, len(tids) + 1))
+        pid = pids.setdefault(process, len(pids) + 1)
+        tid = tids.setdefault((process, thread), len(tids) + 1)
+        for kind, name, number in unnamed:
+            about: Event = {"ph": "M", "pid": pid, "tid": number}
+            order = number or (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
+            yield {"name": f"{kind}_name", **about, "args": {"name": name}}
+            yield {"name": f"{kind}_sort_index", **about, "args": {"sort_index": order}}
+        yield event | {"pid": pid, "tid": tid}
 
 
 def _stage_events(spans: Columns) -> Iterator[Event]:
@@ -94,16 +93,11 @@ def _stage_events(spans: Columns) -> Iterator[Event]:
         number = next(free, len(taken_us))
         taken_us[number : number + 1] = [end_us]
         args: Event = {"version": None if math.isnan(version) else int(version)}
-        yield {
-            "name": stage,
-            "cat": "stage" if stage in STAGES else "other",
-            "ph": "X",
-            "ts": start_us,
-            "dur": end_us - start_us,
-            "pid": f"{REWARD if stage == REWARD else DEVICE} ({worker})",
-            "tid": f"{stage} {number + 1}" if number else stage,
-            "args": args | ({"detail": detail} if detail else {}),
-        }
+        if detail:
+            args["detail"] = detail
+        kind, pool = "stage" if stage in STAGES else "other", REWARD if stage == REWARD else DEVICE
+        track = {"pid": f"{pool} ({worker})", "tid": f"{stage} {number + 1}" if number else stage}
+        yield _event(stage, "X", start_s, args, cat=kind, dur=end_us - start_us, **track)
 
 
 def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
@@ -140,27 +134,16 @@ def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
 
 def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """What is in flight and what is buffered, whenever it changes."""
-    held = {("in_flight", "trajectories"): 0, ("in_flight", "tokens"): 0, ("buffered", "tokens"): 0}
-    written = dict(held)
-    due_s = last_s = 0.0
-
-    def changed(at_s: float) -> Iterator[Event]:
-        for (account, unit), amount in held.items():
-            if written[account, unit] != amount:
-                written[account, unit] = amount
-                yield _event(f"{unit} {account.replace('_', ' ')}", "C", at_s, {unit: amount})
-
-    found = connection.execute("SELECT at_s, debit, credit, tokens, trajectories FROM transfers ORDER BY id")
-    for at_s, debit, credit, tokens, trajectories in found:
-        if at_s >= due_s:
-            yield from changed(last_s)
-            due_s = at_s + COUNTER_US / 1e6
-        last_s = max(last_s, at_s)
-        for account, sign in ((debit, -1), (credit, 1)):
-            for unit, amount in (("tokens", tokens), ("trajectories", trajectories)):
-                if (account, unit) in held:
-                    held[account, unit] += sign * amount
-    yield from changed(last_s)
+    moved = "SUM(((credit = '{0}') - (debit = '{0}')) * {1}) OVER (ORDER BY id)"
+    sums = ", ".join(moved.format(account, unit) for account, unit in _HELD)
+    held, written, last_s, due_s = [0] * len(_HELD), [0] * len(_HELD), 0.0, 0.0
+    for at_s, *amounts in chain(connection.execute(f"SELECT at_s, {sums} FROM transfers ORDER BY id"), [(math.inf,)]):
+        if at_s >= due_s:  # what changed meanwhile
+            for (account, unit), amount, before in zip(_HELD, held, written, strict=True):
+                if amount != before:
+                    yield _event(f"{unit} {account.replace('_', ' ')}", "C", last_s, {unit: amount})
+            written, due_s = held, at_s + COUNTER_S
+        held, last_s = amounts, max(last_s, at_s)
 
 
 def _event(name: str, kind: str, at_s: float, args: Event, **more: Any) -> Event:
