@@ -182,10 +182,6 @@ class Roofline:
             activation_bytes=micro_batch_tokens * layers_bytes,
         )
 
-    def reference_bill(self, num_shards: int = 1) -> MemoryBill:
-        """One of the devices that a frozen copy of the policy is spread over."""
-        return MemoryBill(weight_bytes=self.weight_bytes / num_shards)
-
     def full_transfer(self, num_gpus: int, engines: int, learners: int, tensor_parallel: int) -> Transfer:
         """All weights, in buckets, sent by several learners and passed on from engine to engine."""
         return Transfer(

@@ -93,7 +93,7 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
         work = replace(work, prompt_tokens=typed.prompt_tokens)
     if typed.reward_p95_s or typed.reward_s:
         work = replace(work, reward_s=verdict_s(typed.reward_s, typed.reward_p95_s))
-    one = with_speeds(one, typed)
+    one = with_speeds(one, typed).times(1 / learner, "train_token_s", "reference_token_s")
     return work, replace(
         one,
         publish_s=typed.publish_s or one.publish_s,
@@ -102,8 +102,6 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
         worker_mtbf_s=typed.worker_mtbf_s or math.inf,
         repair_s=typed.repair_s,
         rollout_workers=layout.rollout_workers,
-        train_token_s=one.train_token_s / learner,
-        reference_token_s=one.reference_token_s / learner,
         pass_tokens=one.pass_tokens * learner,
         colocated=layout.turns,
     )
