@@ -7,10 +7,9 @@ numbers are about the steps after them. Nothing is written, and the run may go o
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -154,9 +153,9 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         measured_steps=range(last_step + 1 - len(rows), last_step + 1),
         wall_s=float(np.nansum(wall_s)),
         step_s=Spread.of(wall_s),
-        stage_s=_stages(rows, np.mean),
-        stage_p50_s=_stages(rows, np.median),
-        stage_p95_s=_stages(rows, lambda values: np.quantile(values, 0.95)),
+        stage_s=rows.stages(np.mean) if len(rows) else None,
+        stage_p50_s=rows.stages(np.median) if len(rows) else None,
+        stage_p95_s=rows.stages(lambda taken: np.quantile(taken, 0.95)) if len(rows) else None,
         occupancy=occupancy,
         trained_tokens=rows.total("trained_tokens"),
         dropped_tokens=rows.dropped_tokens(),
@@ -170,12 +169,6 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         effective_samples=rows.mean("effective_samples"),
         preemptions=rows.total("preemptions"),
     )
-
-
-def _stages(rows: RowColumns, combine: Callable[[Numbers], Any]) -> StageTimes | None:
-    if not len(rows):
-        return None
-    return StageTimes(**{stage: float(combine(rows.stage(stage))) for stage in STAGES})
 
 
 def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_workers: int) -> Occupancy | None:

@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-
-Numbers = npt.NDArray[np.float64]
+from headrace.runs.columns import Numbers
 
 # Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers
 LOWEST_Z, Z_ABOVE_SIGMA, NUM_CELLS = -9.0, 13.0, 4000

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Numbers, Numbers]  # starts and ends
 
-_TEXTS = ("stage", "worker", "detail", "finish", "drop_reason", "reward_parts")
+_TEXTS = {"stage", "worker", "detail", "finish", "drop_reason", "reward_parts"}
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
 _SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
 _TRAJECTORY = (
@@ -149,11 +149,9 @@ class RowColumns:
             self._columns[name] = np.array(values, np.float64)
         return self._columns[name]
 
-    def stage(self, stage: str) -> Numbers:
-        return self.column(f"stage_s.{stage}")
-
-    def stage_total_s(self) -> StageTimes:
-        return StageTimes(**{stage: float(np.nansum(self.stage(stage))) for stage in STAGES})
+    def stages(self, combine: Callable[[Numbers], Any]) -> StageTimes:
+        """What `combine` makes of the seconds that each stage has in the rows."""
+        return StageTimes(**{stage: float(combine(self.column(f"stage_s.{stage}"))) for stage in STAGES})
 
     def total(self, name: str) -> int:
         return int(np.nansum(self.column(name)))
@@ -259,9 +257,7 @@ def by_group(answers: Columns) -> tuple[Columns, Ints]:
 
 
 def _array(name: str, column: Sequence[Any]) -> npt.NDArray[Any]:
-    if name in _TEXTS:
-        return np.array(["" if value is None else value for value in column], np.str_)
-    return np.array(column, np.float64)
+    return np.array([text or "" for text in column], np.str_) if name in _TEXTS else np.array(column, np.float64)
 
 
 def _parsed(data: Any) -> Any:
