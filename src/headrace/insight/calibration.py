@@ -70,12 +70,12 @@ def calibrate(run_dir: Path) -> Calibration:
         rows, spans = RowColumns.read(connection), tables.read_spans(connection)
         found = tables.read_trajectories(connection)
         redone = tables.one(connection, "SELECT COALESCE(SUM(redone_steps), 0) FROM restarts")
-    answers = found.where((found["finish"] != "") & (found["num_tokens"] > 0))
+    answers = found[(found["finish"] != "") & (found["num_tokens"] > 0)]
     published = spans["version"][spans["stage"] == "publish"]
     if not len(rows) or not len(answers) or not len(published):
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
-    groups, begins = tables.by_group(answers.where(answers["finish"] != FinishReason.ABORT))
+    groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])
     prompt_tokens = groups["num_prompt_tokens"][begins]
     return Calibration(
         workload=_workload(groups, begins, max(1, config.reward.workers)),
@@ -89,12 +89,12 @@ def _machine(
     """Its speeds; `prompt_tokens` are those of each group."""
 
     def during(*stages: str) -> Intervals:
-        its = spans.where(np.isin(spans["stage"], stages))
+        its = spans[np.isin(spans["stage"], stages)]
         return its["start_s"], its["end_s"]
 
     apart = config.place.cluster == "ray" and config.place.layout == "disaggregated"
     workers = config.rollout.workers if apart else 1
-    train = spans.where(spans["stage"] == "train")
+    train = spans[spans["stage"] == "train"]
     pass_s = train["end_s"] - train["start_s"]
     told = (float(text.split()[0]) if text else np.nan for text in train["detail"].tolist())
     pass_tokens = np.fromiter(told, np.float64)  # NaN: the optimizer's part
@@ -110,7 +110,7 @@ def _machine(
     # prefill is what the engine did while no answer ran; a forward pass is a third of training's work
     forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
     prefill_s = covered_s(during("rollout"), running) - covered_s(running)
-    scored = answers.where(np.isfinite(answers["scored_s"]))
+    scored = answers[np.isfinite(answers["scored_s"])]
     scoring = scored["finished_s"], scored["scored_s"]
     busy_s = covered_s(running, scoring, during("rollout", *learner)) - covered_s(during("evaluate"))
     num_tokens = answers["num_tokens"] + answers["num_prompt_tokens"]

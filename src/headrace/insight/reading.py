@@ -19,7 +19,7 @@ from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
 from headrace.measured import STAGES, StageTimes
 from headrace.runs import columns as tables
-from headrace.runs.columns import Columns, Numbers, RowColumns, StepTimes
+from headrace.runs.columns import Columns, Numbers, RowColumns
 from headrace.runs.facts import RunState, read_run
 from headrace.types import BoolArray, FinishReason
 
@@ -135,14 +135,14 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         if last_steps is not None:
             after = max(after, last_step - last_steps)
         rows = RowColumns.read(connection, after_step=after)
-        times = StepTimes.read(connection, rows)
-        since_s = float(times.starts_s[0]) if times and after else 0.0
+        times = tables.read_steps(connection, rows)
+        since_s = float(times["start_s"][0]) if len(times) and after else 0.0
         found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
-        occupancy = read_occupancy(connection, times, max(1, config.reward.workers)) if times else None
+        occupancy = read_occupancy(connection, times, max(1, config.reward.workers)) if len(times) else None
         restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
         num_restarts, redone_steps = connection.execute(restarted).fetchone()
     # those that came to their own end: the length of others says nothing about how long answers are
-    answers = found.where(~np.isin(found["finish"], ("", FinishReason.ABORT)))
+    answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
     tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
     return Reading(
         run_dir=run_dir,
@@ -160,7 +160,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         trained_tokens=rows.total("trained_tokens"),
         dropped_tokens=rows.dropped_tokens(),
         answer_tokens=Spread.of(answers["num_tokens"]),
-        tail_s=Spread.of(tails_s(answers["finished_s"], times)) if times else None,
+        tail_s=Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None,
         verdict_s=Spread.of(answers["scored_s"] - answers["finished_s"]),
         no_signal_share=1.0 - float(signal.mean()) if len(signal) else None,
         lag_mean=float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None,
@@ -171,17 +171,18 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
     )
 
 
-def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_workers: int) -> Occupancy | None:
+def read_occupancy(connection: sqlite3.Connection, times: Columns, reward_workers: int) -> Occupancy | None:
     """What the stages did in these steps, or in the last of them if there are very many spans.
 
-    Everything is measured on the time that rows count, `StepTimes.measured`.
+    Everything is measured on the time that rows count, without what came between two steps.
     """
     (last_rowid,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM spans").fetchone()
-    times = times.last(max(1, int((times.after_rowids >= last_rowid - MOST_SPANS).sum())))
-    spans = tables.read_spans(connection, after_rowid=int(times.after_rowids[0]))
+    times = times[-max(1, (times["after_rowid"] >= last_rowid - MOST_SPANS).sum()) :]
+    spans = tables.read_spans(connection, after_rowid=int(times["after_rowid"][0]))
     if not len(spans):
         return None
-    starts_s, ends_s = times.measured(spans["start_s"]), times.measured(spans["end_s"])
+    steps, wall_s = (times["start_s"], times["end_s"]), float((times["end_s"] - times["start_s"]).sum())
+    starts_s, ends_s = (tables.elapsed_s(steps, spans[side]) for side in ("start_s", "end_s"))
 
     def busy_s(of: BoolArray, at_once: int = 1) -> float:
         return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
@@ -191,13 +192,13 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_work
         num = reward_workers if pool == REWARD and len(workers) == 1 else 1  # processes of this worker
         for worker in workers:
             work_s = busy_s(of_pool & (spans["worker"] == worker), num)
-            idle = min(1.0, max(0.0, 1.0 - work_s / (times.wall_s * num))) if times.wall_s else 0.0
+            idle = min(1.0, max(0.0, 1.0 - work_s / (wall_s * num))) if wall_s else 0.0
             yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
 
     works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
     return Occupancy(
-        num_steps=len(times.steps),
-        wall_s=times.wall_s,
+        num_steps=len(times),
+        wall_s=wall_s,
         busy_s=busy_s(works),
         stage_s=StageTimes(**{stage: busy_s(spans["stage"] == stage) for stage in STAGES}),
         idle_shares=dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores))),
@@ -207,7 +208,7 @@ def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_work
 
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
-    known, begins = tables.by_group(answers.where(np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])))
+    known, begins = tables.by_group(answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])])
     rewards = known["reward"]
     if not len(rewards):
         return np.zeros(0, np.bool_)
@@ -215,15 +216,15 @@ def signal_of(answers: Columns) -> BoolArray:
     return differ[np.diff(begins, append=len(rewards)) > 1]
 
 
-def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
+def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
     """Of each step the seconds from when all but its last answers have ended to the end of the last.
 
     The last are one in twenty, and at least one. A step's answers are those that finished in it.
     """
-    known = np.isfinite(finished_s) & (finished_s > times.starts_s[0])
+    known = np.isfinite(finished_s) & (finished_s > times["start_s"][0])
     finished_s = np.sort(finished_s[known])
-    ends = np.searchsorted(finished_s, times.ends_s, side="right")
-    counts = ends - np.searchsorted(finished_s, times.starts_s, side="right")
+    ends = np.searchsorted(finished_s, times["end_s"], side="right")
+    counts = ends - np.searchsorted(finished_s, times["start_s"], side="right")
     num_tail = np.maximum(1, np.floor(TAIL_SHARE * counts)).astype(np.int64)
     last, num_tail = ends[counts >= 2] - 1, num_tail[counts >= 2]
     tails: Numbers = finished_s[last] - finished_s[last - num_tail]

@@ -23,7 +23,7 @@ from headrace.errors import RunError
 from headrace.insight.reading import DEVICE, REWARD
 from headrace.ledger.journal import Restart
 from headrace.measured import STAGES
-from headrace.runs.columns import Columns, RowColumns, StepTimes, read_spans, reading
+from headrace.runs.columns import Columns, RowColumns, read_spans, read_steps, reading
 
 TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
@@ -82,7 +82,7 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
 
 def _stage_events(spans: Columns) -> Iterator[Event]:
     """Every span, on the first free track of its stage and worker."""
-    spans = spans.where(np.lexsort((-spans["end_s"], spans["start_s"])))
+    spans = spans[np.lexsort((-spans["end_s"], spans["start_s"]))]
     names = ("stage", "worker", "version", "start_s", "end_s", "detail")
     tracks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # until when each is taken
     columns = [spans[name].tolist() for name in names]
@@ -102,7 +102,7 @@ def _stage_events(spans: Columns) -> Iterator[Event]:
 
 def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
     """Where each version was published, and where the run was resumed."""
-    published = spans.where(spans["stage"] == "publish")
+    published = spans[spans["stage"] == "publish"]
     for version, end_s in zip(published["version"], published["end_s"].tolist(), strict=True):
         yield _event(f"version {version:.0f}", "i", end_s, {"version": int(version)}, s="p")
     names = [f.name for f in fields(Restart)]
@@ -114,14 +114,9 @@ def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
 def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """Every step, and lag, reward and goodput as they stand at its end."""
     rows = RowColumns.read(connection)
-    times = StepTimes.read(connection, rows)
-    if times is None:
-        return
-    first = int(rows.column("step")[0])
-    for i, step in enumerate(times.steps.tolist()):
-        start_s, end_s = float(times.starts_s[i]), float(times.ends_s[i])
-        names = (*_STEP_NUMBERS, "lag_max", "wall_s")
-        row = {name: float(rows.column(name)[step - first]) for name in names}
+    for step, start_s, end_s, _ in read_steps(connection, rows).tolist():
+        at = step - int(rows.column("step")[0])
+        row = {name: float(rows.column(name)[at]) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}
         known = {name: value if math.isfinite(value) else None for name, value in row.items()}
         args, dur = {name: known[name] for name in _STEP_NUMBERS}, _us(end_s) - _us(start_s)
         yield _event(f"step {step}", "X", start_s, args, cat="step", dur=dur)

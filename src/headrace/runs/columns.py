@@ -12,7 +12,6 @@ import sqlite3
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +26,8 @@ from headrace.types import BoolArray
 Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Numbers, Numbers]  # starts and ends
+Columns = npt.NDArray[Any]
+"""Records: `spans["start_s"]` is a column, `spans[spans["stage"] == "train"]` are those of a stage."""
 
 _TEXTS = {"stage", "worker", "detail", "finish", "drop_reason", "reward_parts"}
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
@@ -58,28 +59,15 @@ def one(connection: sqlite3.Connection, query: str, *values: Any) -> Any:
     return found[0] if found else None
 
 
-class Columns:
-    """Columns of equal length, by name: `spans["start_s"]`."""
+def _query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
+    cursor = connection.execute(sql, values)
+    names = [name for name, *_ in cursor.description]
+    columns = list(zip(*cursor, strict=True)) or [()] * len(names)
+    return _records(dict(zip(names, map(_array, names, columns), strict=True)))
 
-    def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._columns = columns
 
-    @classmethod
-    def query(cls, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> Self:
-        cursor = connection.execute(sql, values)
-        names = [name for name, *_ in cursor.description]
-        columns = list(zip(*cursor, strict=True)) or [()] * len(names)
-        return cls(dict(zip(names, map(_array, names, columns), strict=True)))
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self._columns[name]
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
-
-    def where(self, condition: npt.NDArray[Any]) -> Columns:
-        """Those for which `condition` holds; or, of indices, those in that order."""
-        return Columns({name: values[condition] for name, values in self._columns.items()})
+def _records(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
+    return np.rec.fromarrays(columns.values(), dtype=[(name, values.dtype) for name, values in columns.items()])
 
 
 def read_spans(
@@ -92,13 +80,12 @@ def read_spans(
 ) -> Columns:
     """Spans in the order they were booked, of one `stage` or of all; only `newest` of them, if not -1."""
     by = "end_s" if since_s > -np.inf else "rowid"  # either way there is an index to go along
-    found = Columns.query(
-        connection,
+    sql = (
         f"SELECT {_SPAN} FROM spans WHERE rowid > ? AND end_s > ? AND stage = COALESCE(?, stage) "
-        f"ORDER BY {by} DESC LIMIT ?",
-        (after_rowid, since_s, stage, newest),
+        f"ORDER BY {by} DESC LIMIT ?"
     )
-    return found.where(np.argsort(found["rowid"], kind="stable"))
+    found = _query(connection, sql, after_rowid, since_s, stage, newest)
+    return found[np.argsort(found["rowid"], kind="stable")]
 
 
 def read_trajectories(
@@ -109,7 +96,7 @@ def read_trajectories(
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
     sql = f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid LIMIT ?"
-    return Columns.query(connection, sql, (first, oldest))
+    return _query(connection, sql, first, oldest)
 
 
 class RowColumns:
@@ -169,52 +156,25 @@ class RowColumns:
         return dict(total)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """When consecutive steps began and ended, on the run's clock; their spans come after `after_rowids`.
+def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
+    """When the steps of these rows began and ended, on the run's clock; their spans come after `after_rowid`.
 
-    Between two rows there may be an evaluation, which belongs to no step: see `measured`.
+    A step ends with its publish span; a row without one is left out. A step that a restart took again
+    was published again; the first time is the one of its row. Between two steps there may be an
+    evaluation, which belongs to neither.
     """
-
-    steps: Ints
-    starts_s: Numbers
-    ends_s: Numbers
-    after_rowids: Ints
-
-    @classmethod
-    def read(cls, connection: sqlite3.Connection, rows: RowColumns) -> StepTimes | None:
-        """Of the rows whose step has a publish span: a step ends with it. None if no row has one.
-
-        A step that a restart took again was published again; the first time is the one of its row.
-        """
-        found, steps = read_spans(connection, stage="publish"), rows.column("step")
-        begins = np.flatnonzero(np.diff(found["version"], prepend=np.nan))  # a cluster books several spans in a row
-        published, first = np.unique(found["version"][begins], return_index=True)
-        last = found.where((np.append(begins[1:], len(found)) - 1)[first])
-        known = np.isin(steps, published)
-        if not known.any():
-            return None
-        steps, wall_s = steps[known], rows.column("wall_s")[known]
-        place = np.searchsorted(published, steps)
-        rowids, ends_s = last["rowid"][place], np.maximum.accumulate(last["end_s"][place])
-        before = last["rowid"][(published == steps[0] - 1) & (last["rowid"] < rowids[0])].sum()  # 0: there is none
-        return cls(
-            steps=steps.astype(np.int64),
-            starts_s=np.clip(ends_s - wall_s, np.append(0.0, ends_s[:-1]), ends_s),
-            ends_s=ends_s,
-            after_rowids=np.append(before, rowids[:-1]).astype(np.int64),
-        )
-
-    def last(self, num_steps: int) -> StepTimes:
-        return StepTimes(**{name: getattr(self, name)[-num_steps:] for name in self.__slots__})
-
-    @property
-    def wall_s(self) -> float:
-        return float((self.ends_s - self.starts_s).sum())
-
-    def measured(self, times_s: Numbers) -> Numbers:
-        """Seconds of these steps that had gone by at each moment."""
-        return elapsed_s((self.starts_s, self.ends_s), times_s)
+    found, steps = read_spans(connection, stage="publish"), rows.column("step")
+    begins = np.flatnonzero(np.diff(found["version"], prepend=np.nan))  # a cluster books several spans in a row
+    published, first = np.unique(found["version"][begins], return_index=True)
+    last = found[(np.append(begins[1:], len(found)) - 1)[first]]
+    known = np.isin(steps, published)
+    steps, wall_s = steps[known], rows.column("wall_s")[known]
+    place = np.searchsorted(published, steps)
+    rowids, ends_s = last["rowid"][place], np.maximum.accumulate(last["end_s"][place])
+    starts_s = np.clip(ends_s - wall_s, np.append(0.0, ends_s)[:-1], ends_s)
+    before = last["rowid"][(published == steps[:1] - 1) & (last["rowid"] < rowids[:1])].sum()  # 0: there is none
+    after = np.append(before, rowids)[:-1].astype(np.int64)
+    return _records({"step": steps.astype(np.int64), "start_s": starts_s, "end_s": ends_s, "after_rowid": after})
 
 
 def union(intervals: Intervals) -> Intervals:
@@ -251,7 +211,7 @@ def covered_s(*parts: Intervals, at_once: int = 1) -> float:
 
 def by_group(answers: Columns) -> tuple[Columns, Ints]:
     """The answers group by group, in the order they finished, and the index of each group's first."""
-    ordered = answers.where(np.lexsort((answers["finished_s"], answers["attempt"], answers["serial"])))
+    ordered = answers[np.lexsort((answers["finished_s"], answers["attempt"], answers["serial"]))]
     changes = np.diff([ordered["serial"], ordered["attempt"]], prepend=-1)
     return ordered, np.flatnonzero(changes.any(axis=0))
 
