@@ -127,9 +127,6 @@ class ModelShape:
             problem = f"{active:g} of {self.num_params:g} weights are active"
             raise ModelError(f"{self.name}: {problem}; it must be more than none and at most all")
 
-    def kv_bytes_per_token(self, number_bytes: int = 2) -> float:
-        return number_bytes * self.num_layers * self.kv_size
-
     def params_read(self, num_tokens: float) -> float:
         """Weights that a forward pass of `num_tokens` tokens reads at least once.
 

@@ -16,9 +16,8 @@ A new version reaches the engines in four operations, each bytes x copies / band
     broadcast   a copy for every engine                                   network
     reshard     into the engine's own layout                              links and memory
 
-What helps: send less (fewer bytes a number; only what changed; only an adapter); send in buckets,
-so that the four run at the same time and the slowest sets the pace; relay, so that the learner
-sends once and engines pass buckets on; send from many devices.
+In buckets the four run at the same time, and the slowest sets the pace. With a relay the learner sends
+once, and engines pass buckets on.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class Roofline:
     @property
     def kv_bytes(self) -> float:
         """Of one token's cache."""
-        return self.model.kv_bytes_per_token(self.device.number_bytes)
+        return self.device.number_bytes * self.model.num_layers * self.model.kv_size
 
     def decode_step_s(self, *, batch: float, context_tokens: float, tensor_parallel: int = 1) -> float:
         """One token for each of `batch` sequences, on an engine of `tensor_parallel` devices."""

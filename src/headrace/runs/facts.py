@@ -92,7 +92,8 @@ def read_run(run_dir: Path) -> RunFacts:
     """How a run stands; one that cannot be read is UNREADABLE, with the `problem`."""
     if not is_run(run_dir):
         raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
-    written = _written(run_dir)  # before anything is opened
+    written_ns = max(_changed_ns(run_dir / name) for name in _WRITTEN)  # before anything is opened
+    written = datetime.fromtimestamp(written_ns / 1e9)
     summary = read_summary(run_dir)
     state = RunState.RUNNING if is_claimed(run_dir) else RunState.STOPPED
     if summary.get("finished") is True:
@@ -114,10 +115,6 @@ def read_run(run_dir: Path) -> RunFacts:
         checkpoints=tuple(sorted((int(step) for step in steps if step.isdecimal()), reverse=True)),
         **booked,
     )
-
-
-def _written(run_dir: Path) -> datetime:
-    return datetime.fromtimestamp(max(_changed_ns(run_dir / name) for name in _WRITTEN) / 1e9)
 
 
 def _changed_ns(path: Path) -> int:
