@@ -35,7 +35,6 @@ def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: P
     assert side_by_side.wall_s == pytest.approx(30.0), "an evaluation between two steps is in neither"
     assert side_by_side.stage_s == StageTimes(rollout=18.0, reward=16.5, train=9.0, publish=1.5)
     assert side_by_side.busy_s == pytest.approx(28.5)
-    assert side_by_side.overlap_s == pytest.approx(16.5)
     assert side_by_side.overlap_share == pytest.approx(16.5 / 45.0)
     assert side_by_side.idle_shares == pytest.approx({"device": 0.05, "reward": 0.45})
     assert side_by_side.stall_s == 0.25

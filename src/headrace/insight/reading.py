@@ -65,15 +65,10 @@ class Occupancy:
     stall_s: float  # training waited for a checkpoint
 
     @property
-    def overlap_s(self) -> float:
-        """Seconds saved because stages ran side by side: their sum less their union."""
-        return sum(float(getattr(self.stage_s, stage)) for stage in STAGES) - self.busy_s
-
-    @property
     def overlap_share(self) -> float:
-        """Of the sum of the stage times: 0.5 is two stages side by side all the time."""
-        total_s = self.busy_s + self.overlap_s
-        return self.overlap_s / total_s if total_s else 0.0
+        """Of the sum of the stage times, what was saved by running side by side: 0.5 is two stages all the time."""
+        total_s = sum(float(getattr(self.stage_s, stage)) for stage in STAGES)
+        return 1.0 - self.busy_s / total_s if total_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +152,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         stage_p50_s=rows.stages(np.median) if len(rows) else None,
         stage_p95_s=rows.stages(lambda taken: np.quantile(taken, 0.95)) if len(rows) else None,
         occupancy=occupancy,
-        trained_tokens=rows.total("trained_tokens"),
+        trained_tokens=int(np.nansum(tokens)),
         dropped_tokens=rows.dropped_tokens(),
         answer_tokens=Spread.of(answers["num_tokens"]),
         tail_s=Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None,
@@ -167,7 +162,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         lag_max=int(rows.column("lag_max").max()) if tokens.sum() else None,
         ratio_outside=rows.mean("ratio_outside"),
         effective_samples=rows.mean("effective_samples"),
-        preemptions=rows.total("preemptions"),
+        preemptions=int(np.nansum(rows.column("preemptions"))),
     )
 
 

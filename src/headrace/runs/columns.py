@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +91,7 @@ def read_trajectories(
     connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1, oldest: int = -1
 ) -> Columns:
     """Trajectories in the order they were booked; only `newest` or `oldest` of them, if not -1."""
-    first = _first_rowid(connection, since_s)
+    first = _first_rowid(connection, since_s) if since_s > 0.0 else 0
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
     sql = f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid LIMIT ?"
@@ -139,9 +138,6 @@ class RowColumns:
     def stages(self, combine: Callable[[Numbers], Any]) -> StageTimes:
         """What `combine` makes of the seconds that each stage has in the rows."""
         return StageTimes(**{stage: float(combine(self.column(f"stage_s.{stage}"))) for stage in STAGES})
-
-    def total(self, name: str) -> int:
-        return int(np.nansum(self.column(name)))
 
     def mean(self, name: str) -> float | None:
         """The mean over the rows that have the number, if any has."""
@@ -236,16 +232,11 @@ def _first_rowid(connection: sqlite3.Connection, since_s: float) -> int:
 
     Transfers are in the order of time, and a trajectory's record is made with its first transfer.
     """
-    if since_s <= 0.0:
-        return 0
-    at_s = "SELECT at_s FROM transfers WHERE id >= ? ORDER BY id LIMIT 1"
-    last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
     query = (
         "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
-        "WHERE x.id >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
+        "WHERE x.at_s >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
     )
-    earlier = bisect_left(range(1, last_id + 1), since_s, key=lambda id: one(connection, at_s, id))
-    found = one(connection, query, 1 + earlier)
+    found = one(connection, query, since_s)
     return _last_rowid(connection) + 1 if found is None else int(found)
 
 
