@@ -112,7 +112,8 @@ def _machine(
     prefill_s = covered_s(during("rollout"), running) - covered_s(running)
     scored = answers[np.isfinite(answers["scored_s"])]
     scoring = scored["finished_s"], scored["scored_s"]
-    busy_s = covered_s(running, scoring, during("rollout", *learner)) - covered_s(during("evaluate"))
+    busy_s = covered_s(running, scoring, during("rollout", *learner))
+    host_s = rows.column("wall_s").sum() - (busy_s - covered_s(during("evaluate")))
     num_tokens = answers["num_tokens"] + answers["num_prompt_tokens"]
     num_trained = float(num_tokens[np.isfinite(answers["trained_step"])].sum())
     return replace(
@@ -127,7 +128,7 @@ def _machine(
         optimizer_s=optimizer_s,
         reference_token_s=covered_s(during("reference")) / max(1.0, num_trained),
         publish_s=covered_s(during("publish")) / num_steps,
-        host_s=max(0.0, rows.column("wall_s").sum() - busy_s) / len(rows),
+        host_s=max(0.0, host_s / len(rows)),
         colocated=not apart,
     )
 

@@ -65,8 +65,8 @@ class Bottleneck(StrEnum):
     OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
 
 
-# the learner computes the reference's log-probs
-BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGES}
+_LEARNT = {"reference": "train"}  # the learner computes it
+BOTTLENECK_OF_STAGE = {stage: Bottleneck(_LEARNT.get(stage, stage)) for stage in STAGES}
 
 
 class Advice(NamedTuple):
@@ -93,7 +93,7 @@ def _texts(name: str) -> dict[str, dict[str, Any]]:
 
 
 ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _texts("advice.toml").items()}
-FRAMEWORKS = tuple(Framework(name=name, **entry) for name, entry in _texts("frameworks.toml").items())
+FRAMEWORKS = [Framework(name=name, **texts) for name, texts in _texts("frameworks.toml").items()]
 
 # Advice that names one of these is given only where it would change something.
 _USEFUL: dict[str, Callable[[Config], bool]] = {

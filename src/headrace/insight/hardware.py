@@ -1,8 +1,7 @@
 """What devices can do and cost, and the few numbers of a model that its speed and memory depend on.
 
-The devices are in hardware.toml, models in models.toml. What a program reaches of a datasheet is a
-matter of efficiency, in `roofline.py`. Prices change often: a file of the same form changes the table
-and adds to it.
+The devices are in hardware.toml, models in models.toml. What a program reaches of a datasheet is in
+`roofline.py`. Prices change often: a file of the same form changes the table and adds to it.
 """
 
 from __future__ import annotations

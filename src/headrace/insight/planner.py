@@ -220,7 +220,8 @@ class _Candidate:
         question, learners = self.question, self.split.learner_devices
         rows, engines, size = self.num_running, self.split.num_engines, self.split.tensor_parallel
         known = speeds(self.roofline, rows, question.prompt_tokens, question.lengths.cut_mean, size)
-        one = with_speeds(replace(BLANK.machine, rollout_workers=engines, rows_per_worker=rows), known)
+        blank = replace(BLANK.machine, rollout_workers=engines, rows_per_worker=rows)
+        one = with_speeds(blank, known)
         reference_s = self.roofline.forward_s(1, question.sequence_tokens)
         return replace(
             one,
@@ -288,18 +289,19 @@ class _Candidate:
         A part has its share of the groups and of every engine's rows, at its share of the speed, so
         a step takes as long. Without lag nothing is cut: everybody waits for the longest answer.
         """
-        question, machine, groups, parts = self.question, self.machine, self.question.num_prompts, 1.0
-        if self.max_lag and question.num_answers > PLAYED_ANSWERS and self.num_running > question.num_samples:
-            cut = min(question.num_answers / PLAYED_ANSWERS, self.num_running / question.num_samples)
+        question, machine, running = self.question, self.machine, self.num_running
+        groups, samples, parts = question.num_prompts, question.num_samples, 1.0
+        if self.max_lag and question.num_answers > PLAYED_ANSWERS and running > samples:
+            cut = min(question.num_answers / PLAYED_ANSWERS, running / samples)
             groups = max(1, round(question.num_prompts / cut))
             parts = question.num_prompts / groups
-            rows = max(question.num_samples, round(self.num_running / parts))
+            rows = max(samples, round(running / parts))
             machine = replace(machine, rows_per_worker=rows)
-            machine = machine.times(self.num_running / rows, "decode_row_s", "context_s")
+            machine = machine.times(running / rows, "decode_row_s", "context_s")
             machine = machine.times(parts, "prefill_token_s", "train_token_s", "reference_token_s")
         work = Workload(
             groups_per_step=groups,
-            samples=question.num_samples,
+            samples=samples,
             tokens=question.lengths,
             reward_s=verdict_s(0.0, question.reward_s),
             prompt_tokens=question.prompt_tokens,

@@ -61,12 +61,12 @@ class Occupancy:
     wall_s: float
     busy_s: float  # at least one stage was busy
     stage_s: StageTimes
-    idle_shares: Mapping[str, float]  # of each pool of workers, or by worker where a pool has several
+    idle_shares: Mapping[str, float]  # of each pool, or of each worker where a pool has several
     stall_s: float  # training waited for a checkpoint
 
     @property
     def overlap_share(self) -> float:
-        """Of the sum of the stage times, what was saved by running side by side: 0.5 is two stages all the time."""
+        """Saved by stages side by side, of the sum of their times: 0.5 is two all the time."""
         total_s = sum(float(getattr(self.stage_s, stage)) for stage in STAGES)
         return 1.0 - self.busy_s / total_s if total_s else 0.0
 
@@ -133,7 +133,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         times = tables.read_steps(connection, rows)
         since_s = float(times["start_s"][0]) if len(times) and after else 0.0
         found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
-        occupancy = read_occupancy(connection, times, max(1, config.reward.workers)) if len(times) else None
+        occupancy = read_occupancy(connection, times, config) if len(times) else None
         restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
         num_restarts, redone_steps = connection.execute(restarted).fetchone()
     # those that came to their own end: the length of others says nothing about how long answers are
@@ -166,7 +166,7 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
     )
 
 
-def read_occupancy(connection: sqlite3.Connection, times: Columns, reward_workers: int) -> Occupancy | None:
+def read_occupancy(connection: sqlite3.Connection, times: Columns, config: Config) -> Occupancy | None:
     """What the stages did in these steps, or in the last of them if there are very many spans.
 
     Everything is measured on the time that rows count, without what came between two steps.
@@ -176,7 +176,8 @@ def read_occupancy(connection: sqlite3.Connection, times: Columns, reward_worker
     spans = tables.read_spans(connection, after_rowid=int(times["after_rowid"][0]))
     if not len(spans):
         return None
-    steps, wall_s = (times["start_s"], times["end_s"]), float((times["end_s"] - times["start_s"]).sum())
+    steps = times["start_s"], times["end_s"]
+    wall_s = float((steps[1] - steps[0]).sum())
     starts_s, ends_s = (tables.elapsed_s(steps, spans[side]) for side in ("start_s", "end_s"))
 
     def busy_s(of: BoolArray, at_once: int = 1) -> float:
@@ -184,7 +185,7 @@ def read_occupancy(connection: sqlite3.Connection, times: Columns, reward_worker
 
     def idle_shares(pool: str, of_pool: BoolArray) -> Iterator[tuple[str, float]]:
         workers = np.unique(spans["worker"][of_pool])
-        num = reward_workers if pool == REWARD and len(workers) == 1 else 1  # processes of this worker
+        num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
         for worker in workers:
             work_s = busy_s(of_pool & (spans["worker"] == worker), num)
             idle = min(1.0, max(0.0, 1.0 - work_s / (wall_s * num))) if wall_s else 0.0
@@ -203,8 +204,9 @@ def read_occupancy(connection: sqlite3.Connection, times: Columns, reward_worker
 
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
-    known, begins = tables.by_group(answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])])
-    rewards = known["reward"]
+    known = answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])]
+    groups, begins = tables.by_group(known)
+    rewards = groups["reward"]
     if not len(rewards):
         return np.zeros(0, np.bool_)
     differ: BoolArray = np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins)

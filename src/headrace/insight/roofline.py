@@ -16,8 +16,8 @@ A new version reaches the engines in four operations, each bytes x copies / band
     broadcast   a copy for every engine                                   network
     reshard     into the engine's own layout                              links and memory
 
-In buckets the four run at the same time, and the slowest sets the pace. With a relay the learner sends
-once, and engines pass buckets on.
+In buckets the four run at the same time, and the slowest sets the pace. With a relay the learner
+sends once, and engines pass buckets on.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class SyncTimes:
 class Roofline:
     """What a model takes on a device: seconds, bytes, and the way of new weights to the engines.
 
-    What is reached of the datasheet while decoding is that of Headrace's engine on one H200 with models
-    of 28 layers (docs/results/gpu.md). Its learner reached an MFU of 0.46 and 0.55 there; spread over
-    many GPUs 0.35 to 0.45 is usual.
+    What is reached of the datasheet while decoding is what Headrace's engine reached on one H200 with
+    models of 28 layers (docs/results/gpu.md). Its learner had an MFU of 0.46 and 0.55 there; spread
+    over many GPUs 0.35 to 0.45 is usual.
     """
 
     model: ModelShape

@@ -79,11 +79,11 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
     learner = layout.learner_gpus
     if run is None:
         needed = ("mean_tokens", "rollout_tokens_s", "train_tokens_s")
-        missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(typed, name)]
-        if missing:
+        unknown = [f"--{name.replace('_', '-')}" for name in needed if not getattr(typed, name)]
+        if missing := ", ".join(unknown):
             raise ConfigError(
-                f"how fast is the machine, and how long are the answers? Give {', '.join(missing)}, or --from RUN "
-                "to take them from a run's ledger, or --params 7B to work them out"
+                f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to "
+                "take them from a run's ledger, or --params 7B to work them out"
             )
     known = (BLANK if run is None else calibrate(run)).of(config)
     work, one = known.workload, known.machine
@@ -116,10 +116,11 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
     prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
     mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
     known = speeds(roofline, config.rollout.max_running, prompt_tokens, mean_tokens, size)
-    if typed.rollout_tokens_s:  # these are with the contexts, and the datasheet's times for one row do not fit them
+    if typed.rollout_tokens_s:  # contexts and all, so the datasheet's other times do not fit
         known = replace(known, decode_s=0.0, context_s=0.0)
     if not layout.turns:
-        transfer = roofline.full_transfer(layout.gpus, layout.rollout_workers, layout.learner_gpus, size)
+        engines, learners = layout.rollout_workers, layout.learner_gpus
+        transfer = roofline.full_transfer(layout.gpus, engines, learners, size)
         known = replace(known, publish_s=roofline.sync_times(transfer).total_s)
     return replace(known, **{name: value for name, value in asdict(typed).items() if value})
 

@@ -353,7 +353,8 @@ class _Simulation:
         now_s, lags = self.loop.time(), Counter[int]()
         for group in taken:
             lags[group.lag(self.version - 1)] += group.num_sampled_tokens
-        busy = {stage: self.stage_busy[stage].until(now_s) for stage in STAGES} | {"rollout": self.pool.active_s}
+        busy = {stage: self.stage_busy[stage].until(now_s) for stage in STAGES}
+        busy["rollout"] = self.pool.active_s
         stage_s = StageTimes(**{stage: busy[stage] - self._booked[stage] for stage in STAGES})
         wall_s, tokens = now_s - self._booked_s, lags.total()
         step = SimulatedStep(wall_s=wall_s, stage_s=stage_s, trained_tokens=tokens, lags=dict(lags))

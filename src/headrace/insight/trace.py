@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 _RUN = "run"  # the process whose tracks are of the run as a whole
 _STEPS = "steps"  # its one thread
-_HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "tokens"))  # that have a counter
+_HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "tokens"))  # counted
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
@@ -114,7 +114,7 @@ def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
 def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """Every step, and lag, reward and goodput as they stand at its end."""
     rows = RowColumns.read(connection)
-    for step, start_s, end_s, _ in read_steps(connection, rows).tolist():
+    for start_s, end_s, step, _ in read_steps(connection, rows).tolist():
         at = step - int(rows.column("step")[0])
         row = {name: float(rows.column(name)[at]) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}
         known = {name: value if math.isfinite(value) else None for name, value in row.items()}
@@ -132,7 +132,8 @@ def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
     moved = "SUM(((credit = '{0}') - (debit = '{0}')) * {1}) OVER (ORDER BY id)"
     sums = ", ".join(moved.format(account, unit) for account, unit in _HELD)
     held, written, last_s, due_s = [0] * len(_HELD), [0] * len(_HELD), 0.0, 0.0
-    for at_s, *amounts in chain(connection.execute(f"SELECT at_s, {sums} FROM transfers ORDER BY id"), [(math.inf,)]):
+    found = connection.execute(f"SELECT at_s, {sums} FROM transfers ORDER BY id")
+    for at_s, *amounts in chain(found, [(math.inf,)]):
         if at_s >= due_s:  # what changed meanwhile
             for (account, unit), amount, before in zip(_HELD, held, written, strict=True):
                 if amount != before:

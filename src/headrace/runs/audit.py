@@ -23,6 +23,7 @@ from headrace.ledger.ledger import Books, Ledger
 from headrace.ledger.schema import SCHEMA
 from headrace.runs.columns import reading
 
+_CHECKS = Path(__file__).with_name("audit.sql")
 _SHOWN = 5  # examples per kind of problem
 
 
@@ -38,7 +39,7 @@ def audit(run_dir: Path, *, finished: bool | None = None) -> list[str]:
         try:
             problems += _schema_problems(connection)
             problems += _unreadable(connection)
-            sums, checks = Path(__file__).with_name("audit.sql").read_text(encoding="utf-8").split("\n\n")
+            sums, checks = _CHECKS.read_text(encoding="utf-8").split("\n\n")
             for sentence, query in re.findall(r"-- (.+)\n([^;]+);", checks):
                 found = connection.execute(f"{sums}\n{query}", {"finished": finished})
                 problems += _sentences(sentence, found)

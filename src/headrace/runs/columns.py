@@ -26,7 +26,7 @@ Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Numbers, Numbers]  # starts and ends
 Columns = npt.NDArray[Any]
-"""Records: `spans["start_s"]` is a column, `spans[spans["stage"] == "train"]` are those of a stage."""
+"""Records: `spans["start_s"]` is a column, `spans[spans["stage"] == "train"]` are some of them."""
 
 _TEXTS = {"stage", "worker", "detail", "finish", "drop_reason", "reward_parts"}
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
@@ -66,7 +66,8 @@ def _query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
 
 
 def _records(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
-    return np.rec.fromarrays(columns.values(), dtype=[(name, values.dtype) for name, values in columns.items()])
+    types = [(name, values.dtype) for name, values in columns.items()]
+    return np.rec.fromarrays(columns.values(), dtype=types)
 
 
 def read_spans(
@@ -137,7 +138,8 @@ class RowColumns:
 
     def stages(self, combine: Callable[[Numbers], Any]) -> StageTimes:
         """What `combine` makes of the seconds that each stage has in the rows."""
-        return StageTimes(**{stage: float(combine(self.column(f"stage_s.{stage}"))) for stage in STAGES})
+        several = {stage: self.column(f"stage_s.{stage}") for stage in STAGES}
+        return StageTimes(**{stage: float(combine(taken)) for stage, taken in several.items()})
 
     def mean(self, name: str) -> float | None:
         """The mean over the rows that have the number, if any has."""
@@ -153,14 +155,14 @@ class RowColumns:
 
 
 def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
-    """When the steps of these rows began and ended, on the run's clock; their spans come after `after_rowid`.
+    """When steps began and ended, on the run's clock; their spans come after `after_rowid`.
 
-    A step ends with its publish span; a row without one is left out. A step that a restart took again
-    was published again; the first time is the one of its row. Between two steps there may be an
-    evaluation, which belongs to neither.
+    A step ends with its publish span; a row without one is left out. A step that a restart took
+    again was published again; the first time is the one of its row. Between two steps there may be
+    an evaluation, which belongs to neither.
     """
     found, steps = read_spans(connection, stage="publish"), rows.column("step")
-    begins = np.flatnonzero(np.diff(found["version"], prepend=np.nan))  # a cluster books several spans in a row
+    begins = np.flatnonzero(np.diff(found["version"], prepend=np.nan))  # one may have several spans
     published, first = np.unique(found["version"][begins], return_index=True)
     last = found[(np.append(begins[1:], len(found)) - 1)[first]]
     known = np.isin(steps, published)
@@ -168,9 +170,11 @@ def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
     place = np.searchsorted(published, steps)
     rowids, ends_s = last["rowid"][place], np.maximum.accumulate(last["end_s"][place])
     starts_s = np.clip(ends_s - wall_s, np.append(0.0, ends_s)[:-1], ends_s)
-    before = last["rowid"][(published == steps[:1] - 1) & (last["rowid"] < rowids[:1])].sum()  # 0: there is none
-    after = np.append(before, rowids)[:-1].astype(np.int64)
-    return _records({"step": steps.astype(np.int64), "start_s": starts_s, "end_s": ends_s, "after_rowid": after})
+    is_before = (published == steps[:1] - 1) & (last["rowid"] < rowids[:1])
+    before = last["rowid"][is_before].sum()  # one at most; 0: there is none
+    after = np.append(before, rowids)[:-1]
+    whole = {"step": steps.astype(np.int64), "after_rowid": after.astype(np.int64)}
+    return _records({"start_s": starts_s, "end_s": ends_s, **whole})
 
 
 def union(intervals: Intervals) -> Intervals:
@@ -200,20 +204,22 @@ def overlaps(*parts: Intervals) -> tuple[Numbers, Numbers]:
 
 
 def covered_s(*parts: Intervals, at_once: int = 1) -> float:
-    """Seconds that lie in the intervals; where they overlap, no more than `at_once` of them count."""
+    """Seconds in the intervals; where they overlap, no more than `at_once` of them count."""
     moments, lasting = overlaps(*parts)
     return float((np.diff(moments) * np.minimum(lasting, at_once)[:-1]).sum())
 
 
 def by_group(answers: Columns) -> tuple[Columns, Ints]:
-    """The answers group by group, in the order they finished, and the index of each group's first."""
+    """The answers group by group, as they finished, and the index of each group's first."""
     ordered = answers[np.lexsort((answers["finished_s"], answers["attempt"], answers["serial"]))]
     changes = np.diff([ordered["serial"], ordered["attempt"]], prepend=-1)
     return ordered, np.flatnonzero(changes.any(axis=0))
 
 
 def _array(name: str, column: Sequence[Any]) -> npt.NDArray[Any]:
-    return np.array([text or "" for text in column], np.str_) if name in _TEXTS else np.array(column, np.float64)
+    if name in _TEXTS:
+        return np.array([text or "" for text in column], np.str_)
+    return np.array(column, np.float64)
 
 
 def _parsed(data: Any) -> Any:

@@ -31,8 +31,10 @@ from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
 ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
-_WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS = _WORDS["dropped"], _WORDS["finish"], _WORDS["account"]
+_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+DROP_WORDS: dict[str, str] = _WORDS["dropped"]
+FINISH_WORDS: dict[str, str] = _WORDS["finish"]
+ACCOUNT_WORDS: dict[str, str] = _WORDS["account"]
 _SIMILAR = 5  # ids to suggest
 _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
