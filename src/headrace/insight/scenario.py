@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -183,19 +182,18 @@ def with_speeds(machine: Machine, typed: Typed) -> Machine:
 
 def amount(text: str, option: str = "") -> float:
     """A number as people write it, for this option: '8k', '1.5M', '4096'."""
-    return _with_unit(text, option, _SUFFIXES, "a number like 4096, 8k or 1.5M")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?)\s*", text)
+    if found is None:
+        raise ConfigError(f"{option} '{text}' is not a number like 4096, 8k or 1.5M".strip())
+    return float(found[1]) * _SUFFIXES[found[2].lower()]
 
 
 def seconds(text: str, option: str = "") -> float:
     """A time as people write it, for this option: '4s', '250ms', '2min', '1.5'."""
-    return _with_unit(text, option, _SECONDS, "a time like 4s, 250ms or 2min")
-
-
-def _with_unit(text: str, option: str, units: Mapping[str, float], like: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in units:
-        raise ConfigError(f"{option} '{text}' is not {like}".strip())
-    return float(found[1]) * units[found[2].lower()]
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)\s*", text)
+    if found is None or found[2] not in _SECONDS:
+        raise ConfigError(f"{option} '{text}' is not a time like 4s, 250ms or 2min".strip())
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def lags(text: str) -> list[int]:
