@@ -17,7 +17,7 @@ from headrace.insight.calibration import BLANK
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTimes, Transfer, WireFormat
-from headrace.insight.scenario import speeds, verdict_s, with_speeds
+from headrace.insight.scenario import speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import StageTimes
@@ -303,7 +303,7 @@ class _Candidate:
             groups_per_step=groups,
             samples=samples,
             tokens=question.lengths,
-            reward_s=verdict_s(0.0, question.reward_s),
+            reward_s=LogNormal.of_p95(0.0, question.reward_s),
             prompt_tokens=question.prompt_tokens,
         )
         steps = 3 if question.num_answers <= LARGE_STEP else 2

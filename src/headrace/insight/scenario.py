@@ -91,7 +91,7 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
     if typed.prompt_tokens:
         work = replace(work, prompt_tokens=typed.prompt_tokens)
     if typed.reward_p95_s or typed.reward_s:
-        work = replace(work, reward_s=verdict_s(typed.reward_s, typed.reward_p95_s))
+        work = replace(work, reward_s=LogNormal.of_p95(typed.reward_s, typed.reward_p95_s))
     one = with_speeds(one, typed).times(1 / learner, "train_token_s", "reference_token_s")
     return work, replace(
         one,
@@ -147,13 +147,6 @@ def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: flo
         train_tokens_s=1 / roofline.train_s(1, prompt_tokens + mean_tokens),
         prefill_token_s=roofline.forward_s(1, prompt_tokens, gpus_per_worker),
     )
-
-
-def verdict_s(mean_s: float, p95_s: float) -> LogNormal:
-    """Seconds of a verdict; with a p95 alone, the mean is half of it."""
-    if p95_s:
-        return LogNormal.of_p95(mean_s or p95_s / 2, p95_s)
-    return LogNormal(mean_s)
 
 
 def with_speeds(machine: Machine, typed: Typed) -> Machine:

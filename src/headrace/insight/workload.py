@@ -43,7 +43,10 @@ class LogNormal:
 
     @classmethod
     def of_p95(cls, mean: float, p95: float) -> LogNormal:
-        """With 95 in 100 numbers below `p95`."""
+        """With 95 in 100 numbers below `p95`; 0 says nothing of it, and a mean of 0 stands for half of it."""
+        mean = mean or p95 / 2
+        if not p95:
+            return cls(mean)
         if not 0 < mean <= p95 <= mean * _LARGEST_RATIO:
             between = f"between {mean:g} and {mean * _LARGEST_RATIO:g}"
             raise ConfigError(f"a log-normal with mean {mean:g} has its p95 {between}; {p95:g} is not")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sqlite3
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -133,14 +132,11 @@ def _booked(run_dir: Path) -> dict[str, Any]:
     }
     with reading(run_dir) as connection:
         found = {name: one(connection, query) for name, query in queries.items()}
-        found["rewards"] = _rewards(connection, found["steps"])
-    return found | {"score_before": json.loads(found["score_before"] or "{}").get("score_before")}
-
-
-def _rewards(connection: sqlite3.Connection, last_step: int) -> tuple[float, ...]:
-    """Of some steps only: a list of runs must not take a look at all rows of each."""
-    num = min(last_step, MOST_REWARDS)
-    steps = [1 + i * (last_step - 1) // max(num - 1, 1) for i in range(num)]
-    query = f"SELECT reward_mean FROM rows WHERE step IN ({', '.join('?' * num)}) ORDER BY step"
-    found = connection.execute(query, steps).fetchall()
-    return tuple(reward for (reward,) in found if isinstance(reward, float) and math.isfinite(reward))
+        # of some steps only: a list of runs must not take a look at all rows of each
+        last_step, num = found["steps"], min(found["steps"], MOST_REWARDS)
+        steps = [1 + i * (last_step - 1) // max(num - 1, 1) for i in range(num)]
+        query = f"SELECT reward_mean FROM rows WHERE step IN ({', '.join('?' * num)}) ORDER BY step"
+        rewards = [reward for (reward,) in connection.execute(query, steps)]
+    known = tuple(r for r in rewards if isinstance(r, float) and math.isfinite(r))
+    before = json.loads(found["score_before"] or "{}").get("score_before")
+    return found | {"score_before": before, "rewards": known}
