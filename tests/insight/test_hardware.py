@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.insight.hardware import built_in, find_device, read_hardware
+from headrace.insight.hardware import find_device, read_hardware
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,9 @@ def test_a_file_changes_and_adds(tmp_path: Path):
     )
     hardware = read_hardware(path)
     assert hardware["H100"].dollars_per_hour == 2.1
-    assert hardware["H100"].flops_per_s == built_in()["H100"].flops_per_s
+    assert hardware["H100"].flops_per_s == read_hardware()["H100"].flops_per_s
     assert find_device("mi300x", hardware).memory_bytes == 192e9
-    assert list(hardware) == [*built_in(), "MI300X"]
-    assert read_hardware(None) == built_in()
+    assert list(hardware) == [*read_hardware(), "MI300X"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_learner_by_hand():
 
 def test_a_mixture_pays_for_all_its_experts():
     # 2 * 235e9 / 8, though a token uses 22e9 of them
-    assert Roofline(model_shape("235B-A22B"), H100).reference_bill(num_shards=8).weight_bytes == 58.75e9
+    assert Roofline(model_shape("235B-A22B"), H100).actor_bill(0, 0, tensor_parallel=8).weight_bytes == 58.75e9
     assert Roofline(model_shape("235B-A22B"), H100).learner_bill(micro_batch_tokens=0).training_bytes == 16 * 235e9
 
 

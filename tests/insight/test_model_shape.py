@@ -64,7 +64,7 @@ DEEPSEEK_V3 = {
 def test_sizes_by_name(text: str, num_params: float, num_active: float, kv_bytes: float):
     shape = model_shape(text)
     assert (shape.num_params, shape.num_active_params) == (num_params, num_active)
-    assert shape.kv_bytes_per_token() == kv_bytes
+    assert 2 * shape.num_layers * shape.kv_size == kv_bytes
 
 
 def test_a_size_between_two_known_ones_is_stretched():

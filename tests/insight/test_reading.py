@@ -18,12 +18,12 @@ import headrace.insight
 from headrace.errors import HeadraceError
 from headrace.insight import reading
 from headrace.insight.metrics import metrics_text
-from headrace.insight.reading import Spread, at_most, read
+from headrace.insight.reading import Spread, read
 from headrace.insight.trace import write_trace
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageTimes
 from headrace.runs.audit import audit
-from headrace.runs.columns import union
+from headrace.runs.columns import covered_s, union
 
 
 def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: Path):
@@ -35,10 +35,8 @@ def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: P
     assert side_by_side.wall_s == pytest.approx(30.0), "an evaluation between two steps is in neither"
     assert side_by_side.stage_s == StageTimes(rollout=18.0, reward=16.5, train=9.0, publish=1.5)
     assert side_by_side.busy_s == pytest.approx(28.5)
-    assert side_by_side.overlap_s == pytest.approx(16.5)
     assert side_by_side.overlap_share == pytest.approx(16.5 / 45.0)
-    idle = {pool.name: pool.idle_share for pool in side_by_side.pools}
-    assert idle == pytest.approx({"device": 0.05, "reward": 0.45})
+    assert side_by_side.idle_shares == pytest.approx({"device": 0.05, "reward": 0.45})
     assert side_by_side.stall_s == 0.25
 
 
@@ -48,8 +46,7 @@ def test_more_workers_mean_more_idle_time(known_run: Path):
     settings.write_text(before + section + after.replace("workers = 1", "workers = 2", 1))
     side_by_side = read(known_run, after_step=0).occupancy
     assert side_by_side is not None
-    assert side_by_side.pools[1].num_workers == 2
-    assert side_by_side.pools[1].idle_share == pytest.approx(1.0 - 6.5 / 20.0)
+    assert side_by_side.idle_shares["reward"] == pytest.approx(1.0 - 6.5 / 20.0)
 
 
 def test_tokens_rates_lags_and_ratios_are_those_of_the_books(known_run: Path):
@@ -155,7 +152,7 @@ def test_a_real_run_reads_as_its_rows_say(real_run: Path):
     assert found.lag_max == max(row.lag_max for row in rows)
     trained = np.array([(row.lag_mean, row.trained_tokens) for row in rows])
     assert found.lag_mean == pytest.approx((trained[:, 0] * trained[:, 1]).sum() / trained[:, 1].sum())
-    assert 0.0 <= min(pool.idle_share for pool in found.occupancy.pools) <= 1.0
+    assert 0.0 <= min(found.occupancy.idle_shares.values()) <= 1.0
 
 
 def test_steps_that_a_restart_took_again_are_counted_once(resumed_run: Path):
@@ -215,8 +212,8 @@ def test_unions_and_bounded_sums_of_intervals():
     intervals = np.array([5.0, 0.0, 1.0, 2.0]), np.array([6.0, 3.0, 2.0, 4.0])
     starts, ends = union(intervals)
     assert (starts.tolist(), ends.tolist()) == ([0.0, 5.0], [4.0, 6.0])
-    assert [at_most(intervals, limit) for limit in (1, 2, 3)] == [5.0, 7.0, 7.0]
-    assert at_most((np.zeros(0), np.zeros(0)), 1) == 0.0
+    assert [covered_s(intervals, at_once=limit) for limit in (1, 2, 3)] == [5.0, 7.0, 7.0]
+    assert covered_s((np.zeros(0), np.zeros(0))) == 0.0
 
 
 def test_insight_needs_no_torch():

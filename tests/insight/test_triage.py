@@ -53,6 +53,12 @@ def test_against_slow_verdicts_more_workers_are_proposed(tmp_path: Path) -> None
     assert found.moves[0].gain > 1.5
 
 
+def test_verdicts_of_the_loop_itself_come_one_at_a_time(tmp_path: Path) -> None:
+    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.REWARD], settings=("reward.workers=0",)))
+    assert found.bottleneck is Bottleneck.REWARD
+    assert "reward.workers=2" in found.moves[0].settings or "reward.workers=4" in found.moves[0].settings
+
+
 def test_on_a_cluster_publishing_is_counted_by_version_and_workers_are_apart(tmp_path: Path) -> None:
     """Its publisher books five spans for every version."""
     cluster = ("place.cluster=ray", "place.layout=disaggregated", "rollout.workers=2")
@@ -162,7 +168,7 @@ def test_fuller_passes_are_proposed_where_passes_cost_more_than_tokens() -> None
         rollout_workers=1, rows_per_worker=16, decode_s=1e-3, train_pass_s=0.01, pass_tokens=20, colocated=True
     )
     work = Workload(groups_per_step=4, samples=4, tokens=LogNormal(mean=20.0))
-    calibration = Calibration(workload=work, machine=machine, max_lag=0, num_steps=1)
+    calibration = Calibration(workload=work, machine=machine, max_lag=0)
     now = simulate(work, machine, max_lag=0)
     found = {move.settings: move for move in _moves(calibration, config, now)}
     fuller = found[("learner.micro_batch_tokens=80",)]

@@ -14,11 +14,10 @@ from typer import Argument, Option
 
 from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
 from headrace.errors import ConfigError
-from headrace.insight.equation import ADVICE, Placement
-from headrace.insight.frameworks import others_that_fit
+from headrace.insight.equation import ADVICE, Placement, others_that_fit
 from headrace.insight.hardware import find_device, model_shape, read_hardware
 from headrace.insight.planner import Question, plan, search
-from headrace.insight.reports import idle_shares, plan_report, simulation_report, triage_report
+from headrace.insight.reports import plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import Simulated
 from headrace.insight.simulator import simulate as simulate_run
@@ -220,7 +219,7 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
         "useful_share": reading.useful_share,
         "dropped_tokens": dict(reading.dropped_tokens),
         "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
-        "idle": dict(idle_shares(reading)),
+        "idle": dict(reading.occupancy.idle_shares) if reading.occupancy else {},
     }
 
 

@@ -249,7 +249,7 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     num_workers = Counter(stage for stage, _ in lanes)
     for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
         name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
-        own = spans.where((spans["stage"] == stage) & (spans["worker"] == worker))
+        own = spans[(spans["stage"] == stage) & (spans["worker"] == worker)]
         starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
         busy[name] = float((ends_s - starts_s).sum()) / length_s
         starts_s, ends_s = union((starts_s, ends_s + gap_s))
@@ -265,7 +265,7 @@ def read_rewards(run_dir: Path) -> RewardShape:
         num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
         first = read_trajectories(connection, oldest=num_each)
         newest = read_trajectories(connection, newest=num_each)
-    first, newest = (found.where(np.isfinite(found["reward"])) for found in (first, newest))
+    first, newest = (found[np.isfinite(found["reward"])] for found in (first, newest))
     labels, shares = _histogram(first["reward"], newest["reward"])
     before, now = _part_means(first), _part_means(newest)
     return RewardShape(

@@ -22,9 +22,8 @@ from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
-from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement
-from headrace.insight.frameworks import others_that_fit
-from headrace.insight.hardware import built_in
+from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, others_that_fit
+from headrace.insight.hardware import read_hardware
 from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 from headrace.insight.planner import plan as work_out
 from headrace.insight.reports import plan_report, triage_report
@@ -277,7 +276,7 @@ def _form() -> Callable[[], Awaitable[None]]:
     with page.card("What would a run need?", says):
         texts = {}
         with ui.element("div").classes("form"):
-            device = page.choice(list(built_in()), "H100", "kind of GPU", changed)
+            device = page.choice(list(read_hardware()), "H100", "kind of GPU", changed)
             device.props("hint='to run it on'")
             for name, field in FIELDS.items():
                 typed = ui.input(field.label, value=field.value, validation=field.problem, on_change=changed)

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.insight.reading import length
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.ledger.files import run_config
-from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, read_spans, read_trajectories, reading, union
+from headrace.runs import columns as tables
+from headrace.runs.columns import Columns, Intervals, Ints, Numbers, RowColumns, covered_s, reading
 from headrace.types import DropReason, FinishReason
 
 _ROUNDS = 8
@@ -34,11 +33,10 @@ class Calibration:
 
     workload: Workload
     machine: Machine
-    max_lag: int
-    num_steps: int
+    max_lag: int = 0
 
     def of(self, config: Config) -> Calibration:
-        """The same answers and speeds with the settings of another run."""
+        """The same answers and speeds with these settings."""
         machine = replace(
             self.machine,
             rows_per_worker=config.rollout.max_running,
@@ -46,47 +44,43 @@ class Calibration:
             reward_workers=max(1, config.reward.workers),
             reference_token_s=self.machine.reference_token_s if config.learner.kl_coef else 0.0,
         )
-        workload = workload_of(config, self.workload)
-        return replace(self, workload=workload, machine=machine, max_lag=config.loop.max_lag)
+        workload = replace(
+            self.workload,
+            groups_per_step=config.loop.groups_per_step,
+            samples=config.rollout.samples,
+            max_new_tokens=config.rollout.max_new_tokens,
+            drop_overlong=config.buffer.drop_overlong,
+            min_share=config.buffer.min_share,
+            no_signal_share=self.workload.no_signal_share if config.buffer.drop_no_signal else 0.0,
+        )
+        return Calibration(workload=workload, machine=machine, max_lag=config.loop.max_lag)
 
 
-def workload_of(config: Config, like: Workload) -> Workload:
-    """A step as the settings have it, with the answers of `like`."""
-    return replace(
-        like,
-        groups_per_step=config.loop.groups_per_step,
-        samples=config.rollout.samples,
-        max_new_tokens=config.rollout.max_new_tokens,
-        drop_overlong=config.buffer.drop_overlong,
-        min_share=config.buffer.min_share,
-        no_signal_share=like.no_signal_share if config.buffer.drop_no_signal else 0.0,
-    )
+BLANK = Calibration(
+    workload=Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=0.0)),
+    machine=Machine(rollout_workers=1, rows_per_worker=1, decode_s=1.0),
+)
+"""Settings and speeds are still to come."""
 
 
 def calibrate(run_dir: Path) -> Calibration:
     """Read a run's ledger. The run needs a step that is complete."""
     config = run_config(run_dir)
     with reading(run_dir) as connection:
-        rows, spans = RowColumns.read(connection), read_spans(connection)
-        found = read_trajectories(connection)
-        (redone,) = connection.execute("SELECT COALESCE(SUM(redone_steps), 0) FROM restarts").fetchone()
-    answers = found.where((found["finish"] != "") & (found["num_tokens"] > 0))
-    answers = answers.where(np.argsort(answers["finished_s"], kind="stable"))
+        rows, spans = RowColumns.read(connection), tables.read_spans(connection)
+        found = tables.read_trajectories(connection)
+        redone = tables.one(connection, "SELECT COALESCE(SUM(redone_steps), 0) FROM restarts")
+    answers = found[(found["finish"] != "") & (found["num_tokens"] > 0)]
     published = spans["version"][spans["stage"] == "publish"]
     if not len(rows) or not len(answers) or not len(published):
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
-    groups = answers.where(answers["finish"] != FinishReason.ABORT)
-    groups = groups.where(np.lexsort((groups["attempt"], groups["serial"])))
-    other = [np.diff(groups[name], prepend=-1) != 0 for name in ("serial", "attempt")]
-    begins = np.flatnonzero(other[0] | other[1])  # the first answer of each group
+    groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])
     prompt_tokens = groups["num_prompt_tokens"][begins]
     return Calibration(
-        workload=_workload(config, groups, begins),
+        workload=_workload(groups, begins, max(1, config.reward.workers)),
         machine=_machine(config, rows, spans, answers, prompt_tokens, num_steps),
-        max_lag=config.loop.max_lag,
-        num_steps=len(rows),
-    )
+    ).of(config)
 
 
 def _machine(
@@ -95,12 +89,12 @@ def _machine(
     """Its speeds; `prompt_tokens` are those of each group."""
 
     def during(*stages: str) -> Intervals:
-        its = spans.where(np.isin(spans["stage"], stages))
+        its = spans[np.isin(spans["stage"], stages)]
         return its["start_s"], its["end_s"]
 
     apart = config.place.cluster == "ray" and config.place.layout == "disaggregated"
     workers = config.rollout.workers if apart else 1
-    train = spans.where(spans["stage"] == "train")
+    train = spans[spans["stage"] == "train"]
     pass_s = train["end_s"] - train["start_s"]
     told = (float(text.split()[0]) if text else np.nan for text in train["detail"].tolist())
     pass_tokens = np.fromiter(told, np.float64)  # NaN: the optimizer's part
@@ -115,48 +109,45 @@ def _machine(
     )
     # prefill is what the engine did while no answer ran; a forward pass is a third of training's work
     forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
-    prefill_s = length(*_joined(during("rollout"), running)) - length(*running)
-    scored = answers.where(np.isfinite(answers["scored_s"]))
-    everything = _joined(running, (scored["finished_s"], scored["scored_s"]), during("rollout", *learner))
-    host_s = rows.column("wall_s").sum() - (length(*everything) - length(*during("evaluate")))
+    prefill_s = covered_s(during("rollout"), running) - covered_s(running)
+    scored = answers[np.isfinite(answers["scored_s"])]
+    scoring = scored["finished_s"], scored["scored_s"]
+    busy_s = covered_s(running, scoring, during("rollout", *learner))
+    host_s = rows.column("wall_s").sum() - (busy_s - covered_s(during("evaluate")))
     num_tokens = answers["num_tokens"] + answers["num_prompt_tokens"]
     num_trained = float(num_tokens[np.isfinite(answers["trained_step"])].sum())
-    return Machine(
+    return replace(
+        BLANK.machine,
         rollout_workers=workers,
-        rows_per_worker=config.rollout.max_running,
         decode_s=decode_s,
         decode_row_s=decode_row_s * workers,  # each of them has its part of the rows
         prefill_s=max(0.0, prefill_s - forward_s * num_prompt_tokens) / len(prompt_tokens),
         prefill_token_s=min(forward_s, prefill_s / num_prompt_tokens),
         train_token_s=token_s,
         train_pass_s=train_pass_s,
-        pass_tokens=config.learner.micro_batch_tokens,
         optimizer_s=optimizer_s,
-        reference_token_s=length(*during("reference")) / max(1.0, num_trained),
-        publish_s=length(*during("publish")) / num_steps,
-        reward_workers=max(1, config.reward.workers),
+        reference_token_s=covered_s(during("reference")) / max(1.0, num_trained),
+        publish_s=covered_s(during("publish")) / num_steps,
         host_s=max(0.0, host_s / len(rows)),
         colocated=not apart,
     )
 
 
-def _workload(config: Config, groups: Columns, begins: npt.NDArray[np.intp]) -> Workload:
+def _workload(groups: Columns, begins: Ints, reward_workers: int) -> Workload:
     """What a step consisted of; `begins` are the indices of each group's first answer."""
-    service_s = service_seconds(groups["finished_s"], groups["scored_s"], config.reward.workers)
+    service_s = service_seconds(groups["finished_s"], groups["scored_s"], reward_workers)
     known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
     rewards = tuple(part for part in known if len(part))
     scored = np.logical_or.reduceat(np.isfinite(groups["scored_s"]), begins)
     barren = np.logical_or.reduceat(groups["drop_reason"] == DropReason.NO_SIGNAL, begins)
-    recorded = Workload(
-        groups_per_step=config.loop.groups_per_step,
-        samples=config.rollout.samples,
+    return replace(
+        BLANK.workload,
         tokens=Recorded(groups=tuple(np.split(groups["num_tokens"], begins[1:]))),
         reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
         prompt_tokens=float(groups["num_prompt_tokens"][begins].mean()),
         # never all: the simulation would have nothing to train on
         no_signal_share=float((scored & barren).sum() / (scored.sum() + 1)),
     )
-    return workload_of(config, recorded)
 
 
 def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:
@@ -179,20 +170,15 @@ def decode_speed(
 
     `running` is when each answer ran, `elsewhere` when the device did something else.
     """
-    starts, ends = union(elsewhere)
-    edges = np.concatenate([[0.0], np.stack([starts, ends], axis=1).ravel()])
-    lasting = np.stack([np.zeros(len(starts)), ends - starts], axis=1)
-    taken = np.concatenate([[0.0], np.cumsum(lasting.ravel())])
     # from here on, time is the engine's: what the device did elsewhere is taken out
-    start_s, end_s = (at_s - np.interp(at_s, edges, taken) for at_s in running)
+    apart = tables.union(elsewhere)
+    start_s, end_s = (at_s - tables.elapsed_s(apart, at_s) for at_s in running)
     steps = num_tokens - 1.0
     use = (end_s > start_s) & (steps > 0)
     if not use.any():
         raise RunError("no answer has more than one token: how fast the engine decodes cannot be told")
     start_s, end_s, steps = start_s[use], end_s[use], steps[use]
-    times = np.concatenate([start_s, end_s])
-    order = np.argsort(times, kind="stable")
-    times, rows = times[order], np.cumsum(np.where(order < len(steps), 1.0, -1.0))
+    times, rows = tables.overlaps((start_s, end_s))
     step_s, row_s = 1.0, 0.0
     for _ in range(_ROUNDS):  # how many decode steps there were depends on what is looked for
         pace = np.where(rows > 0, 1 / (step_s + row_s * np.maximum(rows, 1.0)), 0.0)[:-1] * np.diff(times)
@@ -204,11 +190,6 @@ def decode_speed(
         shares = (1 - expected, expected)
         step_s, row_s = _fit(columns, end_s - start_s, shares, (0.5, 0.5), alike=alike)
     return step_s, row_s
-
-
-def _joined(*parts: Intervals) -> Intervals:
-    starts, ends = zip(*parts, strict=True)
-    return np.concatenate(starts), np.concatenate(ends)
 
 
 def training_speed(

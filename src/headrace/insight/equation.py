@@ -6,6 +6,8 @@
 they add up. What runs on resources of its own hides behind what takes longer. A stage's time is
 what it adds to its own side of the loop: a reward that is computed while other answers are still
 being generated belongs in τV only as far as it comes after them.
+
+Each bottleneck has its advice, and the systems of the field that bet on it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import tomllib
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
 
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -61,13 +65,8 @@ class Bottleneck(StrEnum):
     OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
 
 
-BOTTLENECK_OF_STAGE = {
-    "rollout": Bottleneck.GENERATION,
-    "reward": Bottleneck.REWARD,
-    "reference": Bottleneck.LEARNER,
-    "train": Bottleneck.LEARNER,
-    "publish": Bottleneck.SYNC,
-}
+_LEARNT = {"reference": "train"}  # the learner computes it
+BOTTLENECK_OF_STAGE = {stage: Bottleneck(_LEARNT.get(stage, stage)) for stage in STAGES}
 
 
 class Advice(NamedTuple):
@@ -77,8 +76,24 @@ class Advice(NamedTuple):
     moves: list[str]
 
 
-_TEXTS = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _TEXTS.items()}
+class Framework(BaseModel, frozen=True, extra="forbid"):
+    """One system and the workload it was made for, as frameworks.toml has it."""
+
+    name: str
+    bottlenecks: tuple[Bottleneck, ...]  # that it attacks, the first most of all
+    fits: str
+    mind: str
+    min_params: float = 0.0
+    max_params: float = math.inf
+    needs_lag: bool = False  # gains nothing for strictly on-policy training
+
+
+def _texts(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _texts("advice.toml").items()}
+FRAMEWORKS = [Framework(name=name, **texts) for name, texts in _texts("frameworks.toml").items()]
 
 # Advice that names one of these is given only where it would change something.
 _USEFUL: dict[str, Callable[[Config], bool]] = {
@@ -98,6 +113,18 @@ def advice_for(bottleneck: Bottleneck, config: Config) -> Advice:
     sign, moves = ADVICE[bottleneck]
     fitting = [m for m in moves if all(useful(config) for key, useful in _USEFUL.items() if key in m)]
     return Advice(sign, fitting)
+
+
+def others_that_fit(bottleneck: Bottleneck, *, num_params: float, may_lag: bool) -> list[Framework]:
+    """Those that were made for this bottleneck and size, the closest first."""
+    fitting = [
+        framework
+        for framework in FRAMEWORKS
+        if framework.min_params <= num_params <= framework.max_params
+        and (may_lag or not framework.needs_lag)
+        and (bottleneck in framework.bottlenecks or not framework.bottlenecks)
+    ]
+    return sorted(fitting, key=lambda f: f.bottlenecks.index(bottleneck) if f.bottlenecks else len(Bottleneck))
 
 
 # Stages that follow each other; the longest of these chains is the step.

@@ -1,7 +1,7 @@
 """What devices can do and cost, and the few numbers of a model that its speed and memory depend on.
 
-The devices are in hardware.toml. What a program reaches of a datasheet is a matter of efficiency,
-in `roofline.py`. Prices change often: a file of the same form changes the table and adds to it.
+The devices are in hardware.toml, models in models.toml. What a program reaches of a datasheet is in
+`roofline.py`. Prices change often: a file of the same form changes the table and adds to it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,16 @@ class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf
 BUILT_IN = Path(__file__).with_name("hardware.toml")
 
 
-def built_in() -> dict[str, Accelerator]:
-    return read_hardware(None)
-
-
 def find_device(name: str, hardware: Mapping[str, Accelerator] | None = None) -> Accelerator:
     """The device of that name, however it is spelt: H100, h100, rtx4090, RTX-4090."""
-    known = built_in() if hardware is None else hardware
+    known = read_hardware() if hardware is None else hardware
     if (match := _known_as(name, known)) is None:
         listed = f"it has {', '.join(known)}. A hardware file can add one."
         raise ConfigError(f"there is no device {name!r} in the table; {listed}")
     return known[match]
 
 
-def read_hardware(path: Path | str | None) -> dict[str, Accelerator]:
+def read_hardware(path: Path | str | None = None) -> dict[str, Accelerator]:
     """The table with the changes and additions of a TOML file; without a file, the table."""
     table: dict[str, Accelerator] = {}
     for file in (BUILT_IN, path) if path is not None else (BUILT_IN,):
@@ -130,9 +126,6 @@ class ModelShape:
             problem = f"{active:g} of {self.num_params:g} weights are active"
             raise ModelError(f"{self.name}: {problem}; it must be more than none and at most all")
 
-    def kv_bytes_per_token(self, number_bytes: int = 2) -> float:
-        return number_bytes * self.num_layers * self.kv_size
-
     def params_read(self, num_tokens: float) -> float:
         """Weights that a forward pass of `num_tokens` tokens reads at least once.
 
@@ -146,27 +139,10 @@ class ModelShape:
         return self.num_params - per_expert * E * math.pow(1 - k / E, num_tokens)
 
 
-# Qwen2.5 0.5B, 1.5B, 3B and 7B; Qwen3 0.6B, 1.7B, 4B, 14B and 32B; Llama 3.1 8B, 70B and 405B
-SHAPES = (
-    ModelShape("0.5B", 0.494e9, 0.494e9, 24, 896, 896, 256),
-    ModelShape("0.6B", 0.596e9, 0.596e9, 28, 1024, 2048, 2048),
-    ModelShape("1.5B", 1.54e9, 1.54e9, 28, 1536, 1536, 512),
-    ModelShape("1.7B", 1.72e9, 1.72e9, 28, 2048, 2048, 2048),
-    ModelShape("3B", 3.09e9, 3.09e9, 36, 2048, 2048, 512),
-    ModelShape("4B", 4.02e9, 4.02e9, 36, 2560, 4096, 2048),
-    ModelShape("7B", 7.62e9, 7.62e9, 28, 3584, 3584, 1024),
-    ModelShape("8B", 8.03e9, 8.03e9, 32, 4096, 4096, 2048),
-    ModelShape("14B", 14.8e9, 14.8e9, 40, 5120, 5120, 2048),
-    ModelShape("32B", 32.8e9, 32.8e9, 64, 5120, 8192, 2048),
-    ModelShape("70B", 70.6e9, 70.6e9, 80, 8192, 8192, 2048),
-    ModelShape("405B", 405.9e9, 405.9e9, 126, 16384, 16384, 2048),
-    # Qwen3-30B-A3B and 235B-A22B; DeepSeek-V3 and Kimi-K2, whose cache is a compressed vector of 512 + 64
-    ModelShape("30B-A3B", 30.5e9, 3.35e9, 48, 2048, 4096, 1024, 128, 8),
-    ModelShape("235B-A22B", 235e9, 22e9, 94, 4096, 8192, 1024, 128, 8),
-    ModelShape("671B-A37B", 671e9, 37e9, 61, 7168, 20480, 576, 256, 8),
-    ModelShape("1T-A32B", 1e12, 32e9, 61, 7168, 10240, 576, 384, 8),
-)
-
+SHAPES = [
+    ModelShape(name=name, **{"num_active_params": sizes["num_params"]} | sizes)
+    for name, sizes in _tables(Path(__file__).with_name("models.toml")).items()
+]
 MOST_PARAMS = 1e15
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])(?:-?a(\d+(?:\.\d+)?)([mbt]))?", re.IGNORECASE)

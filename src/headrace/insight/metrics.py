@@ -83,7 +83,7 @@ def _of_books(books: Books) -> Iterator[Family]:
 
 
 def _of_rows(rows: RowColumns) -> Iterator[Family]:
-    stage_s = rows.stage_total_s()
+    stage_s = rows.stages(np.nansum)
     by_stage: dict[Labels, float] = {(("stage", stage),): getattr(stage_s, stage) for stage in STAGES}
     yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():

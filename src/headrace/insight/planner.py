@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.errors import ConfigError
+from headrace.insight.calibration import BLANK
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTimes, Transfer, WireFormat
-from headrace.insight.scenario import speeds, verdict_s, with_speeds
+from headrace.insight.scenario import speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import StageTimes
@@ -181,11 +182,13 @@ class _Candidate:
         self.recomputes = not self._learner_bill(recomputes=False).fits(question.device)
         self.learner = self._learner_bill(recomputes=self.recomputes)
         self.num_running = self._num_running() if self.learner.fits(question.device) else 0
+        self.transfer = None if self.colocated else self._transfer()
+        self.sync = self.roofline.sync_times(self.transfer) if self.transfer else None
 
     def _learner_bill(self, *, recomputes: bool) -> MemoryBill:
         shards = self.split.learner_devices
         bill = self.roofline.learner_bill(MICRO_BATCH_TOKENS, shards, checkpoint_activations=recomputes)
-        frozen = self.roofline.reference_bill(shards)
+        frozen = self.roofline.actor_bill(0, 0, shards)  # a copy that runs nothing
         if self.question.adapter:  # frozen weights, and next to nothing to train
             bill = replace(frozen, activation_bytes=bill.activation_bytes)
         return bill + frozen if self.question.reference else bill
@@ -201,11 +204,8 @@ class _Candidate:
         wanted = question.num_answers * (self.max_lag + 1)
         return max(0, min(int(room), -(-wanted // engines)))
 
-    @cached_property
-    def transfer(self) -> Transfer | None:
+    def _transfer(self) -> Transfer:
         """All weights, or only what changed where all would take much of the learner's step."""
-        if self.colocated:
-            return None
         question, split, tokens = self.question, self.split, self.question.sequence_tokens
         engines, learners = split.num_engines, split.learner_devices
         full = self.roofline.full_transfer(question.num_devices, engines, learners, split.tensor_parallel)
@@ -216,15 +216,11 @@ class _Candidate:
         return replace(full, encoding=WireFormat.DELTA) if too_slow else full
 
     @cached_property
-    def sync(self) -> SyncTimes | None:
-        return self.roofline.sync_times(self.transfer) if self.transfer else None
-
-    @cached_property
     def machine(self) -> Machine:
         question, learners = self.question, self.split.learner_devices
         rows, engines, size = self.num_running, self.split.num_engines, self.split.tensor_parallel
         known = speeds(self.roofline, rows, question.prompt_tokens, question.lengths.cut_mean, size)
-        blank = Machine(rollout_workers=engines, rows_per_worker=rows, decode_s=1.0)
+        blank = replace(BLANK.machine, rollout_workers=engines, rows_per_worker=rows)
         one = with_speeds(blank, known)
         reference_s = self.roofline.forward_s(1, question.sequence_tokens)
         return replace(
@@ -293,27 +289,21 @@ class _Candidate:
         A part has its share of the groups and of every engine's rows, at its share of the speed, so
         a step takes as long. Without lag nothing is cut: everybody waits for the longest answer.
         """
-        question, machine = self.question, self.machine
-        groups, samples, rows, parts = question.num_prompts, question.num_samples, self.num_running, 1.0
-        if self.max_lag and question.num_answers > PLAYED_ANSWERS and rows > samples:
-            cut = min(question.num_answers / PLAYED_ANSWERS, rows / samples)
+        question, machine, running = self.question, self.machine, self.num_running
+        groups, samples, parts = question.num_prompts, question.num_samples, 1.0
+        if self.max_lag and question.num_answers > PLAYED_ANSWERS and running > samples:
+            cut = min(question.num_answers / PLAYED_ANSWERS, running / samples)
             groups = max(1, round(question.num_prompts / cut))
             parts = question.num_prompts / groups
-            rows = max(samples, round(self.num_running / parts))
-            machine = replace(
-                machine,
-                rows_per_worker=rows,
-                decode_row_s=machine.decode_row_s * self.num_running / rows,
-                context_s=machine.context_s * self.num_running / rows,
-                prefill_token_s=machine.prefill_token_s * parts,
-                train_token_s=machine.train_token_s * parts,
-                reference_token_s=machine.reference_token_s * parts,
-            )
+            rows = max(samples, round(running / parts))
+            machine = replace(machine, rows_per_worker=rows)
+            machine = machine.times(running / rows, "decode_row_s", "context_s")
+            machine = machine.times(parts, "prefill_token_s", "train_token_s", "reference_token_s")
         work = Workload(
             groups_per_step=groups,
             samples=samples,
             tokens=question.lengths,
-            reward_s=verdict_s(0.0, question.reward_s),
+            reward_s=LogNormal.of_p95(0.0, question.reward_s),
             prompt_tokens=question.prompt_tokens,
         )
         steps = 3 if question.num_answers <= LARGE_STEP else 2

@@ -7,10 +7,9 @@ numbers are about the steps after them. Nothing is written, and the run may go o
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,8 @@ from headrace.errors import RunError
 from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
 from headrace.measured import STAGES, StageTimes
-from headrace.runs.columns import Columns, Numbers, RowColumns, StepTimes, read_spans, read_trajectories, reading, union
+from headrace.runs import columns as tables
+from headrace.runs.columns import Columns, Numbers, RowColumns
 from headrace.runs.facts import RunState, read_run
 from headrace.types import BoolArray, FinishReason
 
@@ -54,16 +54,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolUse:
-    """Workers that do one kind of work, and how much of the time they had none."""
-
-    name: str
-    worker: str
-    num_workers: int
-    idle_share: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
     """How the stages of some steps lay side by side. Seconds are totals over these steps."""
 
@@ -71,19 +61,14 @@ class Occupancy:
     wall_s: float
     busy_s: float  # at least one stage was busy
     stage_s: StageTimes
-    pools: tuple[PoolUse, ...]
+    idle_shares: Mapping[str, float]  # of each pool, or of each worker where a pool has several
     stall_s: float  # training waited for a checkpoint
 
     @property
-    def overlap_s(self) -> float:
-        """Seconds saved because stages ran side by side: their sum less their union."""
-        return sum(float(getattr(self.stage_s, stage)) for stage in STAGES) - self.busy_s
-
-    @property
     def overlap_share(self) -> float:
-        """Of the sum of the stage times: 0.5 is two stages side by side all the time."""
-        total_s = self.busy_s + self.overlap_s
-        return self.overlap_s / total_s if total_s else 0.0
+        """Saved by stages side by side, of the sum of their times: 0.5 is two all the time."""
+        total_s = sum(float(getattr(self.stage_s, stage)) for stage in STAGES)
+        return 1.0 - self.busy_s / total_s if total_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,21 +123,21 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
     config = run_config(run_dir)
-    with reading(run_dir) as connection:
+    with tables.reading(run_dir) as connection:
         counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
         num_steps, last_step = connection.execute(counted).fetchone()
         after = after_step if last_step > after_step else 0
         if last_steps is not None:
             after = max(after, last_step - last_steps)
         rows = RowColumns.read(connection, after_step=after)
-        times = StepTimes.read(connection, rows)
-        since_s = float(times.starts_s[0]) if times and after else 0.0
-        found = read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
-        occupancy = read_occupancy(connection, times, config.reward.workers) if times else None
+        times = tables.read_steps(connection, rows)
+        since_s = float(times["start_s"][0]) if len(times) and after else 0.0
+        found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
+        occupancy = read_occupancy(connection, times, config) if len(times) else None
         restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
         num_restarts, redone_steps = connection.execute(restarted).fetchone()
     # those that came to their own end: the length of others says nothing about how long answers are
-    answers = found.where(~np.isin(found["finish"], ("", FinishReason.ABORT)))
+    answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
     tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
     return Reading(
         run_dir=run_dir,
@@ -163,104 +148,81 @@ def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -
         measured_steps=range(last_step + 1 - len(rows), last_step + 1),
         wall_s=float(np.nansum(wall_s)),
         step_s=Spread.of(wall_s),
-        stage_s=_stages(rows, np.mean),
-        stage_p50_s=_stages(rows, np.median),
-        stage_p95_s=_stages(rows, lambda values: np.quantile(values, 0.95)),
+        stage_s=rows.stages(np.mean) if len(rows) else None,
+        stage_p50_s=rows.stages(np.median) if len(rows) else None,
+        stage_p95_s=rows.stages(lambda taken: np.quantile(taken, 0.95)) if len(rows) else None,
         occupancy=occupancy,
-        trained_tokens=rows.total("trained_tokens"),
+        trained_tokens=int(np.nansum(tokens)),
         dropped_tokens=rows.dropped_tokens(),
         answer_tokens=Spread.of(answers["num_tokens"]),
-        tail_s=Spread.of(tails_s(answers["finished_s"], times)) if times else None,
+        tail_s=Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None,
         verdict_s=Spread.of(answers["scored_s"] - answers["finished_s"]),
         no_signal_share=1.0 - float(signal.mean()) if len(signal) else None,
         lag_mean=float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None,
         lag_max=int(rows.column("lag_max").max()) if tokens.sum() else None,
         ratio_outside=rows.mean("ratio_outside"),
         effective_samples=rows.mean("effective_samples"),
-        preemptions=rows.total("preemptions"),
+        preemptions=int(np.nansum(rows.column("preemptions"))),
     )
 
 
-def _stages(rows: RowColumns, combine: Callable[[Numbers], Any]) -> StageTimes | None:
-    if not len(rows):
-        return None
-    return StageTimes(**{stage: float(combine(rows.stage(stage))) for stage in STAGES})
-
-
-def length(starts_s: Numbers, ends_s: Numbers) -> float:
-    """Seconds that lie in any of the intervals."""
-    starts, ends = union((starts_s, ends_s))
-    return float((ends - starts).sum())
-
-
-def read_occupancy(connection: sqlite3.Connection, times: StepTimes, reward_workers: int) -> Occupancy | None:
+def read_occupancy(connection: sqlite3.Connection, times: Columns, config: Config) -> Occupancy | None:
     """What the stages did in these steps, or in the last of them if there are very many spans.
 
-    Everything is measured on the time that rows count, `StepTimes.measured`.
+    Everything is measured on the time that rows count, without what came between two steps.
     """
     (last_rowid,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM spans").fetchone()
-    times = times.last(max(1, int((times.after_rowids >= last_rowid - MOST_SPANS).sum())))
-    spans = read_spans(connection, after_rowid=int(times.after_rowids[0]))
+    times = times[-max(1, (times["after_rowid"] >= last_rowid - MOST_SPANS).sum()) :]
+    spans = tables.read_spans(connection, after_rowid=int(times["after_rowid"][0]))
     if not len(spans):
         return None
-    starts_s, ends_s = times.measured(spans["start_s"]), times.measured(spans["end_s"])
+    steps = times["start_s"], times["end_s"]
+    wall_s = float((steps[1] - steps[0]).sum())
+    starts_s, ends_s = (tables.elapsed_s(steps, spans[side]) for side in ("start_s", "end_s"))
 
-    def busy_s(of: BoolArray) -> float:
-        return length(starts_s[of], ends_s[of])
+    def busy_s(of: BoolArray, at_once: int = 1) -> float:
+        return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
 
-    def pools(name: str, of_pool: BoolArray) -> Iterator[PoolUse]:
+    def idle_shares(pool: str, of_pool: BoolArray) -> Iterator[tuple[str, float]]:
         workers = np.unique(spans["worker"][of_pool])
-        num = reward_workers if name == REWARD and len(workers) == 1 else 1
+        num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
         for worker in workers:
-            own = of_pool & (spans["worker"] == worker)
-            work_s = at_most((starts_s[own], ends_s[own]), num)
-            idle = 1.0 - work_s / (times.wall_s * num) if times.wall_s else 0.0
-            idle = min(1.0, max(0.0, idle))
-            yield PoolUse(name=name, worker=str(worker), num_workers=num, idle_share=idle)
+            work_s = busy_s(of_pool & (spans["worker"] == worker), num)
+            idle = min(1.0, max(0.0, 1.0 - work_s / (wall_s * num))) if wall_s else 0.0
+            yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
 
     works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
     return Occupancy(
-        num_steps=len(times.steps),
-        wall_s=times.wall_s,
+        num_steps=len(times),
+        wall_s=wall_s,
         busy_s=busy_s(works),
         stage_s=StageTimes(**{stage: busy_s(spans["stage"] == stage) for stage in STAGES}),
-        pools=(*pools(DEVICE, works & ~scores), *pools(REWARD, scores)),
+        idle_shares=dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores))),
         stall_s=busy_s((spans["stage"] == "checkpoint") & (spans["detail"] == STALL)),
     )
 
 
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
-    known = np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])
-    of = np.stack([answers["serial"][known], answers["attempt"][known]], axis=1)
-    _, group = np.unique(of, axis=0, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    rewards, begins = answers["reward"][known][order], np.flatnonzero(np.diff(group[order], prepend=-1))
+    known = answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])]
+    groups, begins = tables.by_group(known)
+    rewards = groups["reward"]
     if not len(rewards):
         return np.zeros(0, np.bool_)
-    several = np.diff(begins, append=len(rewards)) > 1
     differ: BoolArray = np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins)
-    return differ[several]
+    return differ[np.diff(begins, append=len(rewards)) > 1]
 
 
-def tails_s(finished_s: Numbers, times: StepTimes) -> Numbers:
+def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
     """Of each step the seconds from when all but its last answers have ended to the end of the last.
 
     The last are one in twenty, and at least one. A step's answers are those that finished in it.
     """
-    known = np.isfinite(finished_s) & (finished_s > times.starts_s[0])
+    known = np.isfinite(finished_s) & (finished_s > times["start_s"][0])
     finished_s = np.sort(finished_s[known])
-    ends = np.searchsorted(finished_s, times.ends_s, side="right")
-    counts = ends - np.searchsorted(finished_s, times.starts_s, side="right")
+    ends = np.searchsorted(finished_s, times["end_s"], side="right")
+    counts = ends - np.searchsorted(finished_s, times["start_s"], side="right")
     num_tail = np.maximum(1, np.floor(TAIL_SHARE * counts)).astype(np.int64)
     last, num_tail = ends[counts >= 2] - 1, num_tail[counts >= 2]
     tails: Numbers = finished_s[last] - finished_s[last - num_tail]
     return tails
-
-
-def at_most(intervals: tuple[Numbers, Numbers], limit: int) -> float:
-    """Sum of the intervals' lengths, where at any moment no more than `limit` of them count."""
-    moments = np.concatenate(intervals)
-    order = np.argsort(moments, kind="stable")
-    running = np.cumsum(np.where(order < len(intervals[0]), 1, -1))[:-1]
-    return float((np.diff(moments[order]) * np.minimum(running, limit)).sum())

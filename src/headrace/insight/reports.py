@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 
-from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Placement, advice_for
-from headrace.insight.frameworks import Framework
+from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Framework, Placement, advice_for
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
 from headrace.insight.roofline import MemoryBill
@@ -97,15 +96,6 @@ def _moves(moves: Sequence[Move], now_s: float, *more: str) -> Section:
     )
 
 
-def idle_shares(reading: Reading) -> Iterator[tuple[str, float]]:
-    """Idle share of each pool; of several workers in one pool, each by its name."""
-    pools = reading.occupancy.pools if reading.occupancy else ()
-    names = [pool.name for pool in pools]
-    for pool in pools:
-        alone = names.count(pool.name) == 1
-        yield pool.name if alone else f"{pool.name} {pool.worker}", pool.idle_share
-
-
 def _losses(reading: Reading) -> Iterator[str]:
     dropped = sorted(reading.dropped_tokens.items(), key=lambda kept: -kept[1])
     decided = reading.trained_tokens + sum(reading.dropped_tokens.values())
@@ -113,7 +103,7 @@ def _losses(reading: Reading) -> Iterator[str]:
         listed = ", ".join(f"{tokens / decided:.1%} {reason}" for reason, tokens in dropped)
         yield f"{reading.useful_share:.1%} of the tokens were trained on; dropped: {listed or 'none'}."
     if (stages := reading.occupancy) is not None:
-        idle = ", ".join(f"{name} {share:.0%}" for name, share in idle_shares(reading))
+        idle = ", ".join(f"{name} {share:.0%}" for name, share in stages.idle_shares.items())
         yield f"Idle: {idle}. Stages ran side by side for {stages.overlap_share:.0%} of their time."
         if (stall_s := stages.stall_s) > 0.01 * reading.wall_s:
             yield f"Checkpoints held training up for {stall_s / reading.wall_s:.1%} of the time."

@@ -16,15 +16,14 @@ A new version reaches the engines in four operations, each bytes x copies / band
     broadcast   a copy for every engine                                   network
     reshard     into the engine's own layout                              links and memory
 
-What helps: send less (fewer bytes a number; only what changed; only an adapter); send in buckets,
-so that the four run at the same time and the slowest sets the pace; relay, so that the learner
-sends once and engines pass buckets on; send from many devices.
+In buckets the four run at the same time, and the slowest sets the pace. With a relay the learner
+sends once, and engines pass buckets on.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from operator import add
 from typing import Annotated
@@ -45,20 +44,6 @@ LAYER_NUMBERS = 17
 projections, attention and the feed-forward part, without the attention matrix itself, which kernels
 compute again. A rule of thumb: of the memory that training took on one H200 (docs/results/gpu.md)
 it accounts for 90 to 95%, with `learner.checkpoint_activations` for 70 to 90%."""
-
-
-@checked(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """What is reached of a device's datasheet.
-
-    The defaults for decoding are those of Headrace's engine on one H200 with models of 28 layers
-    (docs/results/gpu.md). Its learner reached an MFU of 0.46 and 0.55 there; spread over many GPUs
-    0.35 to 0.45 is usual.
-    """
-
-    bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
-    layer_overhead_s: NonNegativeFloat = 38e-6  # of any decode step: launches, small kernels
-    mfu: PositiveFloat = 0.4  # of the matrix products'
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +108,20 @@ class SyncTimes:
         return max(parts) + (sum(parts) - max(parts)) / self.num_buckets
 
 
-@dataclass(frozen=True, slots=True)
+@checked(frozen=True, slots=True)
 class Roofline:
-    """What a model takes on a device: seconds, bytes, and the way of new weights to the engines."""
+    """What a model takes on a device: seconds, bytes, and the way of new weights to the engines.
+
+    What is reached of the datasheet while decoding is what Headrace's engine reached on one H200 with
+    models of 28 layers (docs/results/gpu.md). Its learner had an MFU of 0.46 and 0.55 there; spread
+    over many GPUs 0.35 to 0.45 is usual.
+    """
 
     model: ModelShape
     device: Accelerator
-    efficiency: Efficiency = field(default_factory=Efficiency)
+    bandwidth: PositiveFloat = 0.84  # of the memory's, while decoding
+    layer_overhead_s: NonNegativeFloat = 38e-6  # of any decode step: launches, small kernels
+    mfu: PositiveFloat = 0.4  # of the matrix products'
 
     @property
     def weight_bytes(self) -> float:
@@ -138,23 +130,23 @@ class Roofline:
     @property
     def kv_bytes(self) -> float:
         """Of one token's cache."""
-        return self.model.kv_bytes_per_token(self.device.number_bytes)
+        return self.device.number_bytes * self.model.num_layers * self.model.kv_size
 
     def decode_step_s(self, *, batch: float, context_tokens: float, tensor_parallel: int = 1) -> float:
         """One token for each of `batch` sequences, on an engine of `tensor_parallel` devices."""
-        model, device, efficiency = self.model, self.device, self.efficiency
+        model, device = self.model, self.device
         read_bytes = model.params_read(batch) * device.number_bytes
         read_bytes += batch * context_tokens * self.kv_bytes
-        read_s = read_bytes / (device.memory_bytes_per_s * efficiency.bandwidth)
-        compute_s = 2 * model.num_active_params * batch / (device.flops_per_s * efficiency.mfu)
-        return max(read_s, compute_s) / tensor_parallel + model.num_layers * efficiency.layer_overhead_s
+        read_s = read_bytes / (device.memory_bytes_per_s * self.bandwidth)
+        compute_s = 2 * model.num_active_params * batch / (device.flops_per_s * self.mfu)
+        return max(read_s, compute_s) / tensor_parallel + model.num_layers * self.layer_overhead_s
 
     def forward_s(self, num_tokens: float, sequence_tokens: float, num_devices: int = 1) -> float:
         """Prefill, or the reference's log-probs. A token attends to half of its sequence."""
         model = self.model
         attention = 2 * model.num_layers * model.attention_size * sequence_tokens
         flops = num_tokens * (2 * model.num_active_params + attention)
-        return flops / (num_devices * self.device.flops_per_s * self.efficiency.mfu)
+        return flops / (num_devices * self.device.flops_per_s * self.mfu)
 
     def train_s(self, num_tokens: float, sequence_tokens: float, num_devices: int = 1) -> float:
         """Forward and backward, on prompts too; recomputing to save memory is not counted."""
@@ -181,10 +173,6 @@ class Roofline:
             training_bytes=TRAINING_BYTES_PER_PARAM * model.num_params / num_shards,
             activation_bytes=micro_batch_tokens * layers_bytes,
         )
-
-    def reference_bill(self, num_shards: int = 1) -> MemoryBill:
-        """One of the devices that a frozen copy of the policy is spread over."""
-        return MemoryBill(weight_bytes=self.weight_bytes / num_shards)
 
     def full_transfer(self, num_gpus: int, engines: int, learners: int, tensor_parallel: int) -> Transfer:
         """All weights, in buckets, sent by several learners and passed on from engine to engine."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.insight.calibration import calibrate, workload_of
+from headrace.insight.calibration import BLANK, calibrate
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import Roofline
 from headrace.insight.workload import LogNormal, Machine, Workload
@@ -76,33 +76,23 @@ class Layout:
 def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = None) -> tuple[Workload, Machine]:
     """What a recipe would do on a layout; what is typed outranks what a run's ledger says."""
     learner = layout.learner_gpus
-    if run is not None:
-        known = calibrate(run).of(config)
-        work, one = known.workload, known.machine
-    else:
-        needed = {"--mean-tokens": typed.mean_tokens, "--rollout-tokens-s": typed.rollout_tokens_s}
-        needed |= {"--train-tokens-s": typed.train_tokens_s}
-        if missing := ", ".join(name for name, value in needed.items() if not value):
+    if run is None:
+        needed = ("mean_tokens", "rollout_tokens_s", "train_tokens_s")
+        unknown = [f"--{name.replace('_', '-')}" for name in needed if not getattr(typed, name)]
+        if missing := ", ".join(unknown):
             raise ConfigError(
                 f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to "
                 "take them from a run's ledger, or --params 7B to work them out"
             )
-        blank = Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=typed.mean_tokens))
-        work = workload_of(config, blank)
-        one = Machine(
-            rollout_workers=1,
-            rows_per_worker=config.rollout.max_running,
-            decode_s=1.0,
-            pass_tokens=config.learner.micro_batch_tokens,
-            reward_workers=config.reward.workers,
-        )
+    known = (BLANK if run is None else calibrate(run)).of(config)
+    work, one = known.workload, known.machine
     if typed.mean_tokens:
         work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
     if typed.prompt_tokens:
         work = replace(work, prompt_tokens=typed.prompt_tokens)
     if typed.reward_p95_s or typed.reward_s:
-        work = replace(work, reward_s=verdict_s(typed.reward_s, typed.reward_p95_s))
-    one = with_speeds(one, typed)
+        work = replace(work, reward_s=LogNormal.of_p95(typed.reward_s, typed.reward_p95_s))
+    one = with_speeds(one, typed).times(1 / learner, "train_token_s", "reference_token_s")
     return work, replace(
         one,
         publish_s=typed.publish_s or one.publish_s,
@@ -111,8 +101,6 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
         worker_mtbf_s=typed.worker_mtbf_s or math.inf,
         repair_s=typed.repair_s,
         rollout_workers=layout.rollout_workers,
-        train_token_s=one.train_token_s / learner,
-        reference_token_s=one.reference_token_s / learner,
         pass_tokens=one.pass_tokens * learner,
         colocated=layout.turns,
     )
@@ -123,27 +111,17 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
 
     Without `mean_tokens`, answers are taken to be half as long as they may be.
     """
-    roofline = Roofline(model, device)
-    rows, size = config.rollout.max_running, layout.gpus_per_worker
+    roofline, size = Roofline(model, device), layout.gpus_per_worker
     prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
     mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
-    known = speeds(roofline, rows, prompt_tokens, mean_tokens, size)
-    publish_s = 0.0
+    known = speeds(roofline, config.rollout.max_running, prompt_tokens, mean_tokens, size)
+    if typed.rollout_tokens_s:  # contexts and all, so the datasheet's other times do not fit
+        known = replace(known, decode_s=0.0, context_s=0.0)
     if not layout.turns:
         engines, learners = layout.rollout_workers, layout.learner_gpus
         transfer = roofline.full_transfer(layout.gpus, engines, learners, size)
-        publish_s = roofline.sync_times(transfer).total_s
-    return replace(
-        typed,
-        mean_tokens=mean_tokens,
-        prompt_tokens=prompt_tokens,
-        decode_s=typed.decode_s or (known.decode_s if not typed.rollout_tokens_s else 0.0),
-        rollout_tokens_s=typed.rollout_tokens_s or known.rollout_tokens_s,
-        context_s=0.0 if typed.rollout_tokens_s else known.context_s,
-        train_tokens_s=typed.train_tokens_s or known.train_tokens_s,
-        prefill_token_s=known.prefill_token_s,
-        publish_s=typed.publish_s or publish_s,
-    )
+        known = replace(known, publish_s=roofline.sync_times(transfer).total_s)
+    return replace(known, **{name: value for name, value in asdict(typed).items() if value})
 
 
 def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: float, gpus_per_worker: int) -> Typed:
@@ -169,13 +147,6 @@ def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: flo
         train_tokens_s=1 / roofline.train_s(1, prompt_tokens + mean_tokens),
         prefill_token_s=roofline.forward_s(1, prompt_tokens, gpus_per_worker),
     )
-
-
-def verdict_s(mean_s: float, p95_s: float) -> LogNormal:
-    """Seconds of a verdict; with a p95 alone, the mean is half of it."""
-    if p95_s:
-        return LogNormal.of_p95(mean_s or p95_s / 2, p95_s)
-    return LogNormal(mean_s)
 
 
 def with_speeds(machine: Machine, typed: Typed) -> Machine:

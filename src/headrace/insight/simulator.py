@@ -3,7 +3,6 @@
 The two coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation,
 scoring, training and publishing take comes from a `Workload` and a `Machine`. What is admitted,
 waited for, dropped or trained on is decided by the code that decides it in training.
-
 """
 
 from __future__ import annotations
@@ -123,17 +122,16 @@ class _Busy:
 class _RewardPool:
     """First come, first served; when an answer will be scored is known as soon as it comes."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, busy: _Busy) -> None:
         self._free_s = [0.0] * num_workers  # a heap: when each worker is free; empty: there is always one
-        self.busy = _Busy()
-        self._worker_s = 0.0
+        self._busy, self._worker_s = busy, 0.0
 
     def score(self, now_s: float, seconds: float) -> float:
         end_s = now_s + seconds
         if self._free_s and seconds:  # a verdict that is known already needs no worker
             end_s = max(now_s, self._free_s[0]) + seconds
             heapq.heapreplace(self._free_s, end_s)
-        self.busy.add(now_s, end_s)
+        self._busy.add(now_s, end_s)
         self._worker_s += seconds
         return end_s
 
@@ -181,8 +179,8 @@ class _Simulation:
         )
         rng, prompt_tokens = np.random.default_rng([seed, 1]), workload.prompt_tokens
         self.pool = EnginePool(machine, rng, prompt_tokens, self._on_begin, self._on_end)
-        self.rewards = _RewardPool(machine.reward_workers)
         self.stage_busy = {stage: _Busy() for stage in STAGES}
+        self.rewards = _RewardPool(machine.reward_workers, self.stage_busy["reward"])
         self.dropped: defaultdict[str, float] = defaultdict(float)
         self.steps: list[SimulatedStep] = []
         self._running: dict[int, _UnderWay] = {}
@@ -356,7 +354,7 @@ class _Simulation:
         for group in taken:
             lags[group.lag(self.version - 1)] += group.num_sampled_tokens
         busy = {stage: self.stage_busy[stage].until(now_s) for stage in STAGES}
-        busy |= {"rollout": self.pool.active_s, "reward": self.rewards.busy.until(now_s)}
+        busy["rollout"] = self.pool.active_s
         stage_s = StageTimes(**{stage: busy[stage] - self._booked[stage] for stage in STAGES})
         wall_s, tokens = now_s - self._booked_s, lags.total()
         step = SimulatedStep(wall_s=wall_s, stage_s=stage_s, trained_tokens=tokens, lags=dict(lags))

@@ -13,6 +13,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,17 @@ from headrace.errors import RunError
 from headrace.insight.reading import DEVICE, REWARD
 from headrace.ledger.journal import Restart
 from headrace.measured import STAGES
-from headrace.runs.columns import Columns, RowColumns, StepTimes, read_spans, reading
+from headrace.runs.columns import Columns, RowColumns, read_spans, read_steps, reading
 
 TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
-COUNTER_US = 1000  # a counter is written at most once in this time
+COUNTER_S = 0.001  # a counter is written at most once in this time
 
 Event = dict[str, Any]
 
 _RUN = "run"  # the process whose tracks are of the run as a whole
 _STEPS = "steps"  # its one thread
+_HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "tokens"))  # counted
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
@@ -63,27 +65,24 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
     """Processes and threads by number; before the first event of each, its name."""
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}
-
-    def named(kind: str, tid: int, name: str, sort_index: int) -> Iterator[Event]:
-        event: Event = {"ph": "M", "pid": pids[process], "tid": tid}
-        yield {"name": f"{kind}_name", **event, "args": {"name": name}}
-        yield {"name": f"{kind}_sort_index", **event, "args": {"sort_index": sort_index}}
-
     for event in events:
         process, thread = event["pid"], event["tid"]
-        if process not in pids:
-            pids[process] = len(pids) + 1
-            order = (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
-            yield from named("process", 0, process, order)
+        unnamed = [] if process in pids else [("process", process, 0)]
         if (process, thread) not in tids:
-            tid = tids[process, thread] = len(tids) + 1
-            yield from named("thread", tid, thread, tid)
-        yield event | {"pid": pids[process], "tid": tids[process, thread]}
+            unnamed.append(("thread", thread, len(tids) + 1))
+        pid = pids.setdefault(process, len(pids) + 1)
+        tid = tids.setdefault((process, thread), len(tids) + 1)
+        for kind, name, number in unnamed:
+            about: Event = {"ph": "M", "pid": pid, "tid": number}
+            order = number or (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
+            yield {"name": f"{kind}_name", **about, "args": {"name": name}}
+            yield {"name": f"{kind}_sort_index", **about, "args": {"sort_index": order}}
+        yield event | {"pid": pid, "tid": tid}
 
 
 def _stage_events(spans: Columns) -> Iterator[Event]:
     """Every span, on the first free track of its stage and worker."""
-    spans = spans.where(np.lexsort((-spans["end_s"], spans["start_s"])))
+    spans = spans[np.lexsort((-spans["end_s"], spans["start_s"]))]
     names = ("stage", "worker", "version", "start_s", "end_s", "detail")
     tracks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # until when each is taken
     columns = [spans[name].tolist() for name in names]
@@ -94,21 +93,16 @@ def _stage_events(spans: Columns) -> Iterator[Event]:
         number = next(free, len(taken_us))
         taken_us[number : number + 1] = [end_us]
         args: Event = {"version": None if math.isnan(version) else int(version)}
-        yield {
-            "name": stage,
-            "cat": "stage" if stage in STAGES else "other",
-            "ph": "X",
-            "ts": start_us,
-            "dur": end_us - start_us,
-            "pid": f"{REWARD if stage == REWARD else DEVICE} ({worker})",
-            "tid": f"{stage} {number + 1}" if number else stage,
-            "args": args | ({"detail": detail} if detail else {}),
-        }
+        if detail:
+            args["detail"] = detail
+        kind, pool = "stage" if stage in STAGES else "other", REWARD if stage == REWARD else DEVICE
+        track = {"pid": f"{pool} ({worker})", "tid": f"{stage} {number + 1}" if number else stage}
+        yield _event(stage, "X", start_s, args, cat=kind, dur=end_us - start_us, **track)
 
 
 def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
     """Where each version was published, and where the run was resumed."""
-    published = spans.where(spans["stage"] == "publish")
+    published = spans[spans["stage"] == "publish"]
     for version, end_s in zip(published["version"], published["end_s"].tolist(), strict=True):
         yield _event(f"version {version:.0f}", "i", end_s, {"version": int(version)}, s="p")
     names = [f.name for f in fields(Restart)]
@@ -120,14 +114,9 @@ def _marks(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
 def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """Every step, and lag, reward and goodput as they stand at its end."""
     rows = RowColumns.read(connection)
-    times = StepTimes.read(connection, rows)
-    if times is None:
-        return
-    first = int(rows.column("step")[0])
-    for i, step in enumerate(times.steps.tolist()):
-        start_s, end_s = float(times.starts_s[i]), float(times.ends_s[i])
-        names = (*_STEP_NUMBERS, "lag_max", "wall_s")
-        row = {name: float(rows.column(name)[step - first]) for name in names}
+    for start_s, end_s, step, _ in read_steps(connection, rows).tolist():
+        at = step - int(rows.column("step")[0])
+        row = {name: float(rows.column(name)[at]) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}
         known = {name: value if math.isfinite(value) else None for name, value in row.items()}
         args, dur = {name: known[name] for name in _STEP_NUMBERS}, _us(end_s) - _us(start_s)
         yield _event(f"step {step}", "X", start_s, args, cat="step", dur=dur)
@@ -140,27 +129,17 @@ def _step_events(connection: sqlite3.Connection) -> Iterator[Event]:
 
 def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """What is in flight and what is buffered, whenever it changes."""
-    held = {("in_flight", "trajectories"): 0, ("in_flight", "tokens"): 0, ("buffered", "tokens"): 0}
-    written = dict(held)
-    due_s = last_s = 0.0
-
-    def changed(at_s: float) -> Iterator[Event]:
-        for (account, unit), amount in held.items():
-            if written[account, unit] != amount:
-                written[account, unit] = amount
-                yield _event(f"{unit} {account.replace('_', ' ')}", "C", at_s, {unit: amount})
-
-    found = connection.execute("SELECT at_s, debit, credit, tokens, trajectories FROM transfers ORDER BY id")
-    for at_s, debit, credit, tokens, trajectories in found:
-        if at_s >= due_s:
-            yield from changed(last_s)
-            due_s = at_s + COUNTER_US / 1e6
-        last_s = max(last_s, at_s)
-        for account, sign in ((debit, -1), (credit, 1)):
-            for unit, amount in (("tokens", tokens), ("trajectories", trajectories)):
-                if (account, unit) in held:
-                    held[account, unit] += sign * amount
-    yield from changed(last_s)
+    moved = "SUM(((credit = '{0}') - (debit = '{0}')) * {1}) OVER (ORDER BY id)"
+    sums = ", ".join(moved.format(account, unit) for account, unit in _HELD)
+    held, written, last_s, due_s = [0] * len(_HELD), [0] * len(_HELD), 0.0, 0.0
+    found = connection.execute(f"SELECT at_s, {sums} FROM transfers ORDER BY id")
+    for at_s, *amounts in chain(found, [(math.inf,)]):
+        if at_s >= due_s:  # what changed meanwhile
+            for (account, unit), amount, before in zip(_HELD, held, written, strict=True):
+                if amount != before:
+                    yield _event(f"{unit} {account.replace('_', ' ')}", "C", last_s, {unit: amount})
+            written, due_s = held, at_s + COUNTER_S
+        held, last_s = amounts, max(last_s, at_s)
 
 
 def _event(name: str, kind: str, at_s: float, args: Event, **more: Any) -> Event:

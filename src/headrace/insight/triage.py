@@ -26,7 +26,7 @@ MOVES_SHOWN = 6
 LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one over a smaller one
 TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the bottleneck
 STEPS = 24  # simulated
-NO_TIME_S = 1e-9
+NO_TIME = 1e-9  # of what it was: a decode step takes some
 ENGINE_SECONDS = ("decode_s", "decode_row_s", "context_s", "prefill_s", "prefill_token_s")  # of `Machine`
 LEARNER_SECONDS = ("train_token_s", "train_pass_s", "optimizer_s")
 
@@ -110,13 +110,11 @@ def _simulated(known: Calibration) -> Simulated:
 def _without_each(known: Calibration) -> dict[Bottleneck, float]:
     """How long a step would be if one thing cost nothing."""
     work, machine = known.workload, known.machine
-    engine: dict[str, Any] = dict.fromkeys(ENGINE_SECONDS, 0.0) | {"decode_s": NO_TIME_S}
-    learner: dict[str, Any] = dict.fromkeys((*LEARNER_SECONDS, "reference_token_s"), 0.0)
     changes: dict[Bottleneck, dict[str, Any]] = {
-        Bottleneck.GENERATION: {"machine": replace(machine, **engine)},
+        Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
         Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
-        Bottleneck.LEARNER: {"machine": replace(machine, **learner)},
-        Bottleneck.SYNC: {"machine": replace(machine, publish_s=0.0)},
+        Bottleneck.LEARNER: {"machine": machine.times(0.0, *LEARNER_SECONDS, "reference_token_s")},
+        Bottleneck.SYNC: {"machine": machine.times(0.0, "publish_s")},
         Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
         Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
     }
@@ -138,13 +136,12 @@ def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]
             changed = changed.model_copy(update={name: section})
         yield move(text, settings, known.of(changed))
     for side, names in (("rollout", ENGINE_SECONDS[:2]), ("train", LEARNER_SECONDS)):
-        halved: dict[str, Any] = {name: getattr(known.machine, name) / 2 for name in names}
-        faster = replace(known, machine=replace(known.machine, **halved))
+        faster = replace(known, machine=known.machine.times(0.5, *names))
         yield move(f"{side} twice as fast (a faster device)", (), faster)
 
 
 def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    workers, lag = config.reward.workers, config.loop.max_lag
+    workers, lag = max(1, config.reward.workers), config.loop.max_lag
     for factor in (2, 4):
         yield "more processes that score", (f"reward.workers={workers * factor}",)
     for more in sorted({1, 2, 4} - set(range(lag + 1))):

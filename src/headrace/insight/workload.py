@@ -10,16 +10,14 @@ at the sizes in use.)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-
-Numbers = npt.NDArray[np.float64]
+from headrace.runs.columns import Numbers
 
 # Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers
 LOWEST_Z, Z_ABOVE_SIGMA, NUM_CELLS = -9.0, 13.0, 4000
@@ -45,7 +43,10 @@ class LogNormal:
 
     @classmethod
     def of_p95(cls, mean: float, p95: float) -> LogNormal:
-        """With 95 in 100 numbers below `p95`."""
+        """With 95 in 100 numbers below `p95`; 0 says nothing of it, and a mean of 0 stands for half of it."""
+        mean = mean or p95 / 2
+        if not p95:
+            return cls(mean)
         if not 0 < mean <= p95 <= mean * _LARGEST_RATIO:
             between = f"between {mean:g} and {mean * _LARGEST_RATIO:g}"
             raise ConfigError(f"a log-normal with mean {mean:g} has its p95 {between}; {p95:g} is not")
@@ -161,6 +162,10 @@ class Machine:
         if step_s < 0 or row_s < 0 or step_s + row_s <= 0:
             takes = f"{step_s:g} s and {row_s:g} s for each row"
             raise ConfigError(f"a decode step takes {takes}; it takes some time")
+
+    def times(self, factor: float, *names: str) -> Machine:
+        """With these of its seconds `factor` times as long."""
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 def has_full_engines(config: Config) -> bool:

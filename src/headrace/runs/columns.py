@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +25,10 @@ from headrace.types import BoolArray
 Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Numbers, Numbers]  # starts and ends
+Columns = npt.NDArray[Any]
+"""Records: `spans["start_s"]` is a column, `spans[spans["stage"] == "train"]` are some of them."""
 
-_TEXTS = ("stage", "worker", "detail", "finish", "drop_reason", "reward_parts")
+_TEXTS = {"stage", "worker", "detail", "finish", "drop_reason", "reward_parts"}
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
 _SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
 _TRAJECTORY = (
@@ -58,28 +58,16 @@ def one(connection: sqlite3.Connection, query: str, *values: Any) -> Any:
     return found[0] if found else None
 
 
-class Columns:
-    """Columns of equal length, by name: `spans["start_s"]`."""
+def _query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
+    cursor = connection.execute(sql, values)
+    names = [name for name, *_ in cursor.description]
+    columns = list(zip(*cursor, strict=True)) or [()] * len(names)
+    return _records(dict(zip(names, map(_array, names, columns), strict=True)))
 
-    def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._columns = columns
 
-    @classmethod
-    def query(cls, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> Self:
-        cursor = connection.execute(sql, values)
-        names = [name for name, *_ in cursor.description]
-        columns = list(zip(*cursor, strict=True)) or [()] * len(names)
-        return cls(dict(zip(names, map(_array, names, columns), strict=True)))
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self._columns[name]
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
-
-    def where(self, condition: npt.NDArray[Any]) -> Columns:
-        """Those for which `condition` holds; or, of indices, those in that order."""
-        return Columns({name: values[condition] for name, values in self._columns.items()})
+def _records(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
+    types = [(name, values.dtype) for name, values in columns.items()]
+    return np.rec.fromarrays(columns.values(), dtype=types)
 
 
 def read_spans(
@@ -92,24 +80,23 @@ def read_spans(
 ) -> Columns:
     """Spans in the order they were booked, of one `stage` or of all; only `newest` of them, if not -1."""
     by = "end_s" if since_s > -np.inf else "rowid"  # either way there is an index to go along
-    found = Columns.query(
-        connection,
+    sql = (
         f"SELECT {_SPAN} FROM spans WHERE rowid > ? AND end_s > ? AND stage = COALESCE(?, stage) "
-        f"ORDER BY {by} DESC LIMIT ?",
-        (after_rowid, since_s, stage, newest),
+        f"ORDER BY {by} DESC LIMIT ?"
     )
-    return found.where(np.argsort(found["rowid"], kind="stable"))
+    found = _query(connection, sql, after_rowid, since_s, stage, newest)
+    return found[np.argsort(found["rowid"], kind="stable")]
 
 
 def read_trajectories(
     connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1, oldest: int = -1
 ) -> Columns:
     """Trajectories in the order they were booked; only `newest` or `oldest` of them, if not -1."""
-    first = _first_rowid(connection, since_s)
+    first = _first_rowid(connection, since_s) if since_s > 0.0 else 0
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
     sql = f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid LIMIT ?"
-    return Columns.query(connection, sql, (first, oldest))
+    return _query(connection, sql, first, oldest)
 
 
 class RowColumns:
@@ -149,14 +136,10 @@ class RowColumns:
             self._columns[name] = np.array(values, np.float64)
         return self._columns[name]
 
-    def stage(self, stage: str) -> Numbers:
-        return self.column(f"stage_s.{stage}")
-
-    def stage_total_s(self) -> StageTimes:
-        return StageTimes(**{stage: float(np.nansum(self.stage(stage))) for stage in STAGES})
-
-    def total(self, name: str) -> int:
-        return int(np.nansum(self.column(name)))
+    def stages(self, combine: Callable[[Numbers], Any]) -> StageTimes:
+        """What `combine` makes of the seconds that each stage has in the rows."""
+        several = {stage: self.column(f"stage_s.{stage}") for stage in STAGES}
+        return StageTimes(**{stage: float(combine(taken)) for stage, taken in several.items()})
 
     def mean(self, name: str) -> float | None:
         """The mean over the rows that have the number, if any has."""
@@ -171,78 +154,71 @@ class RowColumns:
         return dict(total)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """When consecutive steps began and ended, on the run's clock; their spans come after `after_rowids`.
+def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
+    """When steps began and ended, on the run's clock; their spans come after `after_rowid`.
 
-    Between two rows there may be an evaluation, which belongs to no step: see `measured`.
+    A step ends with its publish span; a row without one is left out. A step that a restart took
+    again was published again; the first time is the one of its row. Between two steps there may be
+    an evaluation, which belongs to neither.
     """
-
-    steps: Ints
-    starts_s: Numbers
-    ends_s: Numbers
-    after_rowids: Ints
-
-    @classmethod
-    def read(cls, connection: sqlite3.Connection, rows: RowColumns) -> StepTimes | None:
-        """Of the rows whose step has a publish span: a step ends with it. None if no row has one.
-
-        A step that a restart took again was published again; the first time is the one of its row.
-        """
-        found = read_spans(connection, stage="publish")
-        columns = (found[name] for name in ("version", "rowid", "end_s"))
-        published: dict[float, tuple[float, float]] = {}
-        current = None  # the version that the last span was of, if that was its first time
-        for version, rowid, end_s in zip(*columns, strict=True):
-            if version == current or version not in published:
-                published[version], current = (rowid, end_s), version
-            else:
-                current = None
-        known = np.array([step in published for step in rows.column("step")])
-        if not known.any():
-            return None
-        steps, wall_s = rows.column("step")[known], rows.column("wall_s")[known]
-        rowids, ends_s = np.array([published[step] for step in steps], np.float64).T
-        ends_s = np.maximum.accumulate(ends_s)
-        before, _ = published.get(steps[0] - 1, (0.0, 0.0))
-        before_s = np.concatenate([[-np.inf], ends_s[:-1]])
-        after = np.concatenate([[before if before < rowids[0] else 0], rowids[:-1]])
-        return cls(
-            steps=steps.astype(np.int64),
-            starts_s=np.clip(ends_s - wall_s, before_s, ends_s),
-            ends_s=ends_s,
-            after_rowids=after.astype(np.int64),
-        )
-
-    def last(self, num_steps: int) -> StepTimes:
-        return StepTimes(**{name: getattr(self, name)[-num_steps:] for name in self.__slots__})
-
-    @property
-    def wall_s(self) -> float:
-        return float((self.ends_s - self.starts_s).sum())
-
-    def measured(self, times_s: Numbers) -> Numbers:
-        """Seconds of these steps that had gone by at each moment."""
-        done_s = np.cumsum(self.ends_s - self.starts_s)
-        knots_s = np.stack([self.starts_s, self.ends_s], axis=1).ravel()
-        values_s = np.stack([done_s - (self.ends_s - self.starts_s), done_s], axis=1).ravel()
-        return np.interp(times_s, knots_s, values_s)
+    found, steps = read_spans(connection, stage="publish"), rows.column("step")
+    begins = np.flatnonzero(np.diff(found["version"], prepend=np.nan))  # one may have several spans
+    published, first = np.unique(found["version"][begins], return_index=True)
+    last = found[(np.append(begins[1:], len(found)) - 1)[first]]
+    known = np.isin(steps, published)
+    steps, wall_s = steps[known], rows.column("wall_s")[known]
+    place = np.searchsorted(published, steps)
+    rowids, ends_s = last["rowid"][place], np.maximum.accumulate(last["end_s"][place])
+    starts_s = np.clip(ends_s - wall_s, np.append(0.0, ends_s)[:-1], ends_s)
+    is_before = (published == steps[:1] - 1) & (last["rowid"] < rowids[:1])
+    before = last["rowid"][is_before].sum()  # one at most; 0: there is none
+    after = np.append(before, rowids)[:-1]
+    whole = {"step": steps.astype(np.int64), "after_rowid": after.astype(np.int64)}
+    return _records({"start_s": starts_s, "end_s": ends_s, **whole})
 
 
 def union(intervals: Intervals) -> Intervals:
     """The same moments in intervals that do not touch, in order."""
     order = np.argsort(intervals[0], kind="stable")
     starts, ends = intervals[0][order], intervals[1][order]
-    if not len(starts):
-        return starts, ends
     reached = np.maximum.accumulate(ends)
-    first = np.concatenate([[True], starts[1:] > reached[:-1]])
-    return starts[first], reached[np.concatenate([first[1:], [True]])]
+    first = np.append(True, starts[1:] > reached[:-1])[: len(starts)]
+    return starts[first], reached[np.roll(first, -1)]
+
+
+def elapsed_s(intervals: Intervals, at_s: Numbers) -> Numbers:
+    """Seconds of these intervals, which are in order and apart, that had gone by at each moment."""
+    starts, ends = intervals
+    after_s = np.cumsum(ends - starts)
+    edges_s = np.stack([starts, ends], axis=1).ravel()
+    gone_s = np.stack([after_s - (ends - starts), after_s], axis=1).ravel()
+    return np.interp(at_s, np.insert(edges_s, 0, 0.0), np.insert(gone_s, 0, 0.0))
+
+
+def overlaps(*parts: Intervals) -> tuple[Numbers, Numbers]:
+    """The moments at which an interval begins or ends, in order, and how many last from each on."""
+    starts, ends = (np.concatenate(side) for side in zip(*parts, strict=True))
+    moments = np.concatenate([starts, ends])
+    order = np.argsort(moments, kind="stable")
+    return moments[order], np.cumsum(np.where(order < len(starts), 1.0, -1.0))
+
+
+def covered_s(*parts: Intervals, at_once: int = 1) -> float:
+    """Seconds in the intervals; where they overlap, no more than `at_once` of them count."""
+    moments, lasting = overlaps(*parts)
+    return float((np.diff(moments) * np.minimum(lasting, at_once)[:-1]).sum())
+
+
+def by_group(answers: Columns) -> tuple[Columns, Ints]:
+    """The answers group by group, as they finished, and the index of each group's first."""
+    ordered = answers[np.lexsort((answers["finished_s"], answers["attempt"], answers["serial"]))]
+    changes = np.diff([ordered["serial"], ordered["attempt"]], prepend=-1)
+    return ordered, np.flatnonzero(changes.any(axis=0))
 
 
 def _array(name: str, column: Sequence[Any]) -> npt.NDArray[Any]:
     if name in _TEXTS:
-        return np.array(["" if value is None else value for value in column], np.str_)
+        return np.array([text or "" for text in column], np.str_)
     return np.array(column, np.float64)
 
 
@@ -262,16 +238,11 @@ def _first_rowid(connection: sqlite3.Connection, since_s: float) -> int:
 
     Transfers are in the order of time, and a trajectory's record is made with its first transfer.
     """
-    if since_s <= 0.0:
-        return 0
-    at_s = "SELECT at_s FROM transfers WHERE id >= ? ORDER BY id LIMIT 1"
-    last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
     query = (
         "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
-        "WHERE x.id >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
+        "WHERE x.at_s >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
     )
-    earlier = bisect_left(range(1, last_id + 1), since_s, key=lambda id: one(connection, at_s, id))
-    found = one(connection, query, 1 + earlier)
+    found = one(connection, query, since_s)
     return _last_rowid(connection) + 1 if found is None else int(found)
 
 

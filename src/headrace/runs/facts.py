@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sqlite3
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -92,7 +91,8 @@ def read_run(run_dir: Path) -> RunFacts:
     """How a run stands; one that cannot be read is UNREADABLE, with the `problem`."""
     if not is_run(run_dir):
         raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
-    written = _written(run_dir)  # before anything is opened
+    written_ns = max(_changed_ns(run_dir / name) for name in _WRITTEN)  # before anything is opened
+    written = datetime.fromtimestamp(written_ns / 1e9)
     summary = read_summary(run_dir)
     state = RunState.RUNNING if is_claimed(run_dir) else RunState.STOPPED
     if summary.get("finished") is True:
@@ -116,10 +116,6 @@ def read_run(run_dir: Path) -> RunFacts:
     )
 
 
-def _written(run_dir: Path) -> datetime:
-    return datetime.fromtimestamp(max(_changed_ns(run_dir / name) for name in _WRITTEN) / 1e9)
-
-
 def _changed_ns(path: Path) -> int:
     with contextlib.suppress(OSError):  # SQLite may take its log away at any moment
         return path.stat().st_mtime_ns
@@ -136,14 +132,11 @@ def _booked(run_dir: Path) -> dict[str, Any]:
     }
     with reading(run_dir) as connection:
         found = {name: one(connection, query) for name, query in queries.items()}
-        found["rewards"] = _rewards(connection, found["steps"])
-    return found | {"score_before": json.loads(found["score_before"] or "{}").get("score_before")}
-
-
-def _rewards(connection: sqlite3.Connection, last_step: int) -> tuple[float, ...]:
-    """Of some steps only: a list of runs must not take a look at all rows of each."""
-    num = min(last_step, MOST_REWARDS)
-    steps = [1 + i * (last_step - 1) // max(num - 1, 1) for i in range(num)]
-    query = f"SELECT reward_mean FROM rows WHERE step IN ({', '.join('?' * num)}) ORDER BY step"
-    found = connection.execute(query, steps).fetchall()
-    return tuple(reward for (reward,) in found if isinstance(reward, float) and math.isfinite(reward))
+        # of some steps only: a list of runs must not take a look at all rows of each
+        last_step, num = found["steps"], min(found["steps"], MOST_REWARDS)
+        steps = [1 + i * (last_step - 1) // max(num - 1, 1) for i in range(num)]
+        query = f"SELECT reward_mean FROM rows WHERE step IN ({', '.join('?' * num)}) ORDER BY step"
+        rewards = [reward for (reward,) in connection.execute(query, steps)]
+    known = tuple(r for r in rewards if isinstance(r, float) and math.isfinite(r))
+    before = json.loads(found["score_before"] or "{}").get("score_before")
+    return found | {"score_before": before, "rewards": known}

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sqlite3
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -30,37 +31,10 @@ from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
 ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
-DROP_WORDS = {
-    "stale": "the policy had moved more than loop.max_lag versions on before it could be trained on",
-    "no_signal": "all answers of its group got the same reward, so none was better than another",
-    "overlong": "it was cut before its end, and buffer.drop_overlong leaves such answers out",
-    "reward_timeout": "the reward function gave no verdict within reward.timeout_s",
-    "reward_error": "the reward function raised an error, or returned something that is no reward",
-    "reward_unavailable": "what the reward function needs could not be reached, reward.retries times",
-    "env_error": "the environment failed, or ended an episode without a reward",
-    "env_timeout": "the environment did not reply within episode.timeout_s",
-    "env_unavailable": "what the environment needs could not be reached",
-    "agent_error": "the agent failed, or gave no reward",
-    "abandoned": "sampled for a client that went away",
-    "filter_error": "a filter of yours failed on its group, so nobody knows whether to keep it",
-    "incomplete": "fewer than two answers of its group were left, and one alone cannot be compared",
-    "skipped_step": "the gradient of its step was not finite, so the weights stayed as they were",
-    "run_ended": "the run was over before it could be trained on",
-    "redone": "a process died, and this had to be generated again; a later attempt counts",
-    "crashed": "it was lost with a process that died, and recovery.in_flight = drop leaves its prompt out",
-}
-FINISH_WORDS = {
-    "eos": "the policy ended it",
-    "stop": "at a stop string",
-    "length": "cut at rollout.max_new_tokens",
-    "wall": "cut at rollout.max_wall_s",
-    "abort": "ended before its time",
-}
-ACCOUNT_WORDS = {
-    "trained": "the policy learnt from these: the useful part",
-    "buffered": "complete and scored; they wait for the learner",
-    "in flight": "being written or scored right now",
-}
+_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+DROP_WORDS: dict[str, str] = _WORDS["dropped"]
+FINISH_WORDS: dict[str, str] = _WORDS["finish"]
+ACCOUNT_WORDS: dict[str, str] = _WORDS["account"]
 _SIMILAR = 5  # ids to suggest
 _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
