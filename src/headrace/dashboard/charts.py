@@ -1,24 +1,28 @@
-"""Charts as ECharts options, made of what was read. Colours and axes are in theme.json.
+"""Charts as ECharts options, made of what was read: curves over a run's steps, bars, lanes and flows.
 
-Colours are told apart by people with any kind of colour vision (the palette of Okabe and Ito), and one
-thing has one colour everywhere. Text and lines take theirs from the style sheet, for light and dark.
+Colours and axes are in theme.json. Colours are told apart by people with any kind of colour vision (the palette
+of Okabe and Ito), and one thing has one colour everywhere. Text and lines take theirs from the style sheet.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.dashboard.books import RewardShape, Tally, Timeline
+import numpy as np
+
+from headrace.dashboard.books import Points, Rewards, Series, Tally, Timeline, steps_together
 from headrace.measured import STAGES
+from headrace.row import ROW_METRICS
+from headrace.runs.columns import Numbers
+from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.show import Account
 
 Options = dict[str, Any]
-Points = Sequence[tuple[float, float | None]]
+Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sentence about it
 
 THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
 BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
@@ -28,6 +32,9 @@ NUM_COLOURS = len(THEME["color"])
 LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
 MOST_LAG_BARS = 32
 MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
+MOST_REWARD_BARS = 20
+NO_ROW = "There is no row yet: the first step is under way."
+_FIRST = ("reward", "learner", "length", "mismatch", "lag")  # of the groups of curves
 
 # A bar of the timeline: where its lane and its seconds are.
 _DRAW_BAR = """(params, api) => {
@@ -42,30 +49,180 @@ _POINTED = "p => '%s ' + Number(p.value.toPrecision(4)).toLocaleString('en')"
 _FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
 
 
-def lines(
-    curves: Mapping[str, tuple[Points, str]],
-    *,
-    y: str,
-    low: float | None = None,
-    by: str = "step",
-    smoothing: float = 0.0,
-) -> Options:
-    """Curves along `by`, each with its colour; the axis begins at `low`, or near the least value.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How curves are drawn: along one of `AXES`, and how smooth, from 0 to less than 1."""
 
-    With `smoothing`, the curves as they were measured lie pale behind.
+    by: str = "step"
+    smoothing: float = 0.0
+
+
+LOOK = Look()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Lines over a run's steps, and what they mean; by name a column, its colour and scale."""
+
+    title: str
+    says: str
+    y: str
+    lines: Mapping[str, tuple[str, str, float]]
+    low: float | None = 0  # where the axis begins, if not near the smallest value
+    band: tuple[str, str, str] | None = None  # its name, and the columns that it lies between
+    held_out: bool = False  # add the scores on held-out prompts
+    only_busy: bool = False  # leave out what is zero throughout
+
+    def drawn(self, series: Series, look: Look = LOOK, facts: RunFacts | None = None) -> Drawn:
+        if not series.last_step:
+            return {}, NO_ROW
+        curves = {}
+        for name, (column, colour, scale) in self.lines.items():
+            curves[name] = (series.curve(column, scale, look.by), colour)
+        if all(y is None for points, _ in curves.values() for _, y in points):
+            return {}, "It was not measured in this run."
+        if self.only_busy:
+            curves = {name: curve for name, curve in curves.items() if any(y for _, y in curve[0])}
+        if not curves:
+            return {}, "It was 0 in every step."
+        options = lines(curves, self.y, self.low, look)
+        if self.band:
+            name, low, high = self.band
+            _add_band(options, name, series.curve(low, by=look.by), series.curve(high, by=look.by))
+        if self.held_out:
+            _add_scores(options, series, look, facts)
+        return options, _per_point(series)
+
+    def compared(self, runs: Mapping[str, Series], look: Look) -> Drawn:
+        """Its first line in each of these runs."""
+        column, _, scale = next(iter(self.lines.values()))
+        curves = _coloured({name: series.curve(column, scale, look.by) for name, series in runs.items()})
+        if not any(y for points, _ in curves.values() for _, y in points):
+            return {}, "It was 0, or not measured, in all of these runs."
+        return lines(curves, self.y, look=look), ""
+
+
+REWARD = Curve(
+    title="Reward",
+    says="The mean reward of all answers that were scored during a step. Training works if it rises. "
+    "Diamonds are scores on held-out prompts, which are never trained on: before training, on the way, and after it.",
+    y="reward",
+    lines={"mean reward": ("reward_mean", BLUE, 1)},
+    low=None,
+    held_out=True,
+)
+GOODPUT = Curve(
+    title="Goodput",
+    says="Tokens trained on per second: the speed that counts. Generated tokens that were dropped are not in it.",
+    y="trained tokens per second",
+    lines={"goodput": ("goodput", GREEN, 1)},
+)
+STAGE_TIMES = Curve(
+    title="Stage times",
+    says="Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need "
+    "not add up to the step.",
+    y="seconds per step",
+    lines={stage: (f"stage_s.{stage}", STAGE_COLOURS[stage], 1) for stage in STAGES},
+    only_busy=True,
+)
+RATIO = Curve(
+    title="Importance ratio",
+    says="How much more likely the learner finds a token than the policy that sampled it: 1 means nothing "
+    "changed. The band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
+    y="ratio",
+    lines={"mean ratio": ("ratio_mean", BLUE, 1)},
+    low=None,
+    band=("98 of 100 tokens", "ratio_p01", "ratio_p99"),
+)
+WEIGHTS = Curve(
+    title="Effective samples",
+    says="What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few "
+    "heavy ones dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
+    y="% of tokens",
+    lines={
+        "effective samples": ("effective_samples", GREEN, 100),
+        "ratio outside 0.9 to 1.1": ("ratio_outside", RED, 100),
+    },
+)
+LATENCY = Curve(
+    title="Publish latency",
+    says="Milliseconds of a step in which new weights were handed to the engine.",
+    y="ms per step",
+    lines={"latency": ("stage_s.publish", RED, 1e3)},
+)
+BYTES = Curve(
+    title="Bytes sent",
+    says="Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
+    y="MB per step",
+    lines={"bytes": ("publish_bytes", BLUE, 1e-6)},
+)
+SPREAD = Curve(
+    title="Mean and spread",
+    says="The band is one standard deviation each way. Without spread inside a group there is nothing to learn.",
+    y="reward",
+    lines={"mean reward": ("reward_mean", BLUE, 1)},
+    low=None,
+    band=("± 1 standard deviation", "reward_low", "reward_high"),
+)
+LENGTHS = Curve(
+    title="Length of answers",
+    says="Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
+    y="tokens",
+    lines={"mean": ("length_mean", BLUE, 1), "longest": ("length_max", ORANGE, 1)},
+)
+
+
+def metric_curves() -> dict[str, list[Curve]]:
+    """A chart for every number of a row, by the first part of its label: what is looked at most comes first."""
+    found: dict[str, list[Curve]] = {group: [] for group in _FIRST}
+    for name, metric in ROW_METRICS.items():
+        parts = name.removesuffix("_s").removeprefix("num_").split("_")
+        words = " ".join(part.upper() if len(part) == 2 else part for part in parts)  # LR, KL
+        share = name.endswith("share")
+        curve = Curve(
+            title=words[0].upper() + words[1:],
+            says=f"{metric.help[0].upper()}{metric.help[1:]}.",
+            y="%" if share else metric.unit,
+            lines={words: (name, BLUE, 100 if share else 1)},
+            low=None,
+            only_busy=True,
+        )
+        found.setdefault(metric.label.split("/")[0], []).append(curve)
+    return found
+
+
+def parts_drawn(parts: Tally, series: Series, look: Look) -> Drawn:
+    """The mean of each part of the rewards."""
+    means = parts.means(series, look.by)
+    if not means:
+        return {}, "No answer has been scored yet." if series.last_step else NO_ROW
+    return lines(_coloured(means), "mean", look=look), _per_point(series)
+
+
+def _coloured(curves: Mapping[str, Points]) -> dict[str, tuple[Points, str]]:
+    return {name: (points, THEME["color"][place % NUM_COLOURS]) for place, (name, points) in enumerate(curves.items())}
+
+
+def _per_point(series: Series) -> str:
+    return f"Each point stands for {series.width} steps." if series.width > 1 else ""
+
+
+def lines(curves: Mapping[str, tuple[Points, str]], y: str, low: float | None = None, look: Look = LOOK) -> Options:
+    """Curves, each with its colour; the axis begins at `low`, or near the least value.
+
+    If they are smoothed, the curves as they were measured lie pale behind.
     """
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    x_axis = _below(by) | {"scale": True, "axisLabel": {":formatter": _SHORT}}
-    x_axis["axisPointer"] = {"label": {":formatter": _POINTED % by}}
-    x_axis |= {"minInterval": 1} if by != "hours" else {}
-    series, pale = [], {"silent": True, "tooltip": {"show": False}, "z": 1}
+    x_axis = _below(look.by) | {"scale": True, "axisLabel": {":formatter": _SHORT}}
+    x_axis["axisPointer"] = {"label": {":formatter": _POINTED % look.by}}
+    x_axis |= {"minInterval": 1} if look.by != "hours" else {}
+    series = []
     for place, (name, (points, colour)) in enumerate(curves.items()):
+        if look.smoothing:
+            pale = _line("", points, colour, opacity=0.3, width=1)
+            series.append(pale | {"silent": True, "tooltip": {"show": False}, "z": 1})
         dashed = {"type": "dashed"} if place >= NUM_COLOURS else {}  # colours come round again
-        if smoothing:
-            faint = _line("", points, colour) | pale
-            series.append(faint | {"lineStyle": {"color": colour, "opacity": 0.3, "width": 1}})
-        drawn = _line(name, smoothed(points, smoothing), colour)
-        series.append(drawn | {"lineStyle": {"color": colour} | dashed})
+        series.append(_line(name, smoothed(points, look.smoothing), colour, **dashed))
     return _chart(series, x_axis, y_axis, _FEW_DIGITS)
 
 
@@ -79,7 +236,7 @@ def smoothed(points: Points, weight: float) -> Points:
     return found
 
 
-def add_band(options: Options, name: str, low: Points, high: Points) -> None:
+def _add_band(options: Options, name: str, low: Points, high: Points) -> None:
     """A shaded band from `low` to `high`, in the colour of the chart's first line."""
     line = next(one for one in options["series"] if one["name"])
     colour = line["lineStyle"]["color"]
@@ -96,7 +253,15 @@ def add_band(options: Options, name: str, low: Points, high: Points) -> None:
     _list(options, name)
 
 
-def add_points(options: Options, name: str, points: Points, colour: str) -> None:
+def _add_scores(options: Options, series: Series, look: Look, facts: RunFacts | None) -> None:
+    before = None if facts is None else facts.score_before
+    after = facts.score_after if facts is not None and facts.state is RunState.FINISHED else None
+    _add_points(options, "held-out, before", [(0, before)], GREY)
+    _add_points(options, "held-out score", series.curve("score", by=look.by), ORANGE)
+    _add_points(options, "held-out, after", [(series.places(look.by)[-1].item(), after)], GREEN)
+
+
+def _add_points(options: Options, name: str, points: Points, colour: str) -> None:
     """Single points, which no line joins."""
     known = [list(point) for point in points if point[1] is not None]
     if known:
@@ -128,16 +293,13 @@ def sankey(accounts: Sequence[Account]) -> Options:
 
 def timeline(shown: Timeline) -> Options:
     """A lane for each stage and worker, seconds to the right."""
-    series = []
-    for stage in dict.fromkeys(stage for _, stage, _, _ in shown.bars):
-        data = [
-            {"value": [shown.lanes.index(lane), round(start_s, 4), round(end_s, 4)], "name": lane}
-            for lane, of, start_s, end_s in shown.bars
-            if of == stage
-        ]
-        look = {"type": "custom", ":renderItem": _DRAW_BAR, "encode": {"x": [1, 2], "y": 0}}
-        look["itemStyle"] = {"color": STAGE_COLOURS.get(stage, GREY)}
-        series.append({"name": stage, "data": data} | look)
+    look = {"type": "custom", ":renderItem": _DRAW_BAR, "encode": {"x": [1, 2], "y": 0}}
+    lanes, series = list(shown.busy), dict[str, Options]()
+    for lane, stage, start_s, end_s in shown.bars:
+        colour = STAGE_COLOURS.get(stage, GREY)
+        of_stage = series.setdefault(stage, {"name": stage, "itemStyle": {"color": colour}, "data": []} | look)
+        value = [lanes.index(lane), round(start_s, 4), round(end_s, 4)]
+        of_stage["data"].append({"value": value, "name": lane})
     says = "p => p.name + ': ' + p.value[1].toFixed(3) + ' to ' + p.value[2].toFixed(3) + ' s'"
     x_axis = _below("seconds on the run's clock") | {"splitLine": {"show": True}}
     x_axis |= {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
@@ -148,40 +310,46 @@ def timeline(shown: Timeline) -> Options:
         "tooltip": {"trigger": "item", ":formatter": says, "renderMode": "richText"},
         "grid": {"right": 16, "top": 8},
         "xAxis": x_axis,
-        "yAxis": {"type": "category", "data": list(shown.lanes), "inverse": True},
+        "yAxis": {"type": "category", "data": lanes, "inverse": True},
         "dataZoom": [{"type": "inside", "filterMode": "weakFilter"} | by_key],
-        "series": series,
+        "series": list(series.values()),
     }
 
 
 def lag_bars(shares: Tally, last_step: int) -> Options:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
-    width = 2 ** max(0, math.ceil(math.log2(max(last_step, 1) / MOST_LAG_BARS)))
-    totals: Counter[int] = Counter()
-    held: Counter[tuple[int, int]] = Counter()
+    width = steps_together(last_step, MOST_LAG_BARS)
+    held = np.zeros((MOST_LAGS + 1, 1 + max(((step - 1) // width for step, _ in shares.sums), default=0)))
     for (step, lag), tokens in shares.sums.items():
-        bucket = (step - 1) // width
-        totals[bucket] += tokens
-        held[bucket, min(lag, MOST_LAGS)] += tokens
-    names, series = [], []
-    for bucket in sorted(totals):
-        end = min((bucket + 1) * width, max(last_step, 1))
-        names.append(str(end) if width == 1 else f"{bucket * width + 1}-{end}")
-    for lag in sorted({lag for _, lag in held}):
-        data = [held[bucket, lag] / max(totals[bucket], 1) for bucket in sorted(totals)]
+        held[min(lag, MOST_LAGS), (step - 1) // width] += tokens
+    buckets, names, series = np.flatnonzero(held.any(axis=0)), [], []
+    for begin in width * buckets:
+        end = min(begin + width, max(last_step, 1))
+        names.append(str(end) if width == 1 else f"{begin + 1}-{end}")
+    for lag in np.flatnonzero(held.any(axis=1)):
         name = f"lag {lag}{' or more' if lag == MOST_LAGS else ''}"
-        series.append(_bar(name, LAG_COLOURS[lag], data) | {"stack": "all", "barCategoryGap": "8%"})
-    options = _bars(series, names, x="step", y="% of trained tokens")
-    options["yAxis"]["max"] = 100
-    return options
+        stacked = _bar(name, LAG_COLOURS[lag], held[lag, buckets] / held.sum(axis=0)[buckets])
+        series.append(stacked | {"stack": "all", "barCategoryGap": "8%"})
+    return _bars(series, names, x="step", y="% of trained tokens", most=100)
 
 
-def reward_bars(shape: RewardShape) -> Options:
-    series = [
-        _bar(f"first {shape.num_first:,} answers", GREY, shape.first),
-        _bar(f"newest {shape.num_newest:,} answers", BLUE, shape.newest),
-    ]
-    return _bars(series, list(shape.labels), x="reward", y="% of answers")
+def reward_bars(shown: Rewards) -> Options:
+    """How the rewards of each side are distributed; few values have a bar each."""
+    sides = {"first": (GREY, shown.first), "newest": (BLUE, shown.newest)}
+    names, edges = _bins(np.unique(np.concatenate([shown.first, shown.newest])))
+    series = []
+    for side, (colour, rewards) in sides.items():
+        counts, _ = np.histogram(rewards, edges)
+        series.append(_bar(f"{side} {len(rewards):,} answers", colour, counts / max(len(rewards), 1)))
+    return _bars(series, names, x="reward", y="% of answers")
+
+
+def _bins(values: Numbers) -> tuple[list[str], Numbers]:
+    """The middle of each bar, and its edges."""
+    if len(values) <= MOST_REWARD_BARS:
+        return [f"{value:g}" for value in values], np.append(values, np.inf)
+    edges = np.linspace(values[0], values[-1], MOST_REWARD_BARS + 1)
+    return [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2], edges
 
 
 def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
@@ -200,22 +368,22 @@ def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
     }
 
 
-def _line(name: str, points: Points, colour: str) -> Options:
+def _line(name: str, points: Points, colour: str, **style: object) -> Options:
     data = [list(point) for point in points]
     num_known = sum(y is not None for _, y in points)
     few = num_known < 3 or num_known < len(points) / 2  # such as scores: single points, joined
-    look = {"lineStyle": {"color": colour}, "itemStyle": {"color": colour}}
+    look = {"lineStyle": {"color": colour} | style, "itemStyle": {"color": colour}}
     return {"name": name, "type": "line", "data": data, "showSymbol": few, "connectNulls": few} | look
 
 
-def _bar(name: str, colour: str, shares: Sequence[float]) -> Options:
-    data = [round(100 * share, 2) for share in shares]
+def _bar(name: str, colour: str, shares: Numbers) -> Options:
+    data = [round(100 * share, 2) for share in shares.tolist()]
     return {"name": name, "type": "bar", "itemStyle": {"color": colour}, "data": data}
 
 
-def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
+def _bars(series: list[Options], names: list[str], *, x: str, y: str, most: float | None = None) -> Options:
     x_axis = _below(x) | {"type": "category", "data": names}
-    return _chart(series, x_axis, _left(y) | {"min": 0}, "v => v + ' %'")
+    return _chart(series, x_axis, _left(y) | {"min": 0, "max": most}, "v => v + ' %'")
 
 
 def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) -> Options:

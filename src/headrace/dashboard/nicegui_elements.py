@@ -11,27 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from nicegui import run, ui
+from nicegui import Client, run, ui
 
 from headrace.dashboard.books import AXES
-from headrace.dashboard.charts import THEME, Options
-from headrace.dashboard.curves import Look
+from headrace.dashboard.charts import THEME, Drawn, Look
 from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
 
-VIEWS = (
-    "overview",
-    "curves",
-    "settings",
-    "timeline",
-    "tokens",
-    "lag",
-    "publish",
-    "rewards",
-    "trajectories",
-)  # of a run
+# Of a run.
+VIEWS = ("overview", "curves", "settings", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
@@ -54,12 +45,12 @@ _SORT = """(a, b, rowA, rowB) => {
     if (isNaN(x) && isNaN(y)) return String(a).localeCompare(String(b));
     return isNaN(x) ? -1 : isNaN(y) ? 1 : x - y;
 }"""
-_LINKED = (
-    "<q-td :props='props'><a v-if='props.row.link' :href='props.row.link'>{{ props.value }}</a>"
-    "<template v-else>{{ props.value }}</template></q-td>"
-)
 # Cells that are more than a text; the template is ours, and what is in the row is only ever a value.
 _CELLS = {
+    "link": (
+        "<q-td :props='props'><a v-if='props.row.link' :href='props.row.link'>{{ props.value }}</a>"
+        "<template v-else>{{ props.value }}</template></q-td>"
+    ),
     "state": "<q-td :props='props'><span class='state' :class='props.value'>{{ props.value }}</span></q-td>",
     "curve": (
         "<q-td :props='props'><svg v-if='props.value' class='curve' viewBox='-1 -1 98 22' role='img' "
@@ -107,8 +98,7 @@ def run_views(name: str, here: str) -> None:
 def card(title: str = "", says: str = "") -> Iterator[None]:
     with ui.element("section").classes("card"):
         if title:
-            with ui.element("h2"):
-                ui.label(title)
+            _within("h2", title)
         if says:
             ui.label(says).classes("says")
         yield
@@ -137,9 +127,10 @@ class Panel:
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
         self._message = message("")
         self._message.set_visibility(False)
+        _panels_here().append(self)
 
     async def refresh(self) -> None:
-        problem = ""
+        found, problem = None, ""
         try:
             found = await run.io_bound(self._read)
         except HeadraceError as error:
@@ -149,9 +140,7 @@ class Panel:
             self._message.set_visibility(bool(problem))
         if self._box is not None:
             self._box.set_visibility(not problem)
-        if not problem and found is None:  # it was cancelled: nobody looks at the page any more
-            return
-        if not problem and found != self._found:
+        if found is not None and found != self._found:  # None: nobody looks at the page any more
             self._found = found
             self._show(found)
 
@@ -171,8 +160,17 @@ class Panel:
         return mine == self._changes
 
 
-async def follow(panels: Sequence[Panel]) -> None:
-    """Fill the panels now, and keep them up to date while the page is open."""
+_panels: WeakKeyDictionary[Client, list[Panel]] = WeakKeyDictionary()
+
+
+def _panels_here() -> list[Panel]:
+    """All panels of the page that is being made, or looked at."""
+    return _panels.setdefault(ui.context.client, [])
+
+
+async def follow() -> None:
+    """Fill the panels of this page now, and keep them up to date while it is open."""
+    panels = _panels_here()
 
     async def refresh() -> None:
         await asyncio.gather(*(panel.refresh() for panel in panels))
@@ -189,10 +187,14 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
     pairs = list(pairs)
     short = all(len(name + text) < 30 for name, text in pairs)
     with ui.element("dl").classes("short" if short else ""):
-        for pair in pairs:
-            for kind, text in zip(("dt", "dd"), pair, strict=True):
-                with ui.element(kind):
-                    ui.label(printable(text))
+        for name, text in pairs:
+            _within("dt", name)
+            _within("dd", text)
+
+
+def _within(tag: str, text: str) -> None:
+    with ui.element(tag):
+        ui.label(printable(text))
 
 
 def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
@@ -227,7 +229,7 @@ class Grid:
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
         if typed is not None:
             typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
-        self._table.add_slot("body-cell-0", _LINKED)
+        self._table.add_slot("body-cell-0", _CELLS["link"])
         self._table.set_visibility(False)
         self._instead, self._below = ui.label(""), ui.element("div")
 
@@ -270,15 +272,13 @@ def section(shown: Section) -> None:
         if table.title:
             ui.label(table.title)
         Grid().show(Listing(columns=table.columns, rows=table.rows, numeric=table.numeric))
-    points = [printable(text[2:]) for text in shown.sentences if text.startswith("- ")]
     for text in shown.sentences:
         if not text.startswith("- "):
             ui.label(printable(text)).classes("sentence")
-    if points:
+    if points := [text[2:] for text in shown.sentences if text.startswith("- ")]:
         with ui.element("ul"):
             for text in points:
-                with ui.element("li"):
-                    ui.label(text)
+                _within("li", text)
 
 
 def report(shown: Report) -> None:
@@ -288,11 +288,11 @@ def report(shown: Report) -> None:
             section(part)
 
 
-def look_controls(panels: Sequence[Panel]) -> Callable[[], Look]:
-    """How the curves of these panels are drawn; what is returned says what is chosen."""
+def look_controls() -> Callable[[], Look]:
+    """How the curves of this page are drawn; what is returned says what is chosen."""
 
     async def changed(_: object) -> None:
-        await asyncio.gather(*(panel.changed() for panel in panels))
+        await asyncio.gather(*(panel.changed() for panel in _panels_here()))
 
     with ui.element("section").classes("card line look"):
         by = choice(list(AXES), "step", "curves along", changed)
@@ -321,13 +321,13 @@ def table_panel(title: str, says: str, read: Callable[[], Listing], search: str 
         return Panel(read, Grid(search).show)
 
 
-def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
+def chart(height_px: int) -> Callable[[Drawn], None]:
     """An empty chart; what is returned gives it its options, and a sentence about them."""
     now = ui.label("").classes("says")
     element = ui.echart({}, renderer="svg", theme=THEME).style(f"height: {height_px}px; width: 100%")
     element.set_visibility(False)
 
-    def show(found: tuple[Options, str]) -> None:
+    def show(found: Drawn) -> None:
         options, text = found
         now.set_text(text)
         now.set_visibility(bool(text))
@@ -339,7 +339,7 @@ def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
     return show
 
 
-def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
+def chart_panel(title: str, says: str, read: Callable[[], Drawn], height_px: int = 280) -> Panel:
     with card(title, says):
         with ui.element("div") as box:
             show = chart(height_px)
