@@ -59,24 +59,23 @@ def sync_command(
 
 def _measured(num_params: int, receivers: int) -> dict[str, Any]:
     measuring = importlib.import_module("headrace.publish.measure")  # loads torch
-    versions = measuring.two_versions(num_params)
+    versions, missing = measuring.two_versions(num_params), ""
     full = {name: tensor.bfloat16() for name, tensor in versions[1].items() if "lora_" not in name}
-    num_bytes = sum(2 * tensor.numel() for tensor in full.values())
-    found: dict[str, Any] = {"num_params": num_params, "receivers": receivers}
-    found |= {"full_bytes": num_bytes, "missing": "", "copy_s": measuring.copy_s(num_bytes)}
-    found |= {"save_and_load_s": measuring.save_and_load_s(full), "publications": []}
+    full_bytes = sum(2 * tensor.numel() for tensor in full.values())
+    plain = {"copy_s": measuring.copy_s(full_bytes), "save_and_load_s": measuring.save_and_load_s(full)}
     del full
+    publications = []
     with ExitStack() as stack:
         transports = stack.enter_context(measuring.local_transports())
         try:
             store = importlib.import_module("headrace.publish.object_store_ray")
-            transports["object_store"] = stack.enter_context(store.local_store(3 * num_bytes))
+            transports["object_store"] = stack.enter_context(store.local_store(3 * full_bytes))
         except ImportError:
-            found["missing"] = "ray is not installed. Run: pip install -e '.[ray]'"
+            missing = "ray is not installed. Run: pip install -e '.[ray]'"
         for transport, ends in transports.items():
             for encoding in measuring.EncodingKind:
                 times = measuring.measure(encoding, versions, ends, receivers)
-                one = {"encoding": encoding, "transport": transport, "full_bytes": num_bytes}
-                one |= {"times": asdict(times), "total_s": times.total_s}
-                found["publications"].append(one)
-    return found
+                one = {"encoding": encoding, "transport": transport, "full_bytes": full_bytes}
+                publications.append(one | {"times": asdict(times), "total_s": times.total_s})
+    about = {"num_params": num_params, "receivers": receivers, "full_bytes": full_bytes, "missing": missing}
+    return about | plain | {"publications": publications}
