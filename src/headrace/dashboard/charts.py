@@ -7,15 +7,15 @@ of Okabe and Ito), and one thing has one colour everywhere. Text and lines take 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.dashboard.books import Points, Rewards, Series, Tally, Timeline, steps_together
-from headrace.measured import STAGES
 from headrace.row import ROW_METRICS
 from headrace.runs.columns import Numbers
 from headrace.runs.facts import RunFacts, RunState
@@ -26,7 +26,7 @@ Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sent
 
 THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
 BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
-STAGE_COLOURS = dict(zip(STAGES, (BLUE, ORANGE, PINK, GREEN, RED), strict=True))
+COLOURS = {"blue": BLUE, "orange": ORANGE, "pink": PINK, "green": GREEN, "red": RED}
 FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
 NUM_COLOURS = len(THEME["color"])
 LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
@@ -61,15 +61,15 @@ LOOK = Look()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Lines over a run's steps, and what they mean; by name a column, its colour and scale."""
+class Chart:
+    """A chart and what it means, as charts.toml has it; here the lines of a curve are drawn."""
 
     title: str
     says: str
-    y: str
-    lines: Mapping[str, tuple[str, str, float]]
-    low: float | None = 0  # where the axis begins, if not near the smallest value
-    band: tuple[str, str, str] | None = None  # its name, and the columns that it lies between
+    y: str = ""
+    lines: Mapping[str, tuple[str, str, float]] = field(default_factory=dict)
+    low: float | None = None
+    band: tuple[str, str, str] | None = None
     held_out: bool = False  # add the scores on held-out prompts
     only_busy: bool = False  # leave out what is zero throughout
 
@@ -78,7 +78,7 @@ class Curve:
             return {}, NO_ROW
         curves = {}
         for name, (column, colour, scale) in self.lines.items():
-            curves[name] = (series.curve(column, scale, look.by), colour)
+            curves[name] = (series.curve(column, scale, look.by), COLOURS[colour])
         if all(y is None for points, _ in curves.values() for _, y in points):
             return {}, "It was not measured in this run."
         if self.only_busy:
@@ -102,89 +102,23 @@ class Curve:
         return lines(curves, self.y, look=look), ""
 
 
-REWARD = Curve(
-    title="Reward",
-    says="The mean reward of all answers that were scored during a step. Training works if it rises. "
-    "Diamonds are scores on held-out prompts, which are never trained on: before training, on the way, and after it.",
-    y="reward",
-    lines={"mean reward": ("reward_mean", BLUE, 1)},
-    low=None,
-    held_out=True,
-)
-GOODPUT = Curve(
-    title="Goodput",
-    says="Tokens trained on per second: the speed that counts. Generated tokens that were dropped are not in it.",
-    y="trained tokens per second",
-    lines={"goodput": ("goodput", GREEN, 1)},
-)
-STAGE_TIMES = Curve(
-    title="Stage times",
-    says="Seconds of a step in which each stage was busy. Stages may be busy at the same time, so they need "
-    "not add up to the step.",
-    y="seconds per step",
-    lines={stage: (f"stage_s.{stage}", STAGE_COLOURS[stage], 1) for stage in STAGES},
-    only_busy=True,
-)
-RATIO = Curve(
-    title="Importance ratio",
-    says="How much more likely the learner finds a token than the policy that sampled it: 1 means nothing "
-    "changed. The band holds 98 of 100 tokens; a wide band means that the learner corrects a lot.",
-    y="ratio",
-    lines={"mean ratio": ("ratio_mean", BLUE, 1)},
-    low=None,
-    band=("98 of 100 tokens", "ratio_p01", "ratio_p99"),
-)
-WEIGHTS = Curve(
-    title="Effective samples",
-    says="What share of the tokens carries weight after correction: 100 % for fresh tokens, less when a few "
-    "heavy ones dominate. The second curve is the share of tokens whose ratio is outside 0.9 to 1.1.",
-    y="% of tokens",
-    lines={
-        "effective samples": ("effective_samples", GREEN, 100),
-        "ratio outside 0.9 to 1.1": ("ratio_outside", RED, 100),
-    },
-)
-LATENCY = Curve(
-    title="Publish latency",
-    says="Milliseconds of a step in which new weights were handed to the engine.",
-    y="ms per step",
-    lines={"latency": ("stage_s.publish", RED, 1e3)},
-)
-BYTES = Curve(
-    title="Bytes sent",
-    says="Megabytes that moved in a step. 0 means that engine and learner share one copy of the weights.",
-    y="MB per step",
-    lines={"bytes": ("publish_bytes", BLUE, 1e-6)},
-)
-SPREAD = Curve(
-    title="Mean and spread",
-    says="The band is one standard deviation each way. Without spread inside a group there is nothing to learn.",
-    y="reward",
-    lines={"mean reward": ("reward_mean", BLUE, 1)},
-    low=None,
-    band=("± 1 standard deviation", "reward_low", "reward_high"),
-)
-LENGTHS = Curve(
-    title="Length of answers",
-    says="Sampled tokens of an answer: the mean, and the longest of the step, for which others may wait.",
-    y="tokens",
-    lines={"mean": ("length_mean", BLUE, 1), "longest": ("length_max", ORANGE, 1)},
-)
+_TABLE = tomllib.loads(Path(__file__).with_name("charts.toml").read_text(encoding="utf-8"))
+CHARTS = {name: Chart(**entry) for name, entry in _TABLE.items()}
+STAGE_COLOURS = {stage: COLOURS[colour] for stage, (_, colour, _) in CHARTS["stage_times"].lines.items()}
 
 
-def metric_curves() -> dict[str, list[Curve]]:
+def metric_curves() -> dict[str, list[Chart]]:
     """A chart for every number of a row, by the first part of its label: what is looked at most comes first."""
-    found: dict[str, list[Curve]] = {group: [] for group in _FIRST}
+    found: dict[str, list[Chart]] = {group: [] for group in _FIRST}
     for name, metric in ROW_METRICS.items():
         parts = name.removesuffix("_s").removeprefix("num_").split("_")
         words = " ".join(part.upper() if len(part) == 2 else part for part in parts)  # LR, KL
         share = name.endswith("share")
-        curve = Curve(
+        curve = Chart(
             title=words[0].upper() + words[1:],
             says=f"{metric.help[0].upper()}{metric.help[1:]}.",
             y="%" if share else metric.unit,
-            lines={words: (name, BLUE, 100 if share else 1)},
-            low=None,
+            lines={words: (name, "blue", 100 if share else 1)},
             only_busy=True,
         )
         found.setdefault(metric.label.split("/")[0], []).append(curve)

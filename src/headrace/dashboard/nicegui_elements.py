@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from nicegui import Client, run, ui
 
 from headrace.dashboard.books import AXES
-from headrace.dashboard.charts import THEME, Drawn, Look
+from headrace.dashboard.charts import THEME, Chart, Drawn, Look
 from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
@@ -316,9 +316,9 @@ def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str =
     return Panel(read, show, box)
 
 
-def table_panel(title: str, says: str, read: Callable[[], Listing], search: str = "") -> Panel:
+def table_panel(title: str, says: str, read: Callable[[], Listing], search: str = "") -> None:
     with card(title, says):
-        return Panel(read, Grid(search).show)
+        Panel(read, Grid(search).show)
 
 
 def chart(height_px: int) -> Callable[[Drawn], None]:
@@ -339,8 +339,8 @@ def chart(height_px: int) -> Callable[[Drawn], None]:
     return show
 
 
-def chart_panel(title: str, says: str, read: Callable[[], Drawn], height_px: int = 280) -> Panel:
-    with card(title, says):
+def chart_panel(words: Chart, read: Callable[[], Drawn], height_px: int = 280) -> None:
+    with card(words.title, words.says):
         with ui.element("div") as box:
             show = chart(height_px)
-        return Panel(read, show, box)
+        Panel(read, show, box)

@@ -12,7 +12,7 @@ from headrace.config_file import changed, explain
 from headrace.dashboard import books, charts
 from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.answers import number
-from headrace.dashboard.charts import Curve, Drawn, Look, metric_curves
+from headrace.dashboard.charts import CHARTS, Chart, Drawn, Look, metric_curves
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import HeadraceError, RunError
 from headrace.insight.reports import triage_report
@@ -79,16 +79,17 @@ class RunViews:
         self._name, self._live = name, site.run(name)
         self._look: Callable[[], Look] = Look
 
-    def _curve(self, curve: Curve, height_px: int = 280) -> None:
-        def read() -> Drawn:
-            return curve.drawn(self._live.series(), self._look(), self._live.facts())
+    def _curves(self, *curves: Chart, height_px: int = 280) -> None:
+        for curve in curves:
+            page.chart_panel(curve, partial(self._drawn, curve), height_px)
 
-        page.chart_panel(curve.title, curve.says, read, height_px)
+    def _drawn(self, curve: Chart) -> Drawn:
+        return curve.drawn(self._live.series(), self._look(), self._live.facts())
 
     def overview(self) -> None:
         page.panel(lambda: self._live.overview().numbers(self._live.triage()), page.numbers)
         self._look = page.look_controls()
-        self._curve(charts.REWARD)
+        self._curves(CHARTS["reward"])
         with page.card("How it went"):
             page.panel(self._live.history, page.section)
         says = (
@@ -99,8 +100,7 @@ class RunViews:
             page.panel(self._live.triage, _verdict)
             ui.link("Try other stage times on the plan page", address("plan", run=self._name))
         with ui.element("div").classes("pair"):
-            self._curve(charts.GOODPUT)
-            self._curve(charts.STAGE_TIMES)
+            self._curves(CHARTS["goodput"], CHARTS["stage_times"])
 
     def curves(self) -> None:
         self._look = page.look_controls()
@@ -108,11 +108,9 @@ class RunViews:
             with ui.element("h2").classes("group"):
                 ui.label(group.capitalize())
             with ui.element("div").classes("trio"):
-                for curve in found:
-                    self._curve(curve, height_px=200)
+                self._curves(*found, height_px=200)
                 if group == "reward":
-                    says = "The mean of each part that the reward function gave."
-                    page.chart_panel("Reward parts", says, self._parts, 200)
+                    page.chart_panel(CHARTS["reward_parts"], self._parts, 200)
 
     def _parts(self) -> Drawn:
         return charts.parts_drawn(self._live.tally(books.PARTS), self._live.series(), self._look())
@@ -138,12 +136,7 @@ class RunViews:
         asked = number(ui.context.client.request.query_params, "steps") or TIMELINE_STEPS[0]
         steps, here = min(max(asked, 1), TIMELINE_STEPS[-1]), partial(address, "run", self._name, "timeline")
         page.views((f"last {n} steps", here(steps=n), n == steps) for n in TIMELINE_STEPS)
-        says = (
-            "A lane for each stage. Bars above each other ran at the same time; white space in a lane is a "
-            "stage that waited. Stages that never overlap take turns, and a step takes the sum of them. Shift "
-            "and the wheel zoom."
-        )
-        page.chart_panel("What was busy when", says, lambda: self._timeline(steps), height_px=380)
+        page.chart_panel(CHARTS["timeline"], lambda: self._timeline(steps), height_px=380)
 
     def _timeline(self, steps: int) -> Drawn:
         shown = books.read_timeline(self._live.path, steps)
@@ -153,11 +146,7 @@ class RunViews:
         return charts.timeline(shown), f"Busy share of these {shown.end_s - shown.start_s:.1f} s: {busy}."
 
     def tokens(self) -> None:
-        says = (
-            "Every sampled token is in exactly one place. Green was trained on. Orange was paid for and thrown "
-            "away, by reason. The rest is still under way."
-        )
-        page.chart_panel("Where the generated tokens went", says, self._flow, height_px=360)
+        page.chart_panel(CHARTS["tokens"], self._flow, height_px=360)
         says = "If the dropped answers are longer than the trained ones, the policy learns more from short answers."
         page.table_panel("The accounts", says, self._accounts)
 
@@ -180,14 +169,9 @@ class RunViews:
         )
 
     def lag(self) -> None:
-        says = (
-            "Lag counts the updates between sampling a token and training on it. 0 is fresh. Some lag lets "
-            "stages overlap; too much makes the policy learn from what it no longer would say."
-        )
-        page.chart_panel("Lag of the trained tokens", says, self._lags)
+        page.chart_panel(CHARTS["lag"], self._lags)
         self._look = page.look_controls()
-        self._curve(charts.RATIO)
-        self._curve(charts.WEIGHTS)
+        self._curves(CHARTS["ratio"], CHARTS["weights"])
 
     def _lags(self) -> Drawn:
         shares, allowed = self._live.tally(books.LAGS), self._live.wanted_lag()
@@ -198,16 +182,13 @@ class RunViews:
 
     def publish(self) -> None:
         self._look = page.look_controls()
-        self._curve(charts.LATENCY)
-        self._curve(charts.BYTES)
+        self._curves(CHARTS["latency"], CHARTS["bytes"])
 
     def rewards(self) -> None:
-        says = "How often each reward was given. Training moves the bars to the right."
-        page.chart_panel("Rewards at the start and now", says, self._rewards)
+        page.chart_panel(CHARTS["rewards"], self._rewards)
         self._look = page.look_controls()
         with ui.element("div").classes("pair"):
-            self._curve(charts.SPREAD)
-            self._curve(charts.LENGTHS)
+            self._curves(CHARTS["spread"], CHARTS["lengths"])
 
     def _rewards(self) -> Drawn:
         found = books.read_rewards(self._live.path)
@@ -248,14 +229,14 @@ async def compare(site: Site) -> None:
         page.table_panel("In numbers", "", lambda: _numbers(chosen))
         look = page.look_controls()
 
-        def drawn(curve: Curve) -> Drawn:
+        def drawn(curve: Chart) -> Drawn:
             return curve.compared({live.name: live.series() for live in chosen}, look())
 
         groups = metric_curves()
         main = [curve for curves in groups.values() for curve in curves if curve.title in _MAIN_TITLES]
         with ui.element("div").classes("pair"):
-            for curve in groups.get(group, [*main, charts.GOODPUT]):
-                page.chart_panel(curve.title, curve.says, partial(drawn, curve))
+            for curve in groups.get(group, [*main, CHARTS["goodput"]]):
+                page.chart_panel(curve, partial(drawn, curve))
         says = "Settings that are not the same in all of them."
         page.table_panel("What was set differently", says, lambda: _differences(chosen))
         await page.follow()
