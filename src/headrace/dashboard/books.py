@@ -89,9 +89,10 @@ class Series:
         return float(np.nansum(tokens[-num_steps:]) / taken_s) if taken_s else None
 
     def now(self, name: str) -> float | None:
+        """The mean of the last steps that have the number."""
         values = self.columns[name][-RECENT_STEPS:]
-        found = _combined(values, np.zeros(min(len(values), 1), np.int64), _OVER.get(name, "mean"))
-        return float(found[0]) if len(found) and np.isfinite(found[0]) else None
+        known = values[np.isfinite(values)]
+        return float(known.mean()) if len(known) else None
 
     def stages_now(self) -> StageTimes:
         return StageTimes(**{stage: self.now(f"stage_s.{stage}") or 0.0 for stage in STAGES})

@@ -36,18 +36,6 @@ MOST_REWARD_BARS = 20
 NO_ROW = "There is no row yet: the first step is under way."
 _FIRST = ("reward", "learner", "length", "mismatch", "lag")  # of the groups of curves
 
-# A bar of the timeline: where its lane and its seconds are.
-_DRAW_BAR = """(params, api) => {
-    const start = api.coord([api.value(1), api.value(0)]), end = api.coord([api.value(2), api.value(0)]);
-    const height = api.size([0, 1])[1] * 0.6, area = params.coordSys, last = area.x + area.width;
-    const left = Math.max(start[0], area.x), right = Math.min(Math.max(end[0], start[0] + 1), last);
-    return right <= left ? null : {type: 'rect', style: api.style(),
-        shape: {x: left, y: start[1] - height / 2, width: right - left, height: height}};
-}"""
-_SHORT = "v => Math.abs(v) >= 1e6 ? v / 1e6 + ' M' : Math.abs(v) >= 1e3 ? v / 1e3 + ' k' : v"
-_POINTED = "p => '%s ' + Number(p.value.toPrecision(4)).toLocaleString('en')"
-_FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -85,13 +73,12 @@ class Chart:
             curves = {name: curve for name, curve in curves.items() if any(y for _, y in curve[0])}
         if not curves:
             return {}, "It was 0 in every step."
-        options = lines(curves, self.y, self.low, look)
+        more = _scores(series, look, facts) if self.held_out else []
         if self.band:
             name, low, high = self.band
-            _add_band(options, name, series.curve(low, by=look.by), series.curve(high, by=look.by))
-        if self.held_out:
-            _add_scores(options, series, look, facts)
-        return options, _per_point(series)
+            colour = next(iter(curves.values()))[1]
+            more += _band(name, series.curve(low, by=look.by), series.curve(high, by=look.by), colour)
+        return lines(curves, self.y, self.low, look, more), _per_point(series)
 
     def compared(self, runs: Mapping[str, Series], look: Look) -> Drawn:
         """Its first line in each of these runs."""
@@ -141,14 +128,20 @@ def _per_point(series: Series) -> str:
     return f"Each point stands for {series.width} steps." if series.width > 1 else ""
 
 
-def lines(curves: Mapping[str, tuple[Points, str]], y: str, low: float | None = None, look: Look = LOOK) -> Options:
-    """Curves, each with its colour; the axis begins at `low`, or near the least value.
+def lines(
+    curves: Mapping[str, tuple[Points, str]],
+    y: str,
+    low: float | None = None,
+    look: Look = LOOK,
+    more: Sequence[Options] = (),
+) -> Options:
+    """Curves, each with its colour, and `more` than these; the axis begins at `low`, or near the least value.
 
     If they are smoothed, the curves as they were measured lie pale behind.
     """
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    x_axis = _below(look.by) | {"scale": True, "axisLabel": {":formatter": _SHORT}}
-    x_axis["axisPointer"] = {"label": {":formatter": _POINTED % look.by}}
+    x_axis = _below(look.by) | {"scale": True, "axisLabel": {":formatter": "briefly"}}
+    x_axis["axisPointer"] = {"label": {":formatter": f"p => '{look.by} ' + fewDigits(p.value)"}}
     x_axis |= {"minInterval": 1} if look.by != "hours" else {}
     series = []
     for place, (name, (points, colour)) in enumerate(curves.items()):
@@ -157,7 +150,7 @@ def lines(curves: Mapping[str, tuple[Points, str]], y: str, low: float | None = 
             series.append(pale | {"silent": True, "tooltip": {"show": False}, "z": 1})
         dashed = {"type": "dashed"} if place >= NUM_COLOURS else {}  # colours come round again
         series.append(_line(name, smoothed(points, look.smoothing), colour, **dashed))
-    return _chart(series, x_axis, y_axis, _FEW_DIGITS)
+    return _chart([*series, *more], x_axis, y_axis, "fewDigits", scrolls=not more)
 
 
 def smoothed(points: Points, weight: float) -> Points:
@@ -170,43 +163,31 @@ def smoothed(points: Points, weight: float) -> Points:
     return found
 
 
-def _add_band(options: Options, name: str, low: Points, high: Points) -> None:
-    """A shaded band from `low` to `high`, in the colour of the chart's first line."""
-    line = next(one for one in options["series"] if one["name"])
-    colour = line["lineStyle"]["color"]
+def _band(name: str, low: Points, high: Points, colour: str) -> list[Options]:
+    """A shaded band from `low` to `high`, behind the lines."""
     spread = [
         (place, None if top is None or bottom is None else top - bottom)
         for (place, bottom), (_, top) in zip(low, high, strict=True)
     ]
-    unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "silent": True}
+    unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "silent": True, "z": 1}
     unseen |= {"lineStyle": {"opacity": 0}, "tooltip": {"show": False}}
-    shade = {"areaStyle": {"color": colour, "opacity": 0.25}}
-    shade["itemStyle"] = {"color": colour, "opacity": 0.35}
-    band = _line(name, spread, colour) | unseen | shade
-    options["series"] = [_line("", low, colour) | unseen, band, *options["series"]]
-    _list(options, name)
+    shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
+    return [_line("", low, colour) | unseen, _line(name, spread, colour) | unseen | shade]
 
 
-def _add_scores(options: Options, series: Series, look: Look, facts: RunFacts | None) -> None:
+def _scores(series: Series, look: Look, facts: RunFacts | None) -> list[Options]:
+    """The scores on held-out prompts, as single points, which no line joins."""
     before = None if facts is None else facts.score_before
     after = facts.score_after if facts is not None and facts.state is RunState.FINISHED else None
-    _add_points(options, "held-out, before", [(0, before)], GREY)
-    _add_points(options, "held-out score", series.curve("score", by=look.by), ORANGE)
-    _add_points(options, "held-out, after", [(series.places(look.by)[-1].item(), after)], GREEN)
-
-
-def _add_points(options: Options, name: str, points: Points, colour: str) -> None:
-    """Single points, which no line joins."""
-    known = [list(point) for point in points if point[1] is not None]
-    if known:
-        options["series"].append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
-        _list(options, name)
-
-
-def _list(options: Options, name: str) -> None:
-    options["legend"]["data"].append(name)
-    options["legend"] |= {"show": True, "type": "plain"}
-    options["grid"] = {"top": 60 if len(options["legend"]["data"]) < 4 else 76}  # two lines on a phone
+    last, marks = series.places(look.by)[-1].item(), []
+    for name, points, colour in (
+        ("held-out, before", [(0, before)], GREY),
+        ("held-out score", series.curve("score", by=look.by), ORANGE),
+        ("held-out, after", [(last, after)], GREEN),
+    ):
+        if known := [list(point) for point in points if point[1] is not None]:
+            marks.append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
+    return marks
 
 
 def sankey(accounts: Sequence[Account]) -> Options:
@@ -227,7 +208,7 @@ def sankey(accounts: Sequence[Account]) -> Options:
 
 def timeline(shown: Timeline) -> Options:
     """A lane for each stage and worker, seconds to the right."""
-    look = {"type": "custom", ":renderItem": _DRAW_BAR, "encode": {"x": [1, 2], "y": 0}}
+    look = {"type": "custom", ":renderItem": "drawBar", "encode": {"x": [1, 2], "y": 0}}
     lanes, series = list(shown.busy), dict[str, Options]()
     for lane, stage, start_s, end_s in shown.bars:
         colour = STAGE_COLOURS.get(stage, GREY)
@@ -320,13 +301,14 @@ def _bars(series: list[Options], names: list[str], *, x: str, y: str, most: floa
     return _chart(series, x_axis, _left(y) | {"min": 0, "max": most}, "v => v + ' %'")
 
 
-def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) -> Options:
+def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str, scrolls: bool = True) -> Options:
+    """If the legend does not scroll, it may take two lines on a phone."""
     named = [one["name"] for one in series if one["name"]]
-    several = len(named) > 1
+    kind = "scroll" if scrolls and len(named) > 2 else "plain"
     return {
         "tooltip": {"trigger": "axis", ":valueFormatter": value},
-        "legend": {"type": "plain" if len(named) < 3 else "scroll", "show": several, "data": named},
-        "grid": {"top": 60 if several else 32},
+        "legend": {"type": kind, "show": len(named) > 1, "data": named},
+        "grid": {"top": 32 if len(named) < 2 else 60 if scrolls or len(named) < 4 else 76},
         "xAxis": x_axis,
         "yAxis": y_axis,
         "series": series,
@@ -339,5 +321,5 @@ def _below(name: str) -> Options:
 
 
 def _left(name: str) -> Options:
-    look = {"nameTextStyle": {"align": "left"}, "axisLabel": {":formatter": _SHORT}}
+    look = {"nameTextStyle": {"align": "left"}, "axisLabel": {":formatter": "briefly"}}
     return {"type": "value", "name": name} | look

@@ -25,26 +25,8 @@ from headrace.runs.report import Report, Section, Table, printable
 VIEWS = ("overview", "curves", "settings", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
-STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
 DARK_COOKIE = "headrace_theme"  # light or dark, if somebody chose
-_SWITCH_THEME = f"""() => {{
-    const dark = !document.body.classList.contains('body--dark');
-    Quasar.Dark.set(dark);
-    document.cookie = '{DARK_COOKIE}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
-}}"""
-# Cells are texts such as "1,608", "36.6 k" or "5 min ago": their numbers decide, else their letters. A row may
-# give another number for the column. What has none is below all others.
-_SORT = """(a, b, rowA, rowB) => {
-    const units = {k: 1e3, M: 1e6, G: 1e9, min: 60, h: 3600, days: 86400};
-    const value = (text, row) => {
-        if (row.by%(place)d !== undefined) return row.by%(place)d === null ? NaN : row.by%(place)d;
-        const found = String(text).replace(/,/g, '').match(/^[$]?(-?[\\d.]+)\\s*([a-zA-Z]*)/);
-        return found ? parseFloat(found[1]) * (units[found[2]] || 1) : NaN;
-    };
-    const x = value(a, rowA), y = value(b, rowB);
-    if (isNaN(x) && isNaN(y)) return String(a).localeCompare(String(b));
-    return isNaN(x) ? -1 : isNaN(y) ? 1 : x - y;
-}"""
 # Cells that are more than a text; the template is ours, and what is in the row is only ever a value.
 _CELLS = {
     "link": (
@@ -66,7 +48,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
     ui.page_title(f"{title} · Headrace")
-    ui.add_head_html(f"<style>{STYLE}</style>")
+    ui.add_head_html(f"<style>{STYLE}</style><script>{SCRIPT}</script>")
     with ui.element("header").classes("top"):
         ui.link("Headrace", "/").classes("brand")
         for name, target in (("Runs", "/"), ("Compare", "/compare"), ("Plan", "/plan")):
@@ -74,7 +56,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
         ui.element("div").classes("space")
         with ui.element("button").props("aria-label='light or dark' title='light or dark'") as button:
             ui.label("◐")
-        button.on("click", js_handler=_SWITCH_THEME)
+        button.on("click", js_handler="() => switchTheme()")
     with ui.element("div").classes("page"):
         with ui.element("h1"):
             ui.label(printable(title))
@@ -240,7 +222,8 @@ class Grid:
             kind = "number " * numeric + "wide " * (place in shown.wide) + "kind" * (place in shown.kinds)
             column = {"name": str(place), "field": str(place), "label": printable(title)}
             column |= {"classes": kind, "headerClasses": kind, "align": "right" if numeric else "left"}
-            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": _SORT % {"place": place}})
+            order = f"(a, b, x, y) => inOrder(a, b, x.by{place}, y.by{place})"
+            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": order})
         if columns != self._columns:
             self._columns, self._table.columns = columns, [dict(column) for column in columns]
             for place, kind in shown.kinds.items():

@@ -53,19 +53,9 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
     print(f"Headrace shows {site.root} at http://{where}:{port}  (Ctrl+C ends it)", flush=True)
     if not local:
         print(f"Anyone who can reach {host} can read these runs: there is no password.", flush=True)
-    ui.run(
-        host=host,
-        port=port,
-        title="Headrace",
-        favicon=ICON,
-        dark=None,
-        show=False,
-        reload=False,
-        tailwind=False,
-        show_welcome_message=False,
-        message_history_length=50,
-        binding_refresh_interval=None,
-    )
+    quiet = {"show": False, "reload": False, "tailwind": False, "show_welcome_message": False}
+    bounds = {"message_history_length": 50, "binding_refresh_interval": None}
+    ui.run(host=host, port=port, title="Headrace", favicon=ICON, dark=None, **quiet, **bounds)
 
 
 def register(site: Site) -> None:

@@ -28,11 +28,11 @@ Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Numbers, Numbers]  # starts and ends
 
-_TEXTS = ("stage", "worker", "detail", "finish", "drop_reason", "reward_parts")
+_TEXTS = ("stage", "worker", "detail", "finish", "drop_reason")
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
 _SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
 _TRAJECTORY = (
-    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, reward_parts, finish, "
+    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, finish, "
     "started_s, finished_s, scored_s, drop_reason, trained_step"
 )
 
@@ -101,15 +101,13 @@ def read_spans(
     return found.where(np.argsort(found["rowid"], kind="stable"))
 
 
-def read_trajectories(
-    connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1, oldest: int = -1
-) -> Columns:
-    """Trajectories in the order they were booked; only `newest` or `oldest` of them, if not -1."""
+def read_trajectories(connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1) -> Columns:
+    """Trajectories in the order they were booked; only `newest` of them, if not -1."""
     first = _first_rowid(connection, since_s)
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
-    sql = f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid LIMIT ?"
-    return Columns.query(connection, sql, (first, oldest))
+    sql = f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid"
+    return Columns.query(connection, sql, (first,))
 
 
 class RowColumns:
