@@ -8,7 +8,7 @@ import pytest
 from hand_made import row
 
 from headrace.dashboard.books import AXES, Series, Tally, read_series
-from headrace.dashboard.charts import CHARTS, NUM_COLOURS, Look, lines, metric_curves, parts_drawn, smoothed
+from headrace.dashboard.charts import CARDS, NUM_COLOURS, Look, lines, metric_curves, parts_drawn, smoothed
 from headrace.dashboard.site import Site
 from headrace.ledger.ledger import Ledger
 from headrace.row import ROW_METRICS
@@ -50,7 +50,7 @@ def test_curves_go_along_steps_tokens_or_hours(series: Series, by: str, places: 
     assert by in AXES
     for name in ("entropy", "goodput"):
         assert [place for place, _ in series.curve(name, by=by)] == pytest.approx(places)
-    options, _ = CHARTS["reward"].drawn(series, Look(by=by))
+    options, _ = CARDS["reward"].drawn(series, Look(by=by))
     assert options["xAxis"]["name"] == by
 
 
@@ -69,7 +69,7 @@ def test_smoothing_keeps_the_measured_curve_pale_behind(series: Series):
 def test_held_out_scores_are_marked_before_on_the_way_and_after(real_run: Path):
     live = Site(real_run).run("real")
     facts = live.facts()
-    options, _ = CHARTS["reward"].drawn(live.series(), facts=facts)
+    options, _ = CARDS["reward"].drawn(live.series(), facts=facts)
     marks = {one["name"]: one["data"] for one in options["series"] if one["type"] == "scatter"}
     assert marks["held-out, before"] == [[0, facts.score_before]]
     assert marks["held-out, after"] == [[6, facts.score_after]]
@@ -89,6 +89,6 @@ def test_reward_parts_have_a_line_each(series: Series):
 
 
 def test_more_runs_than_colours_are_told_apart_by_dashes(series: Series):
-    options, _ = CHARTS["goodput"].compared({str(place): series for place in range(NUM_COLOURS + 1)}, Look())
+    options, _ = CARDS["goodput"].compared({str(place): series for place in range(NUM_COLOURS + 1)}, Look())
     drawn = options["series"]
     assert drawn[-1]["lineStyle"] == drawn[0]["lineStyle"] | {"type": "dashed"}

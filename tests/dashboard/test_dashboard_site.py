@@ -19,7 +19,7 @@ from tiny_runs import rows_of, select
 from headrace.dashboard import site as site_module
 from headrace.dashboard.answers import Wanted, read_page
 from headrace.dashboard.books import LAGS, PARTS, Series, read_accounts, read_rewards, read_timeline
-from headrace.dashboard.charts import CHARTS, lag_bars, sankey, timeline
+from headrace.dashboard.charts import CARDS, lag_bars, sankey, timeline
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
 from headrace.errors import ConfigError, RunError
@@ -99,11 +99,11 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
 
 
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert CHARTS["reward"].drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
+    assert CARDS["reward"].drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options, _ = CHARTS["stage_times"].drawn(Site(real_run).run("real").series())
+    options, _ = CARDS["stage_times"].drawn(Site(real_run).run("real").series())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 

@@ -198,7 +198,6 @@ class Paper:
             self.indented(Text(f"{name}  {text}", style="dim", overflow="fold"), 4)
 
     def commands(self, commands: Mapping[str, str]) -> None:
-        """What to type next, and what each command does."""
         if commands:
             self.section("next")
         for command, effect in commands.items():

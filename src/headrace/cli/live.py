@@ -1,4 +1,4 @@
-"""What a training run shows: progress while it trains, then the reward curve, also as a file, and the stage times.
+"""What a training run shows: progress, then the reward curve, also as a file, and the stage times.
 
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
@@ -135,7 +135,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._show_run(summary)
 
     def _tell(self, text: str, indent: int = 0) -> None:
-        """What may come from user code, in characters that the terminal has; the lines of a traceback stay."""
+        """What may come from user code, in characters of the terminal; the lines of a traceback stay."""
         encoding = self.paper.console.encoding
         first, *rest = text.encode(encoding, errors="replace").decode(encoding).splitlines()
         self.paper.paragraph(first, indent=indent)
@@ -285,7 +285,7 @@ def _braille(lifted: Sequence[int]) -> list[str]:
 
 
 def write_plot(summary: Mapping[str, Any]) -> None:
-    """The curve as an SVG file in the run's directory. Without room for it, a run that went well is none the worse."""
+    """The curve as an SVG file. Without room for it, a run that went well is none the worse."""
     run_dir = Path(summary["run_dir"])
     with Ledger.open(run_dir) as ledger:
         rows = ledger.rows()

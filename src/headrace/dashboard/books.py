@@ -32,7 +32,7 @@ AXES = {"step": ("", 1), "trained tokens": ("trained_tokens", 1), "hours": ("wal
 RECENT_STEPS = 20  # what "now" is in the overview
 
 _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the mean reward
-# How the numbers of several rows become one; of what a row adds up, a point has the mean of its steps.
+# How the numbers of several rows become one; what a row adds up becomes the mean of its steps.
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items() if metric.over != "sum"}
 _COLUMNS = ("step", *ROW_METRICS, *_DERIVED, *(f"stage_s.{stage}" for stage in STAGES))
 _CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from a later one in its place
@@ -214,7 +214,7 @@ class Timeline:
 
     start_s: float
     end_s: float
-    busy: Mapping[str, float]  # by lane, of which each stage and worker has one, the share of these seconds
+    busy: Mapping[str, float]  # by lane (a stage, or one worker of it), the share of these seconds
     bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
 
 
@@ -222,7 +222,8 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
     last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
     with looking_into(run_dir) as connection:
-        end_s, length_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0, one(connection, last, num_steps)
+        end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
+        length_s = one(connection, last, num_steps)
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
         spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
     if len(spans) == MOST_SPANS:

@@ -1,7 +1,8 @@
-"""Charts as ECharts options, made of what was read: curves over a run's steps, bars, lanes and flows.
+"""Charts as ECharts options, made of what was read: curves over a run's steps, bars, lanes, flows.
 
-Colours and axes are in theme.json. Colours are told apart by people with any kind of colour vision (the palette
-of Okabe and Ito), and one thing has one colour everywhere. Text and lines take theirs from the style sheet.
+Colours and axes are in theme.json. Colours are told apart by people with any kind of colour vision
+(the palette of Okabe and Ito), and one thing has one colour everywhere. Text and lines take theirs
+from the style sheet, for light and dark.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ LOOK = Look()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """A chart and what it means, as charts.toml has it; here the lines of a curve are drawn."""
+class Card:
+    """A part of the page and what it means, as cards.toml has it; of a curve, also what to draw."""
 
-    title: str
-    says: str
+    title: str = ""
+    says: str = ""
     y: str = ""
     lines: Mapping[str, tuple[str, str, float]] = field(default_factory=dict)
     low: float | None = None
@@ -89,19 +90,19 @@ class Chart:
         return lines(curves, self.y, look=look), ""
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("charts.toml").read_text(encoding="utf-8"))
-CHARTS = {name: Chart(**entry) for name, entry in _TABLE.items()}
-STAGE_COLOURS = {stage: COLOURS[colour] for stage, (_, colour, _) in CHARTS["stage_times"].lines.items()}
+_TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+CARDS = {name: Card(**entry) for name, entry in _TABLE.items()}
+STAGE_COLOURS = {stage: COLOURS[colour] for stage, (_, colour, _) in CARDS["stage_times"].lines.items()}
 
 
-def metric_curves() -> dict[str, list[Chart]]:
+def metric_curves() -> dict[str, list[Card]]:
     """A chart for every number of a row, by the first part of its label: what is looked at most comes first."""
-    found: dict[str, list[Chart]] = {group: [] for group in _FIRST}
+    found: dict[str, list[Card]] = {group: [] for group in _FIRST}
     for name, metric in ROW_METRICS.items():
         parts = name.removesuffix("_s").removeprefix("num_").split("_")
         words = " ".join(part.upper() if len(part) == 2 else part for part in parts)  # LR, KL
         share = name.endswith("share")
-        curve = Chart(
+        curve = Card(
             title=words[0].upper() + words[1:],
             says=f"{metric.help[0].upper()}{metric.help[1:]}.",
             y="%" if share else metric.unit,
@@ -113,7 +114,6 @@ def metric_curves() -> dict[str, list[Chart]]:
 
 
 def parts_drawn(parts: Tally, series: Series, look: Look) -> Drawn:
-    """The mean of each part of the rewards."""
     means = parts.means(series, look.by)
     if not means:
         return {}, "No answer has been scored yet." if series.last_step else NO_ROW
@@ -135,7 +135,7 @@ def lines(
     look: Look = LOOK,
     more: Sequence[Options] = (),
 ) -> Options:
-    """Curves, each with its colour, and `more` than these; the axis begins at `low`, or near the least value.
+    """Curves, each with its colour, and `more`; the axis begins at `low`, or near the least value.
 
     If they are smoothed, the curves as they were measured lie pale behind.
     """

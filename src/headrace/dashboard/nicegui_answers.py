@@ -14,6 +14,7 @@ from headrace.dashboard import answers
 from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.answers import EVERY, PAGE_COLUMNS, Answer, Page, Wanted, number
 from headrace.dashboard.books import read_accounts
+from headrace.dashboard.charts import CARDS
 from headrace.dashboard.site import Site, address
 from headrace.ledger.ledger import Books
 from headrace.runs import show
@@ -38,8 +39,7 @@ async def trajectories(site: Site, name: str) -> None:
 
     def draw(read: tuple[Books, Page]) -> None:
         held, found = read
-        says = "Every answer that was finished or dropped. Choose one to read it."
-        with page.card("Answers, the newest first", says):
+        with page.card(CARDS["answers"]):
             _filters(wanted, list(held.dropped), there)
         listing = page.Listing(
             columns=PAGE_COLUMNS,
@@ -73,10 +73,10 @@ def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
 
     with ui.element("div").classes("line"):
         states = [ANY, "trained", "dropped", "buffered"]
-        page.choice(states, wanted.state or ANY, "state", lambda chosen: go(state=chosen))
+        page.choice(states, wanted.state or ANY, "state", lambda event: go(event.value))
         if reasons:
             because = [ANY, *reasons]
-            page.choice(because, wanted.reason or ANY, "dropped because", lambda chosen: go("dropped", chosen))
+            page.choice(because, wanted.reason or ANY, "dropped because", lambda event: go("dropped", event.value))
         labels = {"step": "trained in step", "least": "reward from", "most": "reward to"}
         numbers = {}
         for name, label in labels.items():
@@ -112,16 +112,12 @@ def _answer(read: Answer, start: int, here: Any) -> None:
             page.message(show.why_no_tokens(found))
         return
     for title, text in show.said(found.whole).items():
-        with page.card(title.capitalize(), "What it wrote." if title == "answer" else ""):
+        with page.card(CARDS.get(title, title.capitalize())):
             ui.label(printable(text)).classes("written")
     num_tokens = len(found.whole.token_ids)
     start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
     shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))
-    says = (
-        "Dotted tokens were given to the policy: they are masked out of training. The stronger the colour, the "
-        "less likely the policy found the token that it chose. A small v7 marks where policy version 7 goes on."
-    )
-    with page.card("Token by token", says):
+    with page.card(CARDS["answer_tokens"]):
         if num_tokens > TOKENS_SHOWN:
             pieces = []
             for first in range(0, num_tokens, TOKENS_SHOWN):
@@ -137,7 +133,7 @@ def _answer(read: Answer, start: int, here: Any) -> None:
 
 
 def _prompt(text: str | None, fields: Mapping[str, str]) -> None:
-    with page.card("Prompt", "What the policy was given, and the other fields of its record: the reward sees them."):
+    with page.card(CARDS["prompt"]):
         ui.label(printable(text) if text else "(not kept)").classes("written")
         page.facts(fields.items())
 

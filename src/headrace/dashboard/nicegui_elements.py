@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from nicegui import Client, run, ui
 
 from headrace.dashboard.books import AXES
-from headrace.dashboard.charts import THEME, Chart, Drawn, Look
+from headrace.dashboard.charts import THEME, Card, Drawn, Look
 from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
@@ -77,12 +77,13 @@ def run_views(name: str, here: str) -> None:
 
 
 @contextmanager
-def card(title: str = "", says: str = "") -> Iterator[None]:
+def card(words: Card | str = "") -> Iterator[None]:
+    words = Card(title=words) if isinstance(words, str) else words
     with ui.element("section").classes("card"):
-        if title:
-            _within("h2", title)
-        if says:
-            ui.label(says).classes("says")
+        if words.title:
+            _within("h2", words.title)
+        if words.says:
+            ui.label(words.says).classes("says")
         yield
 
 
@@ -90,10 +91,8 @@ def message(text: str) -> Any:
     return ui.label(printable(text)).classes("message").props("role=status")
 
 
-def choice(options: Any, value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
-    """A list to choose from; `on_change` is told what was chosen."""
-    known = value if value in options else None
-    chosen = ui.select(options, value=known, label=label, on_change=lambda event: on_change(event.value))
+def choice(options: Any, value: Any, label: str, on_change: Callable[..., Any] | None = None) -> Any:
+    chosen = ui.select(options, value=value if value in options else None, label=label, on_change=on_change)
     return chosen.classes("field").props("outlined dense options-dense")
 
 
@@ -274,7 +273,7 @@ def report(shown: Report) -> None:
 def look_controls() -> Callable[[], Look]:
     """How the curves of this page are drawn; what is returned says what is chosen."""
 
-    async def changed(_: object) -> None:
+    async def changed() -> None:
         await asyncio.gather(*(panel.changed() for panel in _panels_here()))
 
     with ui.element("section").classes("card line look"):
@@ -299,8 +298,8 @@ def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str =
     return Panel(read, show, box)
 
 
-def table_panel(title: str, says: str, read: Callable[[], Listing], search: str = "") -> None:
-    with card(title, says):
+def table_panel(words: Card | str, read: Callable[[], Listing], search: str = "") -> None:
+    with card(words):
         Panel(read, Grid(search).show)
 
 
@@ -322,8 +321,8 @@ def chart(height_px: int) -> Callable[[Drawn], None]:
     return show
 
 
-def chart_panel(words: Chart, read: Callable[[], Drawn], height_px: int = 280) -> None:
-    with card(words.title, words.says):
+def chart_panel(words: Card, read: Callable[[], Drawn], height_px: int = 280) -> None:
+    with card(words):
         with ui.element("div") as box:
             show = chart(height_px)
         Panel(read, show, box)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from headrace.dashboard import charts, nicegui_answers, nicegui_runs
 from headrace.dashboard import nicegui_elements as page
+from headrace.dashboard.charts import CARDS
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
@@ -60,17 +60,17 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
 
 def register(site: Site) -> None:
     pages: dict[str, Builder] = {
-        "/": partial(nicegui_runs.runs, site),
-        "/compare": partial(nicegui_runs.compare, site),
-        "/plan": partial(plan, site),
-        "/run/{name}": partial(nicegui_runs.run_view, site, "overview"),
-        **{f"/run/{{name}}/{view}": partial(nicegui_runs.run_view, site, view) for view in page.VIEWS[:-1]},
-        "/run/{name}/trajectories": partial(nicegui_answers.trajectories, site),
-        "/run/{name}/trajectory": partial(nicegui_answers.trajectory, site),
-        "/run/{name}/group": partial(nicegui_answers.group, site),
+        "/": nicegui_runs.runs,
+        "/compare": nicegui_runs.compare,
+        "/plan": plan,
+        "/run/{name}": partial(nicegui_runs.run_view, "overview"),
+        **{f"/run/{{name}}/{view}": partial(nicegui_runs.run_view, view) for view in page.VIEWS[:-1]},
+        "/run/{name}/trajectories": nicegui_answers.trajectories,
+        "/run/{name}/trajectory": nicegui_answers.trajectory,
+        "/run/{name}/group": nicegui_answers.group,
     }
     for path, build in pages.items():
-        ui.page(path, response_timeout=BUILD_S)(_clearly(site, build))
+        ui.page(path, response_timeout=BUILD_S)(partial(_built, build, site))
     app.on_page_exception(_unexpected)
 
     async def no_such_page(request: Request, _: Exception) -> Response:
@@ -90,24 +90,18 @@ def register(site: Site) -> None:
     app.get("/metrics")(metrics)
 
 
-def _clearly(site: Site, build: Builder) -> Builder:
+async def _built(build: Builder, site: Site) -> None:
     """The page, or a message where what was asked for is not there."""
-
-    async def built(**given: Any) -> None:
-        try:
-            await build(**given)
-        except UnknownNameError as error:
-            await _not_there(site, str(error))
-        except HeadraceError as error:
-            with page.frame("Nothing to show"):
-                page.message(str(error))
-
-    built.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
-    return built
+    try:
+        await build(site, **ui.context.client.request.path_params)
+    except UnknownNameError as error:
+        await _not_there(site, str(error))
+    except HeadraceError as error:
+        with page.frame("Nothing to show"):
+            page.message(str(error))
 
 
 async def _not_there(site: Site, why: str) -> None:
-    """What is not there, and what is."""
     ui.context.client.status_code = 404
     found = await threads.io_bound(site.facts)
     with page.frame("Not found"):
@@ -127,8 +121,8 @@ def _unexpected(error: Exception) -> None:
         page.message(f"This page could not be made: {type(error).__name__}: {error}")
 
 
-async def plan(site: Site, run: str = "") -> None:
-    times, trouble = EXAMPLE, ""
+async def plan(site: Site) -> None:
+    run, times, trouble = ui.context.client.request.query_params.get("run"), EXAMPLE, ""
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
@@ -138,17 +132,14 @@ async def plan(site: Site, run: str = "") -> None:
             trouble = str(error)
     with page.frame("Plan", "What would a change bring, and what would a run need?"):
         names = [facts.path.name for facts in await threads.io_bound(site.facts)]
-        sliders = _sliders(times, names, "" if trouble else run, trouble)
+        sliders = _sliders(times, names, None if trouble else run, trouble)
         work_out_form = _form()
         await sliders.refresh()
         ui.timer(0.1, work_out_form, once=True)  # layouts are simulated: the page does not wait
 
 
-def _sliders(times: StageTimes, names: list[str], run: str, trouble: str) -> page.Panel:
+def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str) -> page.Panel:
     """Five times, those of `run` if it is named; a placement, and what they come to."""
-
-    async def changed(_: object) -> None:
-        await results.changed()
 
     def read() -> TypedTriage:
         now = {stage: float(slider.value) for stage, slider in sliders.items()}
@@ -161,36 +152,33 @@ def _sliders(times: StageTimes, names: list[str], run: str, trouble: str) -> pag
         show_chart((charts.placement_bars(step_s, best=min(step_s, key=step_s.__getitem__)), ""))
 
     with ui.element("div").classes("pair"):
-        says = "A step has five stages. Take the seconds that a run measured, or guess, and move the sliders."
-        with page.card("What holds a step back?", says):
+        with page.card(CARDS["stages"]):
             if trouble:
                 page.message(trouble)
             if names:
-                take = "take the times of a run"
-                page.choice(names, run, take, lambda of: ui.navigate.to(address("plan", run=of))).classes("above")
+                taken = page.choice(names, run, "take the times of a run").classes("above")
+                taken.on_value_change(lambda event: ui.navigate.to(address("plan", run=event.value)))
             values = asdict(times)
             top = _round_up(2 * max(values.values()) or 1.0)
-            sliders = {stage: _slider(stage, values[stage], top, changed) for stage in STAGES}
+            sliders = {stage: _slider(stage, values[stage], top) for stage in STAGES}
             placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
             first = Placement.COLOCATED if run else Placement.OVERLAPPED
-            placement = page.choice(placements, first, "what may run at the same time", changed)
-            ui.label(
-                "The same times in each placement. Streamed is drawn at its longest, as if all answers "
-                "ended together: with max_lag = 0 the last of them must be written before it can be "
-                "trained on."
-            ).classes("says")
+            placement = page.choice(placements, first, "what may run at the same time")
+            ui.label(CARDS["placements"].says).classes("says")
             show_chart = page.chart(180)
         with page.card("What to change first"):
             results = page.panel(read, show)
+    for chosen in (*sliders.values(), placement):
+        chosen.on_value_change(results.changed)
     return results
 
 
-def _slider(stage: str, value: float, top: float, changed: Callable[[Any], Awaitable[None]]) -> Any:
+def _slider(stage: str, value: float, top: float) -> Any:
     with ui.element("div").classes("slider"):
         with ui.element("div"):
             ui.label(f"{stage} {SYMBOLS[stage]}")
             ui.label(STAGE_WORDS[stage]).classes("says")
-        slider = ui.slider(min=0, max=top, step=top / 200, value=value, on_change=changed)
+        slider = ui.slider(min=0, max=top, step=top / 200, value=value)
         ui.label().classes("value").bind_text_from(slider, "value", lambda seconds: f"{seconds:.3g} s")
     return slider.props(f"aria-label='{stage}'")
 
@@ -198,7 +186,7 @@ def _slider(stage: str, value: float, top: float, changed: Callable[[Any], Await
 def _form() -> Callable[[], Awaitable[None]]:
     """A workload, GPUs, and the layout that suits them; what is returned works the layout out."""
 
-    async def changed(_: object = None) -> None:
+    async def changed() -> None:
         box.classes("waiting")
         if await results.changed():
             box.classes(remove="waiting")
@@ -210,11 +198,7 @@ def _form() -> Callable[[], Awaitable[None]]:
         others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=asked.max_lag > 0)
         return plan_report(asked, found, others)
 
-    says = (
-        "Describe it, and see how to lay it out, how fast it would be and what it would cost. This is "
-        "arithmetic with the speeds of datasheets: the shape of an answer, before anything is paid for."
-    )
-    with page.card("What would a run need?", says):
+    with page.card(CARDS["plan"]):
         texts = {}
         with ui.element("div").classes("form"):
             device = page.choice(list(built_in()), "H100", "kind of GPU", changed).props("hint='to run it on'")

@@ -12,7 +12,7 @@ from headrace.config_file import changed, explain
 from headrace.dashboard import books, charts
 from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.answers import number
-from headrace.dashboard.charts import CHARTS, Chart, Drawn, Look, metric_curves
+from headrace.dashboard.charts import CARDS, Card, Drawn, Look, metric_curves
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import HeadraceError, RunError
 from headrace.insight.reports import triage_report
@@ -32,12 +32,8 @@ async def runs(site: Site) -> None:
     if site.is_one_run:
         ui.navigate.to(address("run", site.root.name, "overview"))
         return
-    says = (
-        "The run that was written to last comes first. Choose one to see what it does; a run that is under way "
-        "is followed live."
-    )
     with page.frame("Runs", str(site.root)):
-        page.table_panel("", says, lambda: _runs(site.facts()), search="search by name or state")
+        page.table_panel(CARDS["runs"], lambda: _runs(site.facts()), search="search by name or state")
         await page.follow()
 
 
@@ -64,7 +60,7 @@ def _runs(found: list[RunFacts]) -> page.Listing:
     )
 
 
-async def run_view(site: Site, view: str, name: str) -> None:
+async def run_view(view: str, site: Site, name: str) -> None:
     shown = RunViews(site, name)
     with page.frame(name):
         page.run_views(name, view)
@@ -79,28 +75,24 @@ class RunViews:
         self._name, self._live = name, site.run(name)
         self._look: Callable[[], Look] = Look
 
-    def _curves(self, *curves: Chart, height_px: int = 280) -> None:
+    def _curves(self, *curves: Card, height_px: int = 280) -> None:
         for curve in curves:
             page.chart_panel(curve, partial(self._drawn, curve), height_px)
 
-    def _drawn(self, curve: Chart) -> Drawn:
+    def _drawn(self, curve: Card) -> Drawn:
         return curve.drawn(self._live.series(), self._look(), self._live.facts())
 
     def overview(self) -> None:
         page.panel(lambda: self._live.overview().numbers(self._live.triage()), page.numbers)
         self._look = page.look_controls()
-        self._curves(CHARTS["reward"])
+        self._curves(CARDS["reward"])
         with page.card("How it went"):
             page.panel(self._live.history, page.section)
-        says = (
-            "What holds a step back most, and what each change would bring. A prediction, not a promise: "
-            "change one thing, and look again."
-        )
-        with page.card("What to change first", says):
+        with page.card(CARDS["triage"]):
             page.panel(self._live.triage, _verdict)
             ui.link("Try other stage times on the plan page", address("plan", run=self._name))
         with ui.element("div").classes("pair"):
-            self._curves(CHARTS["goodput"], CHARTS["stage_times"])
+            self._curves(CARDS["goodput"], CARDS["stage_times"])
 
     def curves(self) -> None:
         self._look = page.look_controls()
@@ -110,13 +102,13 @@ class RunViews:
             with ui.element("div").classes("trio"):
                 self._curves(*found, height_px=200)
                 if group == "reward":
-                    page.chart_panel(CHARTS["reward_parts"], self._parts, 200)
+                    page.chart_panel(CARDS["reward_parts"], self._parts, 200)
 
     def _parts(self) -> Drawn:
         return charts.parts_drawn(self._live.tally(books.PARTS), self._live.series(), self._look())
 
     def settings(self) -> None:
-        with page.card("Settings of this run", "Settings that differ from their defaults come first."):
+        with page.card(CARDS["settings"]):
             everything = ui.switch("show all settings")
             grid = page.Grid(search="search settings")
             shown = page.Panel(lambda: self._settings(everything.value), grid.show)
@@ -136,7 +128,7 @@ class RunViews:
         asked = number(ui.context.client.request.query_params, "steps") or TIMELINE_STEPS[0]
         steps, here = min(max(asked, 1), TIMELINE_STEPS[-1]), partial(address, "run", self._name, "timeline")
         page.views((f"last {n} steps", here(steps=n), n == steps) for n in TIMELINE_STEPS)
-        page.chart_panel(CHARTS["timeline"], lambda: self._timeline(steps), height_px=380)
+        page.chart_panel(CARDS["timeline"], lambda: self._timeline(steps), height_px=380)
 
     def _timeline(self, steps: int) -> Drawn:
         shown = books.read_timeline(self._live.path, steps)
@@ -146,9 +138,8 @@ class RunViews:
         return charts.timeline(shown), f"Busy share of these {shown.end_s - shown.start_s:.1f} s: {busy}."
 
     def tokens(self) -> None:
-        page.chart_panel(CHARTS["tokens"], self._flow, height_px=360)
-        says = "If the dropped answers are longer than the trained ones, the policy learns more from short answers."
-        page.table_panel("The accounts", says, self._accounts)
+        page.chart_panel(CARDS["tokens"], self._flow, height_px=360)
+        page.table_panel(CARDS["accounts"], self._accounts)
 
     def _flow(self) -> Drawn:
         held = books.read_accounts(self._live.path)
@@ -169,9 +160,9 @@ class RunViews:
         )
 
     def lag(self) -> None:
-        page.chart_panel(CHARTS["lag"], self._lags)
+        page.chart_panel(CARDS["lag"], self._lags)
         self._look = page.look_controls()
-        self._curves(CHARTS["ratio"], CHARTS["weights"])
+        self._curves(CARDS["ratio"], CARDS["weights"])
 
     def _lags(self) -> Drawn:
         shares, allowed = self._live.tally(books.LAGS), self._live.wanted_lag()
@@ -182,13 +173,13 @@ class RunViews:
 
     def publish(self) -> None:
         self._look = page.look_controls()
-        self._curves(CHARTS["latency"], CHARTS["bytes"])
+        self._curves(CARDS["latency"], CARDS["bytes"])
 
     def rewards(self) -> None:
-        page.chart_panel(CHARTS["rewards"], self._rewards)
+        page.chart_panel(CARDS["rewards"], self._rewards)
         self._look = page.look_controls()
         with ui.element("div").classes("pair"):
-            self._curves(CHARTS["spread"], CHARTS["lengths"])
+            self._curves(CARDS["spread"], CARDS["lengths"])
 
     def _rewards(self) -> Drawn:
         found = books.read_rewards(self._live.path)
@@ -226,19 +217,18 @@ async def compare(site: Site) -> None:
             held = f"{site.root} holds {len(names)} that can be read"
             page.message(f"Comparing takes two runs or more: choose them above; {held}.")
             return
-        page.table_panel("In numbers", "", lambda: _numbers(chosen))
+        page.table_panel("In numbers", lambda: _numbers(chosen))
         look = page.look_controls()
 
-        def drawn(curve: Chart) -> Drawn:
+        def drawn(curve: Card) -> Drawn:
             return curve.compared({live.name: live.series() for live in chosen}, look())
 
         groups = metric_curves()
         main = [curve for curves in groups.values() for curve in curves if curve.title in _MAIN_TITLES]
         with ui.element("div").classes("pair"):
-            for curve in groups.get(group, [*main, CHARTS["goodput"]]):
+            for curve in groups.get(group, [*main, CARDS["goodput"]]):
                 page.chart_panel(curve, partial(drawn, curve))
-        says = "Settings that are not the same in all of them."
-        page.table_panel("What was set differently", says, lambda: _differences(chosen))
+        page.table_panel(CARDS["differences"], lambda: _differences(chosen))
         await page.follow()
 
 
@@ -246,12 +236,11 @@ def _choices(names: list[str], chosen: list[str], group: str) -> None:
     def go(runs: list[str], curves: str) -> None:
         ui.navigate.to(address("compare", run=runs or None, curves=None if curves == MAIN else curves))
 
-    says = "Choose as many runs as you like. Each has its colour in every chart."
-    with page.card("", says), ui.element("div").classes("line"):
+    with page.card(CARDS["compare"]), ui.element("div").classes("line"):
         options = list(dict.fromkeys((*names, *chosen)))
         runs = ui.select(options, value=chosen, label="runs", multiple=True, with_input=True)
         runs.classes("field grow").props("outlined dense options-dense use-chips")
-        page.choice([MAIN, *metric_curves()], group, "curves", lambda wanted: go(runs.value, wanted))
+        page.choice([MAIN, *metric_curves()], group, "curves", lambda event: go(runs.value, event.value))
         ui.button("Compare", on_click=lambda: go(runs.value, group)).props("outline no-caps")
 
 
