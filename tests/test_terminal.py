@@ -114,6 +114,14 @@ def test_row_shows_the_facts():
     assert line == expected + "wall: rollout"
 
 
+def test_the_run_is_known_from_the_header_on():
+    """Ctrl-C asks for it, to say whether there is anything to resume."""
+    shown, _ = terminal()
+    assert shown.run_dir is None
+    shown.header(load_config(None), "runs/x", {})
+    assert shown.run_dir == "runs/x"
+
+
 def test_progress_in_a_log_is_a_few_lines():
     shown, text = terminal()
     for done in range(1, 101):
