@@ -86,8 +86,13 @@ def test_plain_output_has_no_control_characters(width, encoding):
 def test_header_and_summary_fit_the_width(width):
     shown, text = terminal(width)
     shown.header(load_config(None, ["loop.max_lag=1", "prompts.system=" + "word " * 60]), "runs/x", {"device": "cpu"})
-    shown.summary(SUMMARY, rows=[make_row(step) for step in range(1, 61)])
-    assert max(map(len, text().splitlines())) <= width
+    header = text()
+    for step in range(1, 61):
+        shown.row(make_row(step))
+    rows = text()
+    shown.summary(SUMMARY)
+    printed = header + text().removeprefix(rows)
+    assert max(map(len, printed.splitlines())) <= width
 
 
 def test_plain_rows_are_a_line_every_few_steps():
@@ -107,6 +112,14 @@ def test_row_shows_the_facts():
     line = text().splitlines()[-1]
     expected = "step 1/4  0 s elapsed, 6 s left  reward 0.125  held-out 0.250  lag 0.5/1  450 tok/s  dropped 10%  "
     assert line == expected + "wall: rollout"
+
+
+def test_the_run_is_known_from_the_header_on():
+    """Ctrl-C asks for it, to say whether there is anything to resume."""
+    shown, _ = terminal()
+    assert shown.run_dir is None
+    shown.header(load_config(None), "runs/x", {})
+    assert shown.run_dir == "runs/x"
 
 
 def test_progress_in_a_log_is_a_few_lines():

@@ -123,17 +123,17 @@ def test_a_group_shows_all_answers_to_one_prompt(real_run: Path, state: str):
     group = read_group(real_run, serial)
     assert group.prompt_id == prompt_id
     assert [id for id, _, _ in group.answers] == [id for id, _, _ in stored]
-    assert [dict(facts)["reward"] for _, facts, _ in group.answers] == [f"{reward:g}" for _, reward, _ in stored]
-    assert all("part score" in dict(facts) for _, facts, _ in group.answers)
-    assert [dict(facts)["length"].split()[0] for _, facts, _ in group.answers] == [str(num) for *_, num in stored]
+    assert [facts["reward"] for _, facts, _ in group.answers] == [f"{reward:g}" for _, reward, _ in stored]
+    assert all("part score" in facts for _, facts, _ in group.answers)
+    assert [facts["length"].split()[0] for _, facts, _ in group.answers] == [str(num) for *_, num in stored]
     assert (group.prompt or "").endswith("=")
     assert all(text is not None for *_, text in group.answers)
     if state == "dropped":
-        assert "all answers of its group got the same reward" in dict(group.answers[0][1])["fate"]
+        assert "all answers of its group got the same reward" in group.answers[0][1]["fate"]
     neighbour = read_group(real_run, group.older if group.older is not None else group.newer)
     assert serial in (neighbour.newer, neighbour.older)
     asked = (group.prompt or "").removesuffix("=").split("+")
-    assert dict(group.fields)["answer"] == str(sum(map(int, asked)))
+    assert group.fields["answer"] == str(sum(map(int, asked)))
 
 
 def test_a_group_that_is_not_there_is_said_to_be_missing(real_run: Path):

@@ -10,9 +10,18 @@ import pytest
 from hand_made import group, row
 from tiny_runs import select
 
-from headrace.dashboard import books as module
 from headrace.dashboard import charts
-from headrace.dashboard.books import LAGS, PARTS, Series, Tally, read_accounts, read_rewards, read_series, read_timeline
+from headrace.dashboard.books import (
+    LAGS,
+    PARTS,
+    Rewards,
+    Series,
+    Tally,
+    read_accounts,
+    read_rewards,
+    read_series,
+    read_timeline,
+)
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageSpan
 from headrace.runs.audit import books
@@ -39,7 +48,7 @@ def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path
         )
         ledger.spans([StageSpan(stage="evaluate", start_s=9.0, end_s=10.0, version=4)])
     shown = read_timeline(tmp_path, 5)
-    assert shown.lanes == ("reward · a", "reward · b", "train", "evaluate")
+    assert tuple(shown.busy) == ("reward · a", "reward · b", "train", "evaluate")
     assert (shown.start_s, shown.end_s) == (0.0, 10.0)
     assert shown.busy == pytest.approx({"reward · a": 0.2001, "reward · b": 0.1, "train": 0.2, "evaluate": 0.1})
     assert shown.bars[0] == pytest.approx(("reward · a", "reward", 0.0, 2.001))
@@ -94,26 +103,25 @@ def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
 
 
 def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
-    shape = read_rewards(real_run)
+    found = read_rewards(real_run)
+    drawn = charts.reward_bars(found)
     rewards = [reward for (reward,) in select(real_run, "SELECT reward FROM trajectories ORDER BY rowid")]
     half = (len(rewards) + 1) // 2
-    assert shape.labels == ("0", "1")
-    for side, shares, number in (
-        (rewards[:half], shape.first, shape.num_first),
-        (rewards[-half:], shape.newest, shape.num_newest),
-    ):
+    assert drawn["xAxis"]["data"] == ["0", "1"]
+    for name, side, bars in zip(("first", "newest"), (rewards[:half], rewards[-half:]), drawn["series"], strict=True):
         scored = [reward for reward in side if reward is not None]
-        assert shares == pytest.approx((scored.count(0.0) / len(scored), scored.count(1.0) / len(scored)))
-        assert number == len(scored)
+        shares = [100 * scored.count(reward) / len(scored) for reward in (0.0, 1.0)]
+        assert bars["data"] == pytest.approx(shares, abs=0.01)
+        assert bars["name"] == f"{name} {len(scored)} answers"
+        assert found.parts["score"][name == "newest"] == pytest.approx(np.mean(scored))
 
 
 def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
-    first, newest = np.arange(100) / 100, np.array([0.5, 2.0])
-    labels, shares = module._histogram(first, newest)
-    assert len(labels) == module.MOST_BARS
-    assert sum(shares[0]) == pytest.approx(1.0)
-    assert shares[1][5] == shares[1][19] == 0.5
-    assert module._histogram(np.empty(0), np.empty(0)) == ((), [(), ()])
+    drawn = charts.reward_bars(Rewards(first=np.arange(100) / 100, newest=np.array([0.5, 2.0]), parts={}))
+    first, newest = (bars["data"] for bars in drawn["series"])
+    assert len(drawn["xAxis"]["data"]) == charts.MOST_REWARD_BARS
+    assert sum(first) == pytest.approx(100.0)
+    assert newest[5] == newest[19] == 50.0
 
 
 def test_reward_parts_are_averaged_by_step(real_run: Path):

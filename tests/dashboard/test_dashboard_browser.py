@@ -193,7 +193,7 @@ def test_every_run_gets_an_answer_whatever_state_it_is_in(server: Server):
         ("/run/..%2f..%2fetc/overview", "There is no page"),
         ("/run/real/nonsense", "There is no page"),
         ("/nonsense", "There is no page"),
-        ("/run/real/timeline?steps=many", "cannot be read"),
+        ("/run/real/timeline?steps=many", "steps=many in the address is not a number"),
         ("/run/real/trajectory?id=nonsense", "there is no trajectory nonsense"),
         ("/run/real/trajectory", "The address names no answer"),
         ("/run/real/trajectories?least=much", "least=much in the address is not a number"),

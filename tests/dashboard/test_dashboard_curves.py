@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from hand_made import row
 
-from headrace.dashboard import curves
 from headrace.dashboard.books import AXES, Series, Tally, read_series
-from headrace.dashboard.charts import NUM_COLOURS, lines, smoothed
-from headrace.dashboard.curves import Look, metric_curves, parts_drawn
+from headrace.dashboard.charts import CARDS, NUM_COLOURS, Look, lines, metric_curves, parts_drawn, smoothed
 from headrace.dashboard.site import Site
 from headrace.ledger.ledger import Ledger
 from headrace.row import ROW_METRICS
@@ -52,7 +50,7 @@ def test_curves_go_along_steps_tokens_or_hours(series: Series, by: str, places: 
     assert by in AXES
     for name in ("entropy", "goodput"):
         assert [place for place, _ in series.curve(name, by=by)] == pytest.approx(places)
-    options, _ = curves.REWARD.drawn(series, Look(by=by))
+    options, _ = CARDS["reward"].drawn(series, Look(by=by))
     assert options["xAxis"]["name"] == by
 
 
@@ -60,7 +58,7 @@ def test_smoothing_keeps_the_measured_curve_pale_behind(series: Series):
     points = series.curve("entropy")
     assert smoothed(points, 0.0) == points
     assert smoothed([(1, 2.0), (2, None), (3, 4.0)], 0.5) == [(1, 2.0), (2, None), (3, pytest.approx(10 / 3))]
-    pale, line = lines({"entropy": (points, "#000")}, y="nats", smoothing=0.9)["series"]
+    pale, line = lines({"entropy": (points, "#000")}, y="nats", look=Look(smoothing=0.9))["series"]
     assert [y for _, y in pale["data"]] == [y for _, y in points]
     assert pale["lineStyle"]["opacity"] < 0.5
     assert [y for _, y in line["data"]] == [y for _, y in smoothed(points, 0.9)]
@@ -71,7 +69,7 @@ def test_smoothing_keeps_the_measured_curve_pale_behind(series: Series):
 def test_held_out_scores_are_marked_before_on_the_way_and_after(real_run: Path):
     live = Site(real_run).run("real")
     facts = live.facts()
-    options, _ = curves.REWARD.drawn(live.series(), facts=facts)
+    options, _ = CARDS["reward"].drawn(live.series(), facts=facts)
     marks = {one["name"]: one["data"] for one in options["series"] if one["type"] == "scatter"}
     assert marks["held-out, before"] == [[0, facts.score_before]]
     assert marks["held-out, after"] == [[6, facts.score_after]]
@@ -90,7 +88,7 @@ def test_reward_parts_have_a_line_each(series: Series):
     assert drawn == {"correct": [[1, 0.5]], "format": [[1, 1.0], [3, 2.0]]}
 
 
-def test_more_runs_than_colours_are_told_apart_by_dashes():
-    many = {str(place): ([(1, 1.0)], curves.colour_of(place)) for place in range(NUM_COLOURS + 1)}
-    drawn = lines(many, y="")["series"]
+def test_more_runs_than_colours_are_told_apart_by_dashes(series: Series):
+    options, _ = CARDS["goodput"].compared({str(place): series for place in range(NUM_COLOURS + 1)}, Look())
+    drawn = options["series"]
     assert drawn[-1]["lineStyle"] == drawn[0]["lineStyle"] | {"type": "dashed"}

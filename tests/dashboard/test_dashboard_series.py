@@ -52,8 +52,9 @@ def test_many_steps_are_averaged_and_keep_their_extremes(grow: Callable[..., Pat
     assert found.curve("reward_mean") == [(4, 2.5), (8, 6.5), (10, 9.5)]
     assert found.curve("lag_max") == [(4, 4), (8, 8), (10, 10)]
     assert found.curve("ratio_p01") == [(4, 1 / 4), (8, 1 / 8), (10, 1 / 10)]
-    assert found.curve("trained_tokens") == [(4, 10), (8, 26), (10, 19)]
-    assert found.curve("wall_s", over="mean") == [(4, 2.0), (8, 2.0), (10, 2.0)]
+    assert found.curve("trained_tokens") == [(4, 2.5), (8, 6.5), (10, 9.5)]
+    assert found.curve("wall_s") == [(4, 2.0), (8, 2.0), (10, 2.0)]
+    assert found.curve("goodput") == [(4, 1.25), (8, 3.25), (10, 4.75)]
 
 
 def test_looking_again_gives_what_a_first_look_would(grow: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):

@@ -16,11 +16,10 @@ from page_runs import BROKEN
 from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
-from headrace.dashboard import curves
 from headrace.dashboard import site as site_module
 from headrace.dashboard.answers import Wanted, read_page
-from headrace.dashboard.books import Series, read_accounts, read_rewards, read_timeline
-from headrace.dashboard.charts import lag_bars, sankey, timeline
+from headrace.dashboard.books import LAGS, PARTS, Series, read_accounts, read_rewards, read_timeline
+from headrace.dashboard.charts import CARDS, lag_bars, sankey, timeline
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
 from headrace.errors import ConfigError, RunError
@@ -46,7 +45,7 @@ def test_a_single_run_is_a_site_of_its_own(real_run: Path):
 
 
 def test_overview_is_what_the_rows_say(real_run: Path):
-    seen, rows = Site(real_run).run("real").overview(dollars_per_hour=3600.0), rows_of(real_run)
+    seen, rows = Site(real_run, 3600.0).run("real").overview(), rows_of(real_run)
     trained, wall_s = sum(row.trained_tokens for row in rows), sum(row.wall_s for row in rows)
     assert seen.series.goodput() == pytest.approx(trained / wall_s)
     assert seen.series.now("reward_mean") == pytest.approx(sum(row.reward_mean for row in rows) / len(rows))
@@ -57,11 +56,11 @@ def test_overview_is_what_the_rows_say(real_run: Path):
 
 
 def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
-    seen = Site(real_run).run("real").overview(dollars_per_hour=3600.0)
+    seen = Site(real_run, 3600.0).run("real").overview()
     verdict = triage(real_run)
-    told = {name: (value, says) for name, value, says in seen.numbers(2, verdict)}
+    told = {name: (value, says) for name, value, says in seen.numbers(verdict)}
     assert told["Bottleneck"][0] == verdict.bottleneck
-    assert ("Bottleneck", "…", NOT_YET) in seen.numbers(2, NOT_YET)
+    assert ("Bottleneck", "…", NOT_YET) in seen.numbers(NOT_YET)
     assert told["Cost so far"][0] == f"${seen.elapsed_s:,.2f}"
     assert told["Steps"] == ("6", "of 6; finished, after " + duration(seen.elapsed_s))
     assert "2 allowed" in told["Lag"][1]
@@ -100,23 +99,23 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
 
 
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert curves.REWARD.drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
+    assert CARDS["reward"].drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options, _ = curves.STAGE_TIMES.drawn(Site(real_run).run("real").series())
+    options, _ = CARDS["stage_times"].drawn(Site(real_run).run("real").series())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name: str):
-    live = Site(site_dir).run(name)
+    live = Site(site_dir, 2.0).run(name)
     reads = [
-        lambda: live.overview(2.0),
+        lambda: live.overview(),
         lambda: live.triage(),
         lambda: live.series(),
-        lambda: lag_bars(live.lag_shares(), 1),
-        lambda: live.reward_parts(),
+        lambda: lag_bars(live.tally(LAGS), 1),
+        lambda: live.tally(PARTS),
         lambda: live.history(),
         lambda: sankey(accounts(read_accounts(live.path))),
         lambda: timeline(read_timeline(live.path, 3)),
@@ -137,16 +136,16 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
 
 
 def test_a_damaged_row_is_named_in_the_overview(site_dir: Path):
-    assert Site(site_dir).run("bad-row").overview(None).series.num_damaged == 1
+    assert Site(site_dir).run("bad-row").overview().series.num_damaged == 1
 
 
 def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run: Path):
-    live = Site(large_run).run("large")
+    live = Site(large_run, 1.0).run("large")
 
     def look() -> float:
         begin = time.perf_counter()
-        assert live.overview(1.0).facts.steps == 10_000
-        live.lag_shares()
+        assert live.overview().facts.steps == 10_000
+        live.tally(LAGS)
         read_timeline(live.path, 10)
         read_rewards(live.path)
         read_page(live.path, Wanted(state="dropped", reason="no_signal"))
@@ -155,7 +154,7 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
     first_s, second_s = look(), min(look() for _ in range(3))
     assert 200 < len(live.series().curve("reward_mean")) <= 400
     assert (
-        sum(live.lag_shares().sums.values())
+        sum(live.tally(LAGS).sums.values())
         == select(live.path, "SELECT tokens FROM accounts WHERE name = 'trained'")[0][0]
     )
     assert second_s < first_s / 5

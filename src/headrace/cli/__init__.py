@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # isort: off
-from headrace.cli import train, runs, insight, bench  # each adds its commands
+from headrace.cli import train, runs, insight  # each adds its commands
 from headrace.cli.app import app
 
-__all__ = ["app", "bench", "insight", "runs", "train"]
+__all__ = ["app", "insight", "runs", "train"]

@@ -85,12 +85,7 @@ def _output_fails() -> bool:
     return False
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 RunDir = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
 Settings = Annotated[list[str] | None, Argument(metavar="[FILE.toml] [section.key=value ...]", help="settings")]
@@ -144,10 +139,7 @@ class Paper:
     def report(self, report: Report) -> None:
         self.paragraph(report.title, indent=0, style="bold")
         for section in report.sections:
-            if section.title:
-                self.section(section.title)
-            else:
-                self.print()
+            self.section(section.title)
             self.facts(section.facts)
             for table in section.tables:
                 if section.facts:
@@ -159,9 +151,9 @@ class Paper:
                 self.paragraph(sentence, hang=2 * sentence.startswith("- "))
 
     def section(self, title: str, explanation: str = "") -> None:
-        explanation = f"  {explanation}" if explanation else ""
         self.print()
-        self.print(Text.assemble((title, "bold"), (explanation, "dim")))
+        if title:
+            self.print(Text.assemble((title, "bold"), (f"  {explanation}" if explanation else "", "dim")))
 
     def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
         pairs = list(pairs)
@@ -199,16 +191,16 @@ class Paper:
         """One line, however narrow the terminal is."""
         self.print(Text(text, style=style), one_line=True)
 
-    def sample(self, title: str, texts: Mapping[str, str]) -> None:
+    def sample(self, name: str, reward: float | None, fate: str, texts: Mapping[str, str]) -> None:
         """An answer to look at, as far as it is short."""
-        self.indented(Text(title, style="dim"))
+        given = "no reward" if reward is None else f"reward {reward:.3f}"
+        self.indented(Text(f"{name}: {given}, {fate}", style="dim"))
         for name, text in texts.items():
             text = printable(text)
             text = text if len(text) <= SAMPLE_CHARS else f"{text[:SAMPLE_CHARS]}... ({len(text):,} characters)"
             self.indented(Text(f"{name}  {text}", style="dim", overflow="fold"), 4)
 
     def commands(self, commands: Mapping[str, str]) -> None:
-        """What to type next, and what each command does."""
         if commands:
             self.section("next")
         for command, effect in commands.items():

@@ -1,4 +1,4 @@
-"""What a training run shows: progress while it trains, then the reward curve and the stage times.
+"""What a training run shows: progress, then the reward curve, also as a file, and the stage times.
 
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
 from headrace.insight.equation import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
+from headrace.ledger.files import PLOT
+from headrace.ledger.ledger import Ledger
 from headrace.measured import STAGES, StageTimes
 from headrace.row import Row, Sample
 from headrace.runs.report import count, duration
@@ -29,6 +32,8 @@ from headrace.runs.report import count, duration
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
 PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal
 PLOT_ROWS = 9  # odd, so that one of them is the middle
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 16, 40, 44  # of the plot in a file
+BLUE, GREEN, GREY = "#0072B2", "#009E73", "#767676"
 
 
 class _ProgressLine(Progress):
@@ -76,7 +81,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
 
     def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         self._started_s = self._clock()
-        self._run_dir, self._steps, self._config = run_dir, config.loop.steps, config
+        self.run_dir, self._steps, self._config = run_dir, config.loop.steps, config
         loop = config.loop
         lag = f"tokens up to {count(loop.max_lag, 'version')} old" if loop.max_lag else "strictly on-policy"
         a_step = f"{loop.groups_per_step} prompts x {config.rollout.samples} answers"
@@ -115,28 +120,27 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             self.paper.line("  ".join((text, *self._texts())))
 
     def sample(self, sample: Sample) -> None:
-        reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
         texts = {"prompt": sample.prompt, "answer": sample.answer}
-        self.paper.sample(f"sample of step {sample.step}: {reward}, {sample.fate}", texts)
+        self.paper.sample(f"sample of step {sample.step}", sample.reward, sample.fate, texts)
 
     def note(self, text: str) -> None:
-        first, *rest = self._lines(f"note: {text}")
-        self.paper.print(Text(first))
-        for line in rest:  # of a traceback
-            self.paper.line(line)
+        self._tell(f"note: {text}")
 
-    def summary(self, summary: Mapping[str, Any], *, rows: Sequence[Row] | None = None) -> None:
-        """How the run went: its summary.json, with the curve of the rows shown so far, or of `rows`."""
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """How the run went: its summary.json, with the curve of the rows shown so far."""
         self.close()
-        self._show_curve(summary, self._rows if rows is None else rows)
+        self._show_curve(summary)
         self._show_stages(summary)
         self._show_tokens(summary)
         self._show_run(summary)
 
-    def _lines(self, text: str) -> list[str]:
-        """The lines of what may come from user code, in characters that the terminal has."""
+    def _tell(self, text: str, indent: int = 0) -> None:
+        """What may come from user code, in characters of the terminal; the lines of a traceback stay."""
         encoding = self.paper.console.encoding
-        return text.encode(encoding, errors="replace").decode(encoding).splitlines()
+        first, *rest = text.encode(encoding, errors="replace").decode(encoding).splitlines()
+        self.paper.paragraph(first, indent=indent)
+        for line in rest:
+            self.paper.line(" " * indent + line)
 
     # While it runs
 
@@ -159,8 +163,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
-        stages = [asdict(r.stage_s) for r in recent]
-        busy = StageTimes(**{stage: sum(times[stage] for times in stages) for stage in STAGES})
+        busy = StageTimes(**{stage: sum(getattr(r.stage_s, stage) for r in recent) for stage in STAGES})
         facts = [
             f"reward {row.reward_mean:.3f}",
             "" if self._score is None else f"held-out {self._score:.3f}",
@@ -176,19 +179,16 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
 
     # When it is over
 
-    def _show_curve(self, summary: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    def _show_curve(self, summary: Mapping[str, Any]) -> None:
         paper = self.paper
         paper.section("reward", "mean over each step's answers")
-        points = [(row.step, row.reward_mean) for row in rows]
+        points = [(row.step, row.reward_mean) for row in self._rows]
         for line in plot(points, min(paper.console.width, 100) - 2, fine=paper.fine):
             paper.print(Text(f"  {line}", no_wrap=True))
         before, after = summary.get("score_before"), summary.get("score_after")
-        if before is not None and after is not None:
-            scores = f"{before:.3f} {paper.drawn('→')} {after:.3f}  ({after - before:+.3f})"
-        else:
-            known = before if after is None else after
-            scores = "not measured" if known is None else f"{known:.3f}"
-        paper.line(f"  held-out score  {scores}", style="bold")
+        scores = paper.drawn(" → ").join(f"{score:.3f}" for score in (before, after) if score is not None)
+        gain = "" if before is None or after is None else f"  ({after - before:+.3f})"
+        paper.line(f"  held-out score  {scores or 'not measured'}{gain}", style="bold")
 
     def _show_stages(self, summary: Mapping[str, Any]) -> None:
         paper = self.paper
@@ -209,13 +209,11 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:
         self.paper.section("tokens", "every sampled token is accounted for")
         generated, trained = int(summary["generated_tokens"]), int(summary["trained_tokens"])
-        dropped: Mapping[str, int] = summary["dropped_tokens"]
-        open_tokens = generated - trained - sum(dropped.values())
+        dropped = Counter({reason: num for reason, num in summary["dropped_tokens"].items() if num})
         lines = {"generated": generated, "trained on": trained}
-        by_size = sorted(dropped.items(), key=lambda item: -item[1])
-        lines |= {f"dropped: {reason}": num for reason, num in by_size if num}
-        if open_tokens:
-            lines["not settled"] = open_tokens
+        lines |= {f"dropped: {reason}": num for reason, num in dropped.most_common()}
+        if unsettled := generated - trained - dropped.total():
+            lines["not settled"] = unsettled
         digits, whole = len(f"{generated:,}"), max(generated, 1)
         self.paper.facts((name, f"{num:>{digits},}  {num / whole:>6.1%}") for name, num in lines.items())
 
@@ -234,10 +232,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self.paper.section("run")
         self.paper.facts(facts.items())
         if summary.get("reward_failure"):
-            first, *rest = self._lines(f"The first answer without a verdict: {summary['reward_failure']}")
-            self.paper.paragraph(first)
-            for line in rest:  # of a traceback
-                self.paper.line(f"  {line}")
+            self._tell(f"The first answer without a verdict: {summary['reward_failure']}", indent=2)
         commands = {f"audit {run_dir}": "check the books", f"export {run_dir} OUT": "get the model"}
         if summary.get("finished") is False:
             commands = {f"resume {run_dir}": "go on with it"} | commands
@@ -269,7 +264,7 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     lifted = [round(height) for height in (share * (PLOT_ROWS * down - 1)).tolist()]
     rows = reversed(range(PLOT_ROWS))
     asterisks = ["".join("*" if height == row else " " for height in lifted) for row in rows]
-    canvas = _braille(lifted, columns) if fine else asterisks
+    canvas = _braille(lifted) if fine else asterisks
     lines = [f"{labels.get(i, ''):>{margin}} ┤{line}".rstrip() for i, line in enumerate(canvas)]
     first, last = f"step {points[0][0]}", str(points[-1][0])
     lines.append(f"{'':{margin}} └{'─' * columns}")
@@ -277,15 +272,57 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     return lines if fine else [line.translate(ASCII) for line in lines]
 
 
-def _braille(lifted: Sequence[int], columns: int) -> list[str]:
+def _braille(lifted: Sequence[int]) -> list[str]:
     """Two columns and four rows of dots to a character."""
-    dots = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # left and right, from the bottom up
-    cells = [[0] * columns for _ in range(PLOT_ROWS)]
-    previous = lifted[0]
-    for x, height in enumerate(lifted):
+    dots = np.zeros((PLOT_ROWS * 4, len(lifted)), np.int64)  # from the bottom up
+    for x, (before, height) in enumerate(zip([lifted[0], *lifted[:-1]], lifted, strict=True)):
         # Upright strokes join neighbours, so that a jump stays one line.
-        start = height if previous == height else previous + (1 if height > previous else -1)
-        for y in range(min(start, height), max(start, height) + 1):
-            cells[PLOT_ROWS - 1 - y // 4][x // 2] |= dots[x % 2][y % 4]
-        previous = height
-    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
+        low, high = sorted((before + (height > before) - (height < before), height))
+        dots[low : high + 1, x] = 1
+    bits = np.array([[0x40, 0x80], [0x04, 0x20], [0x02, 0x10], [0x01, 0x08]])
+    cells = np.einsum("rycx,yx->rc", dots.reshape(PLOT_ROWS, 4, -1, 2), bits)
+    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells[::-1].tolist()]
+
+
+def write_plot(summary: Mapping[str, Any]) -> None:
+    """The curve as an SVG file. Without room for it, a run that went well is none the worse."""
+    run_dir = Path(summary["run_dir"])
+    with Ledger.open(run_dir) as ledger:
+        rows = ledger.rows()
+    drawn = reward_svg(f"{run_dir.name}, {len(rows)} steps", rows, summary["score_before"], summary["score_after"])
+    with suppress(OSError):
+        (run_dir / PLOT).write_text(drawn)
+
+
+def reward_svg(title: str, rows: Sequence[Row], before: float | None, after: float | None) -> str:
+    """Mean rewards as a line; held-out scores as dots, `before` the first step and `after` the last too."""
+    last = max((row.step for row in rows), default=1)
+    curve = [(row.step, row.reward_mean) for row in rows]
+    held_out = [(row.step, row.score) for row in rows if row.score is not None]
+    held_out += [(step, score) for step, score in ((0, before), (last, after)) if score is not None]
+    values = [value for _, value in (*curve, *held_out)] or [0.0]
+    low, high = min(0.0, *values), max(1e-9, *values)
+    high = 1.0 if 0.5 < high <= 1 else high
+
+    def at(step: float, value: float) -> tuple[float, float]:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * step / last
+        return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
+
+    def text(x: float, y: float, words: str, anchor: str = "middle", fill: str = GREY) -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
+
+    parts = [text(LEFT, 22, title, "start", "#111"), text(WIDTH / 2, HEIGHT - 8, "step")]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        _, y = at(0, low + share * (high - low))
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
+        parts.append(text(LEFT - 6, y + 4, f"{low + share * (high - low):.2f}", "end"))
+        x, _ = at(share * last, low)
+        parts.append(text(x, HEIGHT - BOTTOM + 18, f"{share * last:.0f}"))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
+    dots = [at(*point) for point in held_out]
+    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{GREEN}"/>' for x, y in dots]
+    for x, words, colour in ((110, "mean reward", BLUE), (0, "held-out score", GREEN)):
+        parts.append(text(WIDTH - RIGHT - x, 22, words, "end", colour))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
+    return "\n".join([f'{head} font-size="12">', '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])

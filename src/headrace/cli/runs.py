@@ -18,7 +18,7 @@ from headrace.insight.equation import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import read_summary, run_config
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.ledger.origin import Change, changes
+from headrace.ledger.origin import changes
 from headrace.row import Row
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
@@ -51,8 +51,8 @@ def runs(
     paper, found = Paper(), read_runs(directory)
     rows = [shown.run_row(facts, paper.drawn("→")) for facts in found]
     paper.table(Table(columns=shown.RUN_COLUMNS, rows=rows, numeric=range(2, 6)), indent=0, whole={1, 6})
-    ended = [f for f in found if f.state in (RunState.STOPPED, RunState.UNREADABLE)]
-    lost = [facts for facts in ended if not facts.can_be_resumed]
+    ended = (RunState.STOPPED, RunState.UNREADABLE)
+    lost = [facts for facts in found if facts.state in ended and not facts.can_be_resumed]
     told = [f"{facts.path.name}: {shown.standing(facts)}" for facts in lost[:MOST_PROBLEMS]]
     if (num_more := len(lost) - MOST_PROBLEMS) > 0:
         told.append(f"... and {num_more} more; `headrace show` says what is wrong with each")
@@ -69,9 +69,9 @@ def show(
 ) -> None:
     """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
     if trajectory is None:
-        show_run(Paper(), run)
+        _show_run(Paper(), run)
     else:
-        show_trajectory(Paper(), run, trajectory)
+        _show_trajectory(Paper(), run, trajectory)
 
 
 @app.command()
@@ -87,7 +87,7 @@ def dash(
     serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
-def show_run(paper: Paper, run_dir: Path) -> None:
+def _show_run(paper: Paper, run_dir: Path) -> None:
     facts = read_run(run_dir)
     if facts.state is RunState.UNREADABLE:
         raise RunError(facts.problem)
@@ -117,30 +117,25 @@ def show_run(paper: Paper, run_dir: Path) -> None:
 
 def _show_books(paper: Paper, run_dir: Path, facts: RunFacts, newest: Mapping[str, str]) -> None:
     with Ledger.open(run_dir) as ledger:
-        books, restarts = ledger.totals(), list(map(shown.restart_row, ledger.restarts()))
-        changed_since = list(map(_change, changes(ledger)))
-        rows = list(map(_row, ledger.rows(after_step=facts.steps - LAST_ROWS)))
+        books, restarts, since = ledger.totals(), ledger.restarts(), changes(ledger)
+        rows = ledger.rows(after_step=facts.steps - LAST_ROWS)
     if restarts:
         paper.section("restarts", "what each found, and did again")
-        paper.table(Table.of(restarts))
-    if changed_since:
+        paper.table(Table.of(list(map(shown.restart_row, restarts))))
+    if since:
         paper.section("changes", "settings that a restart changed")
-        paper.table(Table.of(changed_since))
+        lines = [(str(change.step), change.key, change.before, change.after) for change in since]
+        paper.table(Table(columns=("after step", "setting", "before", "since then"), rows=lines))
     paper.section("accounts", "what became of every sampled token")
     paper.table(_accounts(books, newest))
-    found = [account for account in shown.accounts(books) if account.amount != Amount()]
-    dropped = [f"{account.reason}: {account.explanation}." for account in found if account.reason]
-    if dropped:
+    found = [account for account in shown.accounts(books) if account.reason and account.amount != Amount()]
+    if found:
         paper.print()
-    for text in dropped:
-        paper.paragraph(text, hang=2)
+    for account in found:
+        paper.paragraph(f"{account.reason}: {account.explanation}.", hang=2)
     if rows:
         paper.section("last rows")
-        paper.table(Table.of(rows, numeric=range(1, 8)))
-
-
-def _change(change: Change) -> dict[str, str]:
-    return {"after step": str(change.step), "setting": change.key, "before": change.before, "since then": change.after}
+        paper.table(Table.of(list(map(_row, rows)), numeric=range(1, 8)))
 
 
 def _show_sample(paper: Paper, run_dir: Path, account: str, id: str) -> None:
@@ -152,8 +147,7 @@ def _show_sample(paper: Paper, run_dir: Path, account: str, id: str) -> None:
     expected = asked.get("fields", {}).get(run_config(run_dir).reward.answer_field)
     texts = {"prompt": asked.get("text", "(not kept)"), "answer": found.whole.text}
     texts |= {} if expected is None else {"expected": str(expected)}
-    reward = "no reward" if found.whole.reward is None else f"reward {found.whole.reward:.3f}"
-    paper.sample(f"{id}: {reward}, {account.replace(':', ': ', 1)}", texts)
+    paper.sample(id, found.whole.reward, account.replace(":", ": ", 1), texts)
 
 
 def _row(row: Row) -> dict[str, str]:
@@ -181,7 +175,7 @@ def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
     return Table(columns=columns, rows=rows, numeric=range(1, 5))
 
 
-def show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
+def _show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
     found, texts = shown.read_trajectory(run_dir, id), shown.token_texts(run_dir)
     paper.line(f"trajectory {found.id}", style="bold")
     paper.facts(shown.trajectory_facts(found).items())

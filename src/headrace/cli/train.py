@@ -15,8 +15,7 @@ from typer import Argument, Exit, Option
 
 import headrace  # its functions load torch when they are first called
 from headrace.cli.app import Paper, RunDir, Settings, app, prepare_process, settings_from
-from headrace.cli.live import LiveDisplay
-from headrace.cli.plot_svg import write_plot
+from headrace.cli.live import LiveDisplay, write_plot
 from headrace.config_file import explain, to_toml
 from headrace.errors import ConfigError
 from headrace.ledger.database import FILE_NAME
@@ -40,11 +39,7 @@ def train(settings: Settings = None, quiet: Quiet = False) -> None:
 
 
 @app.command()
-def resume(
-    run: RunDir,
-    changes: Overrides = None,
-    quiet: Quiet = False,
-) -> None:
+def resume(run: RunDir, changes: Overrides = None, quiet: Quiet = False) -> None:
     """Go on with a run that was interrupted, killed, or stopped by an error; or with more loop.steps."""
     with _display(quiet) as display:
         _concluded(display, headrace.resume(run, display, changes or ()))

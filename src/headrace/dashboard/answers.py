@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,18 @@ class Wanted:
         return {text: value for text, value in found.items() if value is not None}
 
 
+EVERY = Wanted()
+
+
 def number(query: Mapping[str, str], name: str, kind: type = int) -> Any:
     """The number that an address gives as `name`, if it does."""
-    text = query.get(name) or None
+    if not (text := query.get(name)):
+        return None
     try:
-        value = None if text is None else kind(text)
+        value = kind(text)
     except ValueError:
         raise UnknownNameError(f"{name}={text} in the address is not a number.") from None
-    if value is not None and not (math.isfinite(value) and abs(value) < 2**63):
+    if not (math.isfinite(value) and abs(value) < 2**63):
         raise UnknownNameError(f"{name}={text} in the address is out of range.")
     return value
 
@@ -83,9 +87,10 @@ class Answer:
 
     found: TrajectoryDetails
     texts: TokenTexts | None
+    prompt: str | None
     newer: str | None
     older: str | None
-    fields: Sequence[tuple[str, str]]  # of the prompt, such as the expected answer
+    fields: Mapping[str, str]  # of the prompt, such as the expected answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +99,10 @@ class GroupAnswers:
 
     prompt_id: str
     prompt: str | None  # None where no answer's tokens are kept
-    answers: Sequence[tuple[str, Sequence[tuple[str, str]], str | None]]  # id, facts, text
+    answers: Sequence[tuple[str, Mapping[str, str], str | None]]  # id, facts, text
     newer: int | None
     older: int | None
-    fields: Sequence[tuple[str, str]]
+    fields: Mapping[str, str]
 
 
 def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer: int | None = None) -> Page:
@@ -128,19 +133,19 @@ def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer:
     )
 
 
-def read_answer(run_dir: Path, id: str, wanted: Wanted | None = None) -> Answer:
+def read_answer(run_dir: Path, id: str, wanted: Wanted = EVERY) -> Answer:
     """One trajectory; its neighbours are those among the `wanted`."""
     with looking_into(run_dir) as connection:
-        found = show.read_trajectory(run_dir, id)
+        found, given = show.read_trajectory(run_dir, id), wanted.conditions()
         place = one(connection, "SELECT rowid FROM trajectories WHERE id = ?", id)
-        given = (wanted or Wanted()).conditions()
-        among = "".join(f" AND {text}" for text in given)
-        sides = [
+        among = " AND ".join(("", *given))
+        newer, older = (
             one(connection, f"SELECT id FROM trajectories WHERE rowid {side}", place, *given.values())
             for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
-        ]
-    fields = _fields(run_dir, found.prompt_id)
-    return Answer(found=found, texts=_texts(run_dir), newer=sides[0], older=sides[1], fields=fields)
+        )
+    texts, fields = _texts(run_dir), _fields(run_dir, found.prompt_id)
+    prompt = _prompt(found, texts)
+    return Answer(found=found, texts=texts, prompt=prompt, newer=newer, older=older, fields=fields)
 
 
 def read_group(run_dir: Path, serial: int) -> GroupAnswers:
@@ -151,73 +156,49 @@ def read_group(run_dir: Path, serial: int) -> GroupAnswers:
     with looking_into(run_dir) as connection:
         found = connection.execute(query, (serial,)).fetchall()
         if not found:
-            raise UnknownNameError(_no_group(connection, run_dir, serial))
+            first, last = connection.execute("SELECT MIN(serial), MAX(serial) FROM trajectories").fetchone()
+            known = "none is complete yet" if first is None else f"they go from {first} to {last}"
+            raise UnknownNameError(f"There is no group {serial} in {run_dir.name}: {known}.")
         said = show.read_texts(connection, [line[0] for line in found])
         newer = one(connection, "SELECT MIN(serial) FROM trajectories WHERE serial > ?", serial)
         older = one(connection, "SELECT MAX(serial) FROM trajectories WHERE serial < ?", serial)
-        prompt = _prompt(run_dir, next(iter(said), None))
-    several = len({line[2] for line in found}) > 1
+    prompt_id, prompt = found[0][1], None
+    if said:
+        with suppress(RunError):  # its tokens are damaged
+            prompt = _prompt(show.read_trajectory(run_dir, next(iter(said))), _texts(run_dir))
+    several, fields = len({line[2] for line in found}) > 1, _fields(run_dir, prompt_id)
     answers = [(line[0], _facts(line[2:], several), said.get(line[0])) for line in found]
-    prompt_id = found[0][1]
-    return GroupAnswers(
-        prompt_id=prompt_id,
-        prompt=prompt,
-        answers=answers,
-        newer=newer,
-        older=older,
-        fields=_fields(run_dir, prompt_id),
-    )
+    return GroupAnswers(prompt_id=prompt_id, prompt=prompt, answers=answers, newer=newer, older=older, fields=fields)
 
 
-def prompt_text(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | None:
+def _facts(line: Sequence[Any], several_attempts: bool) -> dict[str, str]:
+    attempt, reward, parts, finish, num_tokens, state, reason, step, lag = line
+    known = {name: value for name, value in json.loads(parts).items() if isinstance(value, int | float)}
+    facts = {"reward": _reward(reward)} | {f"part {name}": f"{value:g}" for name, value in known.items()}
+    fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
+    fate = f"{fate}: {show.why_dropped(reason)}" if reason else fate
+    facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}
+    return facts | {"attempt": str(attempt)} if several_attempts else facts
+
+
+def _prompt(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | None:
     if answer.whole is None:
         return None
     given = show.prompt_ids(answer.whole)[-MOST_PROMPT_TOKENS:]
     return texts.text(given) if texts else " ".join(map(str, given))
 
 
-def _facts(line: Sequence[Any], several_attempts: bool) -> list[tuple[str, str]]:
-    attempt, reward, parts, finish, num_tokens, state, reason, step, lag = line
-    facts = [("reward", _reward(reward))]
-    facts += [
-        (f"part {name}", f"{value:g}" if isinstance(value, int | float) else str(value))
-        for name, value in _parts(parts)
-    ]
-    facts += [("ended by", finish or "-"), ("length", count(num_tokens, "token"))]
-    fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
-    facts.append(("fate", f"{fate}: {show.why_dropped(reason)}" if reason else fate))
-    return [*facts, ("attempt", str(attempt))] if several_attempts else facts
-
-
-def _parts(text: str) -> list[tuple[str, float]]:
-    return [(name, value) for name, value in json.loads(text).items() if isinstance(value, int | float)]
-
-
-def _prompt(run_dir: Path, id: str | None) -> str | None:
-    try:
-        return None if id is None else prompt_text(show.read_trajectory(run_dir, id), _texts(run_dir))
-    except RunError:
-        return None  # its tokens are damaged
-
-
 def _texts(run_dir: Path) -> TokenTexts | None:
-    try:
+    with suppress(HeadraceError):  # the settings, which say where the tokenizer is, cannot be read
         return show.token_texts(run_dir)
-    except HeadraceError:
-        return None  # the settings, which say where the tokenizer is, cannot be read
+    return None
 
 
-def _fields(run_dir: Path, prompt_id: str) -> list[tuple[str, str]]:
+def _fields(run_dir: Path, prompt_id: str) -> dict[str, str]:
     """The prompt's fields, the expected answer among them; none in ledgers of earlier versions."""
     with Ledger.open(run_dir) as ledger:
         found = ledger.prompt(prompt_id).get("fields", {})
-    return [(name, str(value)) for name, value in found.items()]
-
-
-def _no_group(connection: sqlite3.Connection, run_dir: Path, serial: int) -> str:
-    first, last = connection.execute("SELECT MIN(serial), MAX(serial) FROM trajectories").fetchone()
-    known = "none is complete yet" if first is None else f"they go from {first} to {last}"
-    return f"There is no group {serial} in {run_dir.name}: {known}."
+    return {name: str(value) for name, value in found.items()}
 
 
 def _reward(reward: float | None) -> str:

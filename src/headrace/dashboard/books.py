@@ -6,15 +6,13 @@ each step while they are few, and one for 2, 4, 8 ... of them when they are many
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from headrace.ledger.ledger import Books
 from headrace.measured import STAGES, StageTimes
 from headrace.row import ROW_METRICS
 from headrace.runs.audit import books
-from headrace.runs.columns import Columns, Ints, Numbers, RowColumns, one, read_spans, read_trajectories, reading, union
+from headrace.runs.columns import Ints, Numbers, RowColumns, one, query, read_spans, reading, union
 
 Points = list[tuple[float, float | None]]
 MOST_POINTS = 400  # of a curve
@@ -34,15 +32,13 @@ AXES = {"step": ("", 1), "trained tokens": ("trained_tokens", 1), "hours": ("wal
 RECENT_STEPS = 20  # what "now" is in the overview
 
 _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the mean reward
-# How the numbers of several rows become one.
-OVER = {name: metric.over for name, metric in ROW_METRICS.items()}
-OVER |= dict.fromkeys((*_DERIVED, *(f"stage_s.{stage}" for stage in STAGES)), "mean")
-_COLUMNS = ("step", *OVER)
+# How the numbers of several rows become one; what a row adds up becomes the mean of its steps.
+_OVER = {name: metric.over for name, metric in ROW_METRICS.items() if metric.over != "sum"}
+_COLUMNS = ("step", *ROW_METRICS, *_DERIVED, *(f"stage_s.{stage}" for stage in STAGES))
 _CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from a later one in its place
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
-MOST_BARS = 20  # of a histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +53,24 @@ class Series:
     @property
     def width(self) -> int:
         """Steps that make one point of a curve."""
-        return int(2 ** max(0, math.ceil(math.log2(max(self.last_step, 1) / MOST_POINTS))))
+        return steps_together(self.last_step, MOST_POINTS)
 
-    def curve(self, name: str, scale: float = 1.0, over: str = "", by: str = "step") -> Points:
+    def curve(self, name: str, scale: float = 1.0, by: str = "step") -> Points:
         """The points of one curve, with gaps, along one of `AXES`; `goodput` is trained tokens per second."""
         if name == "goodput":
-            both = zip(self.curve("trained_tokens", by=by), self.curve("wall_s"), strict=True)
-            return [(place, num / wall_s if num and wall_s else num) for (place, num), (_, wall_s) in both]
-        begins = np.flatnonzero(np.diff((self.columns["step"].astype(np.int64) - 1) // self.width, prepend=-1))
-        places = self.places(by)[np.append(begins[1:], len(self.columns["step"]))[: len(begins)] - 1]
-        values = _combined(self.columns[name], begins, over or OVER[name]) * scale
-        return [
-            (place, value if math.isfinite(value) else None)
-            for place, value in zip(places.tolist(), values.tolist(), strict=True)
-        ]
+            return self.ratio(self.columns["trained_tokens"], self.columns["wall_s"], by)
+        return self._points(self.columns[name] * scale, by, _OVER.get(name, "mean"))
+
+    def ratio(self, values: Numbers, of: Numbers, by: str) -> Points:
+        """A curve of one number of each row divided by another."""
+        both = zip(self._points(values, by), self._points(of, by), strict=True)
+        return [(place, value / num if value and num else value) for (place, value), (_, num) in both]
+
+    def _points(self, values: Numbers, by: str, over: str = "mean") -> Points:
+        begins = np.flatnonzero(np.diff((self.places("step") - 1) // self.width, prepend=-1))
+        places = self.places(by)[np.append(begins[1:], len(values))[: len(begins)] - 1]
+        both = zip(places.tolist(), _combined(values, begins, over).tolist(), strict=True)
+        return [(place, value if math.isfinite(value) else None) for place, value in both]
 
     def places(self, by: str) -> Numbers | Ints:
         """Where each row stands on one of `AXES`."""
@@ -88,13 +88,19 @@ class Series:
         taken_s = np.nansum(wall_s[-num_steps:])
         return float(np.nansum(tokens[-num_steps:]) / taken_s) if taken_s else None
 
-    def now(self, name: str, over: str = "") -> float | None:
+    def now(self, name: str) -> float | None:
+        """The mean of the last steps that have the number."""
         values = self.columns[name][-RECENT_STEPS:]
-        found = _combined(values, np.zeros(min(len(values), 1), np.int64), over or OVER[name])
-        return float(found[0]) if len(found) and np.isfinite(found[0]) else None
+        known = values[np.isfinite(values)]
+        return float(known.mean()) if len(known) else None
 
     def stages_now(self) -> StageTimes:
         return StageTimes(**{stage: self.now(f"stage_s.{stage}") or 0.0 for stage in STAGES})
+
+
+def steps_together(last_step: int, most: int) -> int:
+    """1, 2, 4, 8 ...: so many that there are at most `most` of them."""
+    return int(2 ** max(0, math.ceil(math.log2(max(last_step, 1) / most))))
 
 
 def read_series(run_dir: Path, before: Series) -> Series:
@@ -108,8 +114,7 @@ def read_series(run_dir: Path, before: Series) -> Series:
             return before
         rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
         new = {name: rows.column(name) for name in _COLUMNS if name not in _DERIVED}
-        for name, sign in _DERIVED.items():
-            new[name] = new["reward_mean"] + sign * new["reward_std"]
+        new |= {name: new["reward_mean"] + sign * new["reward_std"] for name, sign in _DERIVED.items()}
         return Series(
             created=created,
             columns={name: np.append(known, new[name]) for name, known in before.columns.items()},
@@ -138,22 +143,11 @@ def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
         return np.asarray(values[np.append(begins[1:], len(values)) - 1])
     known = np.isfinite(values)
     counts = np.add.reduceat(known, begins, dtype=np.int64)
-    ways = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}
-    combine, neutral = ways.get(over, (np.add, 0.0))
+    ways = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf), "mean": (np.add, 0.0)}
+    combine, neutral = ways[over]
     found = combine.reduceat(np.where(known, values, neutral), begins)
     found = found / np.maximum(counts, 1) if over == "mean" else found
     return np.where(counts > 0, found, np.nan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """What every worker did in the last seconds of a run, a lane each; `busy` is its share of them."""
-
-    start_s: float
-    end_s: float
-    lanes: tuple[str, ...]
-    busy: Mapping[str, float]
-    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +159,8 @@ class Tally:
     sums: Counter[tuple[int, Any]] = field(default_factory=Counter)
     counts: Counter[tuple[int, Any]] = field(default_factory=Counter)
 
-    def update(self, run_dir: Path, query: str) -> None:
+    def update(self, run_dir: Path, query: str) -> Tally:
+        """Read what is new; a copy, which other threads do not change."""
         with looking_into(run_dir) as connection:
             last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")
             if (created := str(one(connection, _CREATED))) != self.created:
@@ -174,22 +169,17 @@ class Tally:
                 self.sums[step, key] += total
                 self.counts[step, key] += num
             self.last_id = last_id
-
-    def copy(self) -> Tally:
         return replace(self, sums=self.sums.copy(), counts=self.counts.copy())
 
     def means(self, series: Series, by: str = "step") -> dict[str, Points]:
         """By key, the mean of each step or, of a long run, of a few, as `Series.curve` has them."""
-        width, place_of = (
-            series.width,
-            dict(zip(series.places("step").tolist(), series.places(by).tolist(), strict=True)),
-        )
-        totals: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
-        for (step, key), total in sorted(self.sums.items()):
-            if step in place_of:
-                found = totals[key].setdefault((step - 1) // width, [0.0, 0.0, 0.0])
-                found[:] = found[0] + total, found[1] + self.counts[step, key], place_of[step]
-        return {key: [(place, total / num) for total, num, place in found.values()] for key, found in totals.items()}
+        steps, found = series.places("step").tolist(), {}
+        for key in sorted({key for _, key in self.sums}):
+            total, num = (
+                np.array([held.get((step, key), math.nan) for step in steps]) for held in (self.sums, self.counts)
+            )
+            found[key] = [point for point in series.ratio(total, num, by) if point[1] is not None]
+        return found
 
 
 # For `Tally.update`: trained tokens by lag; the parts of the rewards of what was scored.
@@ -205,18 +195,6 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardShape:
-    """How the rewards of the first answers and of the newest are distributed, as shares of each."""
-
-    labels: tuple[str, ...]
-    first: tuple[float, ...]
-    newest: tuple[float, ...]
-    num_first: int
-    num_newest: int
-    parts: Mapping[str, tuple[float, float]]  # the mean of each, first and newest
-
-
 def read_accounts(run_dir: Path) -> Books:
     with looking_into(run_dir):
         return books(run_dir)
@@ -230,13 +208,22 @@ def read_elapsed_s(run_dir: Path) -> float:
     return max(float(span_s or 0.0), float(moved_s or 0.0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What every worker did in the last seconds of a run."""
+
+    start_s: float
+    end_s: float
+    busy: Mapping[str, float]  # by lane (a stage, or one worker of it), the share of these seconds
+    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
+
+
 def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
     """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
     last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
     with looking_into(run_dir) as connection:
-        end_s, length_s = one(connection, "SELECT MAX(end_s) FROM spans"), one(connection, last, num_steps)
-        if end_s is None:
-            return Timeline(start_s=0.0, end_s=0.0, lanes=(), busy={}, bars=())
+        end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
+        length_s = one(connection, last, num_steps)
         start_s = max(0.0, end_s - length_s) if length_s else 0.0
         spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
     if len(spans) == MOST_SPANS:
@@ -255,46 +242,32 @@ def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
         starts_s, ends_s = union((starts_s, ends_s + gap_s))
         drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
         bars += [(name, stage, begin, end) for begin, end in drawn]
-    return Timeline(start_s=start_s, end_s=end_s, lanes=tuple(busy), busy=busy, bars=bars)
+    return Timeline(start_s=start_s, end_s=end_s, busy=busy, bars=bars)
 
 
-def read_rewards(run_dir: Path) -> RewardShape:
-    """The rewards of the first answers beside those of the newest; of a short run, of its two halves."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """The rewards of the first answers and of the newest; of each part of them, both means."""
+
+    first: Numbers
+    newest: Numbers
+    parts: Mapping[str, tuple[float, float]]
+
+
+_REWARDS = "SELECT reward FROM trajectories WHERE rowid BETWEEN ? AND ? AND reward IS NOT NULL"
+_PART_MEANS = (
+    "SELECT part.key, AVG(part.value) FROM trajectories t, json_each(t.reward_parts) part "
+    "WHERE t.rowid BETWEEN ? AND ? AND t.reward IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1"
+)
+
+
+def read_rewards(run_dir: Path) -> Rewards:
+    """Of a short run, those of its two halves."""
     with looking_into(run_dir) as connection:
-        num_answers = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
-        num_each = min(NUM_REWARDS, (num_answers + 1) // 2)
-        first = read_trajectories(connection, oldest=num_each)
-        newest = read_trajectories(connection, newest=num_each)
-    first, newest = (found[np.isfinite(found["reward"])] for found in (first, newest))
-    labels, shares = _histogram(first["reward"], newest["reward"])
-    before, now = _part_means(first), _part_means(newest)
-    return RewardShape(
-        labels=labels,
-        first=shares[0],
-        newest=shares[1],
-        num_first=len(first),
-        num_newest=len(newest),
-        parts={name: (before[name], now[name]) for name in before if name in now},
-    )
-
-
-def _histogram(first: Numbers, newest: Numbers) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
-    """The middle of each bar, and the share of each side in it; few values have a bar each."""
-    values = np.unique(np.concatenate([first, newest]))
-    edges, labels = np.append(values, np.inf), tuple(f"{value:g}" for value in values)
-    if len(values) > MOST_BARS:
-        edges = np.linspace(values[0], values[-1], MOST_BARS + 1)
-        labels = tuple(f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2)
-    if not len(values):
-        return (), [(), ()]
-    counts = [np.histogram(side, edges)[0] for side in (first, newest)]
-    return labels, [tuple((side / max(side.sum(), 1)).tolist()) for side in counts]
-
-
-def _part_means(found: Columns) -> dict[str, float]:
-    values = defaultdict(list)
-    for text in found["reward_parts"].tolist():
-        for name, value in json.loads(text).items():
-            if isinstance(value, int | float):
-                values[name].append(value)
-    return {name: fmean(found) for name, found in values.items()}
+        last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
+        num_each = min(NUM_REWARDS, (last + 1) // 2)
+        sides = ((1, num_each), (last - num_each + 1, last))
+        first, newest = (query(connection, _REWARDS, *side)["reward"] for side in sides)
+        before, now = (dict(connection.execute(_PART_MEANS, side)) for side in sides)
+    parts = {name: (before[name], now[name]) for name in before if name in now}
+    return Rewards(first=first, newest=newest, parts=parts)

@@ -1,72 +1,156 @@
-"""Charts as ECharts options, made of what was read. Colours and axes are in theme.json.
+"""Charts as ECharts options, made of what was read: curves over a run's steps, bars, lanes, flows.
 
-Colours are told apart by people with any kind of colour vision (the palette of Okabe and Ito), and one
-thing has one colour everywhere. Text and lines take theirs from the style sheet, for light and dark.
+Colours and axes are in theme.json. Colours are told apart by people with any kind of colour vision
+(the palette of Okabe and Ito), and one thing has one colour everywhere. Text and lines take theirs
+from the style sheet, for light and dark.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
+import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.dashboard.books import RewardShape, Tally, Timeline
-from headrace.measured import STAGES
+import numpy as np
+
+from headrace.dashboard.books import Points, Rewards, Series, Tally, Timeline, steps_together
+from headrace.row import ROW_METRICS
+from headrace.runs.columns import Numbers
+from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.show import Account
 
 Options = dict[str, Any]
-Points = Sequence[tuple[float, float | None]]
+Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sentence about it
 
 THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
 BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
-STAGE_COLOURS = dict(zip(STAGES, (BLUE, ORANGE, PINK, GREEN, RED), strict=True))
+COLOURS = {"blue": BLUE, "orange": ORANGE, "pink": PINK, "green": GREEN, "red": RED}
 FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
 NUM_COLOURS = len(THEME["color"])
 LAG_COLOURS = (GREEN, SKY, YELLOW, ORANGE, RED, PINK)
 MOST_LAG_BARS = 32
 MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
+MOST_REWARD_BARS = 20
+NO_ROW = "There is no row yet: the first step is under way."
+_FIRST = ("reward", "learner", "length", "mismatch", "lag")  # of the groups of curves
 
-# A bar of the timeline: where its lane and its seconds are.
-_DRAW_BAR = """(params, api) => {
-    const start = api.coord([api.value(1), api.value(0)]), end = api.coord([api.value(2), api.value(0)]);
-    const height = api.size([0, 1])[1] * 0.6, area = params.coordSys, last = area.x + area.width;
-    const left = Math.max(start[0], area.x), right = Math.min(Math.max(end[0], start[0] + 1), last);
-    return right <= left ? null : {type: 'rect', style: api.style(),
-        shape: {x: left, y: start[1] - height / 2, width: right - left, height: height}};
-}"""
-_SHORT = "v => Math.abs(v) >= 1e6 ? v / 1e6 + ' M' : Math.abs(v) >= 1e3 ? v / 1e3 + ' k' : v"
-_POINTED = "p => '%s ' + Number(p.value.toPrecision(4)).toLocaleString('en')"
-_FEW_DIGITS = "v => v == null ? '-' : Number(v.toPrecision(4)).toLocaleString('en')"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How curves are drawn: along one of `AXES`, and how smooth, from 0 to less than 1."""
+
+    by: str = "step"
+    smoothing: float = 0.0
+
+
+LOOK = Look()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A part of the page and what it means, as cards.toml has it; of a curve, also what to draw."""
+
+    title: str = ""
+    says: str = ""
+    y: str = ""
+    lines: Mapping[str, tuple[str, str, float]] = field(default_factory=dict)
+    low: float | None = None
+    band: tuple[str, str, str] | None = None
+    held_out: bool = False  # add the scores on held-out prompts
+    only_busy: bool = False  # leave out what is zero throughout
+
+    def drawn(self, series: Series, look: Look = LOOK, facts: RunFacts | None = None) -> Drawn:
+        if not series.last_step:
+            return {}, NO_ROW
+        curves = {}
+        for name, (column, colour, scale) in self.lines.items():
+            curves[name] = (series.curve(column, scale, look.by), COLOURS[colour])
+        if all(y is None for points, _ in curves.values() for _, y in points):
+            return {}, "It was not measured in this run."
+        if self.only_busy:
+            curves = {name: curve for name, curve in curves.items() if any(y for _, y in curve[0])}
+        if not curves:
+            return {}, "It was 0 in every step."
+        more = _scores(series, look, facts) if self.held_out else []
+        if self.band:
+            name, low, high = self.band
+            colour = next(iter(curves.values()))[1]
+            more += _band(name, series.curve(low, by=look.by), series.curve(high, by=look.by), colour)
+        return lines(curves, self.y, self.low, look, more), _per_point(series)
+
+    def compared(self, runs: Mapping[str, Series], look: Look) -> Drawn:
+        """Its first line in each of these runs."""
+        column, _, scale = next(iter(self.lines.values()))
+        curves = _coloured({name: series.curve(column, scale, look.by) for name, series in runs.items()})
+        if not any(y for points, _ in curves.values() for _, y in points):
+            return {}, "It was 0, or not measured, in all of these runs."
+        return lines(curves, self.y, look=look), ""
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+CARDS = {name: Card(**entry) for name, entry in _TABLE.items()}
+STAGE_COLOURS = {stage: COLOURS[colour] for stage, (_, colour, _) in CARDS["stage_times"].lines.items()}
+
+
+def metric_curves() -> dict[str, list[Card]]:
+    """A chart for every number of a row, by the first part of its label: what is looked at most comes first."""
+    found: dict[str, list[Card]] = {group: [] for group in _FIRST}
+    for name, metric in ROW_METRICS.items():
+        parts = name.removesuffix("_s").removeprefix("num_").split("_")
+        words = " ".join(part.upper() if len(part) == 2 else part for part in parts)  # LR, KL
+        share = name.endswith("share")
+        curve = Card(
+            title=words[0].upper() + words[1:],
+            says=f"{metric.help[0].upper()}{metric.help[1:]}.",
+            y="%" if share else metric.unit,
+            lines={words: (name, "blue", 100 if share else 1)},
+            only_busy=True,
+        )
+        found.setdefault(metric.label.split("/")[0], []).append(curve)
+    return found
+
+
+def parts_drawn(parts: Tally, series: Series, look: Look) -> Drawn:
+    means = parts.means(series, look.by)
+    if not means:
+        return {}, "No answer has been scored yet." if series.last_step else NO_ROW
+    return lines(_coloured(means), "mean", look=look), _per_point(series)
+
+
+def _coloured(curves: Mapping[str, Points]) -> dict[str, tuple[Points, str]]:
+    return {name: (points, THEME["color"][place % NUM_COLOURS]) for place, (name, points) in enumerate(curves.items())}
+
+
+def _per_point(series: Series) -> str:
+    return f"Each point stands for {series.width} steps." if series.width > 1 else ""
 
 
 def lines(
     curves: Mapping[str, tuple[Points, str]],
-    *,
     y: str,
     low: float | None = None,
-    by: str = "step",
-    smoothing: float = 0.0,
+    look: Look = LOOK,
+    more: Sequence[Options] = (),
 ) -> Options:
-    """Curves along `by`, each with its colour; the axis begins at `low`, or near the least value.
+    """Curves, each with its colour, and `more`; the axis begins at `low`, or near the least value.
 
-    With `smoothing`, the curves as they were measured lie pale behind.
+    If they are smoothed, the curves as they were measured lie pale behind.
     """
     y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    x_axis = _below(by) | {"scale": True, "axisLabel": {":formatter": _SHORT}}
-    x_axis["axisPointer"] = {"label": {":formatter": _POINTED % by}}
-    x_axis |= {"minInterval": 1} if by != "hours" else {}
-    series, pale = [], {"silent": True, "tooltip": {"show": False}, "z": 1}
+    x_axis = _below(look.by) | {"scale": True, "axisLabel": {":formatter": "briefly"}}
+    x_axis["axisPointer"] = {"label": {":formatter": f"p => '{look.by} ' + fewDigits(p.value)"}}
+    x_axis |= {"minInterval": 1} if look.by != "hours" else {}
+    series = []
     for place, (name, (points, colour)) in enumerate(curves.items()):
+        if look.smoothing:
+            pale = _line("", points, colour, opacity=0.3, width=1)
+            series.append(pale | {"silent": True, "tooltip": {"show": False}, "z": 1})
         dashed = {"type": "dashed"} if place >= NUM_COLOURS else {}  # colours come round again
-        if smoothing:
-            faint = _line("", points, colour) | pale
-            series.append(faint | {"lineStyle": {"color": colour, "opacity": 0.3, "width": 1}})
-        drawn = _line(name, smoothed(points, smoothing), colour)
-        series.append(drawn | {"lineStyle": {"color": colour} | dashed})
-    return _chart(series, x_axis, y_axis, _FEW_DIGITS)
+        series.append(_line(name, smoothed(points, look.smoothing), colour, **dashed))
+    return _chart([*series, *more], x_axis, y_axis, "fewDigits", scrolls=not more)
 
 
 def smoothed(points: Points, weight: float) -> Points:
@@ -79,35 +163,31 @@ def smoothed(points: Points, weight: float) -> Points:
     return found
 
 
-def add_band(options: Options, name: str, low: Points, high: Points) -> None:
-    """A shaded band from `low` to `high`, in the colour of the chart's first line."""
-    line = next(one for one in options["series"] if one["name"])
-    colour = line["lineStyle"]["color"]
+def _band(name: str, low: Points, high: Points, colour: str) -> list[Options]:
+    """A shaded band from `low` to `high`, behind the lines."""
     spread = [
         (place, None if top is None or bottom is None else top - bottom)
         for (place, bottom), (_, top) in zip(low, high, strict=True)
     ]
-    unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "silent": True}
+    unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "silent": True, "z": 1}
     unseen |= {"lineStyle": {"opacity": 0}, "tooltip": {"show": False}}
-    shade = {"areaStyle": {"color": colour, "opacity": 0.25}}
-    shade["itemStyle"] = {"color": colour, "opacity": 0.35}
-    band = _line(name, spread, colour) | unseen | shade
-    options["series"] = [_line("", low, colour) | unseen, band, *options["series"]]
-    _list(options, name)
+    shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
+    return [_line("", low, colour) | unseen, _line(name, spread, colour) | unseen | shade]
 
 
-def add_points(options: Options, name: str, points: Points, colour: str) -> None:
-    """Single points, which no line joins."""
-    known = [list(point) for point in points if point[1] is not None]
-    if known:
-        options["series"].append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
-        _list(options, name)
-
-
-def _list(options: Options, name: str) -> None:
-    options["legend"]["data"].append(name)
-    options["legend"] |= {"show": True, "type": "plain"}
-    options["grid"] = {"top": 60 if len(options["legend"]["data"]) < 4 else 76}  # two lines on a phone
+def _scores(series: Series, look: Look, facts: RunFacts | None) -> list[Options]:
+    """The scores on held-out prompts, as single points, which no line joins."""
+    before = None if facts is None else facts.score_before
+    after = facts.score_after if facts is not None and facts.state is RunState.FINISHED else None
+    last, marks = series.places(look.by)[-1].item(), []
+    for name, points, colour in (
+        ("held-out, before", [(0, before)], GREY),
+        ("held-out score", series.curve("score", by=look.by), ORANGE),
+        ("held-out, after", [(last, after)], GREEN),
+    ):
+        if known := [list(point) for point in points if point[1] is not None]:
+            marks.append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
+    return marks
 
 
 def sankey(accounts: Sequence[Account]) -> Options:
@@ -128,16 +208,13 @@ def sankey(accounts: Sequence[Account]) -> Options:
 
 def timeline(shown: Timeline) -> Options:
     """A lane for each stage and worker, seconds to the right."""
-    series = []
-    for stage in dict.fromkeys(stage for _, stage, _, _ in shown.bars):
-        data = [
-            {"value": [shown.lanes.index(lane), round(start_s, 4), round(end_s, 4)], "name": lane}
-            for lane, of, start_s, end_s in shown.bars
-            if of == stage
-        ]
-        look = {"type": "custom", ":renderItem": _DRAW_BAR, "encode": {"x": [1, 2], "y": 0}}
-        look["itemStyle"] = {"color": STAGE_COLOURS.get(stage, GREY)}
-        series.append({"name": stage, "data": data} | look)
+    look = {"type": "custom", ":renderItem": "drawBar", "encode": {"x": [1, 2], "y": 0}}
+    lanes, series = list(shown.busy), dict[str, Options]()
+    for lane, stage, start_s, end_s in shown.bars:
+        colour = STAGE_COLOURS.get(stage, GREY)
+        of_stage = series.setdefault(stage, {"name": stage, "itemStyle": {"color": colour}, "data": []} | look)
+        value = [lanes.index(lane), round(start_s, 4), round(end_s, 4)]
+        of_stage["data"].append({"value": value, "name": lane})
     says = "p => p.name + ': ' + p.value[1].toFixed(3) + ' to ' + p.value[2].toFixed(3) + ' s'"
     x_axis = _below("seconds on the run's clock") | {"splitLine": {"show": True}}
     x_axis |= {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
@@ -148,40 +225,46 @@ def timeline(shown: Timeline) -> Options:
         "tooltip": {"trigger": "item", ":formatter": says, "renderMode": "richText"},
         "grid": {"right": 16, "top": 8},
         "xAxis": x_axis,
-        "yAxis": {"type": "category", "data": list(shown.lanes), "inverse": True},
+        "yAxis": {"type": "category", "data": lanes, "inverse": True},
         "dataZoom": [{"type": "inside", "filterMode": "weakFilter"} | by_key],
-        "series": series,
+        "series": list(series.values()),
     }
 
 
 def lag_bars(shares: Tally, last_step: int) -> Options:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
-    width = 2 ** max(0, math.ceil(math.log2(max(last_step, 1) / MOST_LAG_BARS)))
-    totals: Counter[int] = Counter()
-    held: Counter[tuple[int, int]] = Counter()
+    width = steps_together(last_step, MOST_LAG_BARS)
+    held = np.zeros((MOST_LAGS + 1, 1 + max(((step - 1) // width for step, _ in shares.sums), default=0)))
     for (step, lag), tokens in shares.sums.items():
-        bucket = (step - 1) // width
-        totals[bucket] += tokens
-        held[bucket, min(lag, MOST_LAGS)] += tokens
-    names, series = [], []
-    for bucket in sorted(totals):
-        end = min((bucket + 1) * width, max(last_step, 1))
-        names.append(str(end) if width == 1 else f"{bucket * width + 1}-{end}")
-    for lag in sorted({lag for _, lag in held}):
-        data = [held[bucket, lag] / max(totals[bucket], 1) for bucket in sorted(totals)]
+        held[min(lag, MOST_LAGS), (step - 1) // width] += tokens
+    buckets, names, series = np.flatnonzero(held.any(axis=0)), [], []
+    for begin in width * buckets:
+        end = min(begin + width, max(last_step, 1))
+        names.append(str(end) if width == 1 else f"{begin + 1}-{end}")
+    for lag in np.flatnonzero(held.any(axis=1)):
         name = f"lag {lag}{' or more' if lag == MOST_LAGS else ''}"
-        series.append(_bar(name, LAG_COLOURS[lag], data) | {"stack": "all", "barCategoryGap": "8%"})
-    options = _bars(series, names, x="step", y="% of trained tokens")
-    options["yAxis"]["max"] = 100
-    return options
+        stacked = _bar(name, LAG_COLOURS[lag], held[lag, buckets] / held.sum(axis=0)[buckets])
+        series.append(stacked | {"stack": "all", "barCategoryGap": "8%"})
+    return _bars(series, names, x="step", y="% of trained tokens", most=100)
 
 
-def reward_bars(shape: RewardShape) -> Options:
-    series = [
-        _bar(f"first {shape.num_first:,} answers", GREY, shape.first),
-        _bar(f"newest {shape.num_newest:,} answers", BLUE, shape.newest),
-    ]
-    return _bars(series, list(shape.labels), x="reward", y="% of answers")
+def reward_bars(shown: Rewards) -> Options:
+    """How the rewards of each side are distributed; few values have a bar each."""
+    sides = {"first": (GREY, shown.first), "newest": (BLUE, shown.newest)}
+    names, edges = _bins(np.unique(np.concatenate([shown.first, shown.newest])))
+    series = []
+    for side, (colour, rewards) in sides.items():
+        counts, _ = np.histogram(rewards, edges)
+        series.append(_bar(f"{side} {len(rewards):,} answers", colour, counts / max(len(rewards), 1)))
+    return _bars(series, names, x="reward", y="% of answers")
+
+
+def _bins(values: Numbers) -> tuple[list[str], Numbers]:
+    """The middle of each bar, and its edges."""
+    if len(values) <= MOST_REWARD_BARS:
+        return [f"{value:g}" for value in values], np.append(values, np.inf)
+    edges = np.linspace(values[0], values[-1], MOST_REWARD_BARS + 1)
+    return [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2], edges
 
 
 def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
@@ -200,31 +283,32 @@ def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
     }
 
 
-def _line(name: str, points: Points, colour: str) -> Options:
+def _line(name: str, points: Points, colour: str, **style: object) -> Options:
     data = [list(point) for point in points]
     num_known = sum(y is not None for _, y in points)
     few = num_known < 3 or num_known < len(points) / 2  # such as scores: single points, joined
-    look = {"lineStyle": {"color": colour}, "itemStyle": {"color": colour}}
+    look = {"lineStyle": {"color": colour} | style, "itemStyle": {"color": colour}}
     return {"name": name, "type": "line", "data": data, "showSymbol": few, "connectNulls": few} | look
 
 
-def _bar(name: str, colour: str, shares: Sequence[float]) -> Options:
-    data = [round(100 * share, 2) for share in shares]
+def _bar(name: str, colour: str, shares: Numbers) -> Options:
+    data = [round(100 * share, 2) for share in shares.tolist()]
     return {"name": name, "type": "bar", "itemStyle": {"color": colour}, "data": data}
 
 
-def _bars(series: list[Options], names: list[str], *, x: str, y: str) -> Options:
+def _bars(series: list[Options], names: list[str], *, x: str, y: str, most: float | None = None) -> Options:
     x_axis = _below(x) | {"type": "category", "data": names}
-    return _chart(series, x_axis, _left(y) | {"min": 0}, "v => v + ' %'")
+    return _chart(series, x_axis, _left(y) | {"min": 0, "max": most}, "v => v + ' %'")
 
 
-def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str) -> Options:
+def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str, scrolls: bool = True) -> Options:
+    """If the legend does not scroll, it may take two lines on a phone."""
     named = [one["name"] for one in series if one["name"]]
-    several = len(named) > 1
+    kind = "scroll" if scrolls and len(named) > 2 else "plain"
     return {
         "tooltip": {"trigger": "axis", ":valueFormatter": value},
-        "legend": {"type": "plain" if len(named) < 3 else "scroll", "show": several, "data": named},
-        "grid": {"top": 60 if several else 32},
+        "legend": {"type": kind, "show": len(named) > 1, "data": named},
+        "grid": {"top": 32 if len(named) < 2 else 60 if scrolls or len(named) < 4 else 76},
         "xAxis": x_axis,
         "yAxis": y_axis,
         "series": series,
@@ -237,5 +321,5 @@ def _below(name: str) -> Options:
 
 
 def _left(name: str) -> Options:
-    look = {"nameTextStyle": {"align": "left"}, "axisLabel": {":formatter": _SHORT}}
+    look = {"nameTextStyle": {"align": "left"}, "axisLabel": {":formatter": "briefly"}}
     return {"type": "value", "name": name} | look

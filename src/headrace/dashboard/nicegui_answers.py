@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ from nicegui import ui
 
 from headrace.dashboard import answers
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.answers import PAGE_COLUMNS, Answer, GroupAnswers, Page, Wanted, number, prompt_text
+from headrace.dashboard.answers import EVERY, PAGE_COLUMNS, Answer, Page, Wanted, number
 from headrace.dashboard.books import read_accounts
+from headrace.dashboard.charts import CARDS
 from headrace.dashboard.site import Site, address
 from headrace.ledger.ledger import Books
 from headrace.runs import show
@@ -38,8 +39,7 @@ async def trajectories(site: Site, name: str) -> None:
 
     def draw(read: tuple[Books, Page]) -> None:
         held, found = read
-        says = "Every answer that was finished or dropped. Choose one to read it."
-        with page.card("Answers, the newest first", says):
+        with page.card(CARDS["answers"]):
             _filters(wanted, list(held.dropped), there)
         listing = page.Listing(
             columns=PAGE_COLUMNS,
@@ -47,15 +47,14 @@ async def trajectories(site: Site, name: str) -> None:
             numeric={1, 2, 4, 5},
             links=[address("run", name, "trajectory", id=row[0], **asdict(wanted)) for row in found.rows],
             wide={2, 4, 5, 6},
-            instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
+            instead="No answer is like this." if wanted != EVERY else "No answer is finished yet.",
         )
         with page.card():
             page.Grid().show(listing)
-            with ui.element("div").classes("line"):
-                if found.places and found.has_newer:
-                    ui.link("← newer", there(newer=found.places[0]))
-                if found.places and found.has_older:
-                    ui.link("older →", there(older=found.places[-1]))
+            if found.places:
+                newer = there(newer=found.places[0]) if found.has_newer else None
+                older = there(older=found.places[-1]) if found.has_older else None
+                _links({"← newer": newer, "older →": older})
 
     with page.frame(name):
         page.run_views(name, "trajectories")
@@ -74,10 +73,10 @@ def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
 
     with ui.element("div").classes("line"):
         states = [ANY, "trained", "dropped", "buffered"]
-        page.choice(states, wanted.state or ANY, "state", lambda chosen: go(state=chosen))
+        page.choice(states, wanted.state or ANY, "state", lambda event: go(event.value))
         if reasons:
             because = [ANY, *reasons]
-            page.choice(because, wanted.reason or ANY, "dropped because", lambda chosen: go("dropped", chosen))
+            page.choice(because, wanted.reason or ANY, "dropped because", lambda event: go("dropped", event.value))
         labels = {"step": "trained in step", "least": "reward from", "most": "reward to"}
         numbers = {}
         for name, label in labels.items():
@@ -95,13 +94,11 @@ async def trajectory(site: Site, name: str) -> None:
     with page.frame(f"Answer {id}", f"of run {name}"):
         page.run_views(name, "trajectories")
         here = partial(address, "run", name, "trajectory", **asdict(wanted))
-        with ui.element("div").classes("line"):
-            if read.newer:
-                ui.link("← newer answer", here(id=read.newer))
-            if read.older:
-                ui.link("older answer →", here(id=read.older))
-            if read.found.serial is not None:
-                ui.link("all answers to this prompt", address("run", name, "group", serial=read.found.serial))
+        links = {"← newer answer": read.newer, "older answer →": read.older}
+        links = {text: id and here(id=id) for text, id in links.items()}
+        if read.found.serial is not None:
+            links["all answers to this prompt"] = address("run", name, "group", serial=read.found.serial)
+        _links(links)
         _answer(read, start, partial(here, id=id))
 
 
@@ -109,13 +106,13 @@ def _answer(read: Answer, start: int, here: Any) -> None:
     found, texts = read.found, read.texts
     with page.card("What became of it"):
         page.facts(show.trajectory_facts(found).items())
-    _prompt(prompt_text(found, texts), read.fields)
+    _prompt(read.prompt, read.fields)
     if found.whole is None:
         with page.card("Answer"):
             page.message(show.why_no_tokens(found))
         return
     for title, text in show.said(found.whole).items():
-        with page.card(title.capitalize(), "What it wrote." if title == "answer" else ""):
+        with page.card(CARDS.get(title, title.capitalize())):
             ui.label(printable(text)).classes("written")
     for title, text in show.verdict_texts(found.whole).items():
         with page.card(title.capitalize()):
@@ -123,11 +120,7 @@ def _answer(read: Answer, start: int, here: Any) -> None:
     num_tokens = len(found.whole.token_ids)
     start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
     shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))
-    says = (
-        "Dotted tokens were given to the policy: they are masked out of training. The stronger the colour, the "
-        "less likely the policy found the token that it chose. A small v7 marks where policy version 7 goes on."
-    )
-    with page.card("Token by token", says):
+    with page.card(CARDS["answer_tokens"]):
         if num_tokens > TOKENS_SHOWN:
             pieces = []
             for first in range(0, num_tokens, TOKENS_SHOWN):
@@ -142,10 +135,17 @@ def _answer(read: Answer, start: int, here: Any) -> None:
         page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
 
 
-def _prompt(text: str | None, fields: Sequence[tuple[str, str]]) -> None:
-    with page.card("Prompt", "What the policy was given, and the other fields of its record: the reward sees them."):
+def _prompt(text: str | None, fields: Mapping[str, str]) -> None:
+    with page.card(CARDS["prompt"]):
         ui.label(printable(text) if text else "(not kept)").classes("written")
-        page.facts([(printable(name), printable(value)) for name, value in fields])
+        page.facts(fields.items())
+
+
+def _links(found: Mapping[str, str | None]) -> None:
+    with ui.element("div").classes("line"):
+        for text, target in found.items():
+            if target:
+                ui.link(text, target)
 
 
 async def group(site: Site, name: str) -> None:
@@ -155,21 +155,15 @@ async def group(site: Site, name: str) -> None:
     read = await threads.io_bound(answers.read_group, path, serial)
     with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}"):
         page.run_views(name, "trajectories")
-        with ui.element("div").classes("line"):
-            for text, other in (("← newer group", read.newer), ("older group →", read.older)):
-                if other is not None:
-                    ui.link(text, address("run", name, "group", serial=other))
+        sides = {"← newer group": read.newer, "older group →": read.older}.items()
+        _links({text: address("run", name, "group", serial=other) for text, other in sides if other is not None})
         _prompt(read.prompt, read.fields)
-        _side_by_side(name, read)
-
-
-def _side_by_side(name: str, read: GroupAnswers) -> None:
-    with ui.element("div").classes("answers"):
-        for id, facts, text in read.answers:
-            with page.card():
-                ui.link(printable(id), address("run", name, "trajectory", id=id)).classes("part")
-                page.facts(facts)
-                ui.label(printable(text) if text is not None else "(text not kept)").classes("written")
+        with ui.element("div").classes("answers"):
+            for id, facts, text in read.answers:
+                with page.card():
+                    ui.link(printable(id), address("run", name, "trajectory", id=id)).classes("part")
+                    page.facts(facts.items())
+                    ui.label(printable(text) if text is not None else "(text not kept)").classes("written")
 
 
 def _in_reading_order(shown: Sequence[Token]) -> None:

@@ -11,55 +11,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from nicegui import run, ui
+from nicegui import Client, run, ui
 
 from headrace.dashboard.books import AXES
-from headrace.dashboard.charts import THEME, Options
-from headrace.dashboard.curves import Look
+from headrace.dashboard.charts import THEME, Card, Drawn, Look
 from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
 
-VIEWS = (
-    "overview",
-    "curves",
-    "settings",
-    "timeline",
-    "tokens",
-    "lag",
-    "publish",
-    "rewards",
-    "trajectories",
-)  # of a run
+# Of a run.
+VIEWS = ("overview", "curves", "settings", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
-STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
 DARK_COOKIE = "headrace_theme"  # light or dark, if somebody chose
-_SWITCH_THEME = f"""() => {{
-    const dark = !document.body.classList.contains('body--dark');
-    Quasar.Dark.set(dark);
-    document.cookie = '{DARK_COOKIE}=' + (dark ? 'dark' : 'light') + '; path=/; max-age=31536000; SameSite=Strict';
-}}"""
-# Cells are texts such as "1,608", "36.6 k" or "5 min ago": their numbers decide, else their letters. A row may
-# give another number for the column. What has none is below all others.
-_SORT = """(a, b, rowA, rowB) => {
-    const units = {k: 1e3, M: 1e6, G: 1e9, min: 60, h: 3600, days: 86400};
-    const value = (text, row) => {
-        if (row.by%(place)d !== undefined) return row.by%(place)d === null ? NaN : row.by%(place)d;
-        const found = String(text).replace(/,/g, '').match(/^[$]?(-?[\\d.]+)\\s*([a-zA-Z]*)/);
-        return found ? parseFloat(found[1]) * (units[found[2]] || 1) : NaN;
-    };
-    const x = value(a, rowA), y = value(b, rowB);
-    if (isNaN(x) && isNaN(y)) return String(a).localeCompare(String(b));
-    return isNaN(x) ? -1 : isNaN(y) ? 1 : x - y;
-}"""
-_LINKED = (
-    "<q-td :props='props'><a v-if='props.row.link' :href='props.row.link'>{{ props.value }}</a>"
-    "<template v-else>{{ props.value }}</template></q-td>"
-)
 # Cells that are more than a text; the template is ours, and what is in the row is only ever a value.
 _CELLS = {
+    "link": (
+        "<q-td :props='props'><a v-if='props.row.link' :href='props.row.link'>{{ props.value }}</a>"
+        "<template v-else>{{ props.value }}</template></q-td>"
+    ),
     "state": "<q-td :props='props'><span class='state' :class='props.value'>{{ props.value }}</span></q-td>",
     "curve": (
         "<q-td :props='props'><svg v-if='props.value' class='curve' viewBox='-1 -1 98 22' role='img' "
@@ -75,7 +48,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
     ui.page_title(f"{title} · Headrace")
-    ui.add_head_html(f"<style>{STYLE}</style>")
+    ui.add_head_html(f"<style>{STYLE}</style><script>{SCRIPT}</script>")
     with ui.element("header").classes("top"):
         ui.link("Headrace", "/").classes("brand")
         for name, target in (("Runs", "/"), ("Compare", "/compare"), ("Plan", "/plan")):
@@ -83,7 +56,7 @@ def frame(title: str, small: str = "") -> Iterator[None]:
         ui.element("div").classes("space")
         with ui.element("button").props("aria-label='light or dark' title='light or dark'") as button:
             ui.label("◐")
-        button.on("click", js_handler=_SWITCH_THEME)
+        button.on("click", js_handler="() => switchTheme()")
     with ui.element("div").classes("page"):
         with ui.element("h1"):
             ui.label(printable(title))
@@ -104,13 +77,13 @@ def run_views(name: str, here: str) -> None:
 
 
 @contextmanager
-def card(title: str = "", says: str = "") -> Iterator[None]:
+def card(words: Card | str = "") -> Iterator[None]:
+    words = Card(title=words) if isinstance(words, str) else words
     with ui.element("section").classes("card"):
-        if title:
-            with ui.element("h2"):
-                ui.label(title)
-        if says:
-            ui.label(says).classes("says")
+        if words.title:
+            _within("h2", words.title)
+        if words.says:
+            ui.label(words.says).classes("says")
         yield
 
 
@@ -118,10 +91,8 @@ def message(text: str) -> Any:
     return ui.label(printable(text)).classes("message").props("role=status")
 
 
-def choice(options: Any, value: Any, label: str, on_change: Callable[[Any], Any]) -> Any:
-    """A list to choose from; `on_change` is told what was chosen."""
-    known = value if value in options else None
-    chosen = ui.select(options, value=known, label=label, on_change=lambda event: on_change(event.value))
+def choice(options: Any, value: Any, label: str, on_change: Callable[..., Any] | None = None) -> Any:
+    chosen = ui.select(options, value=value if value in options else None, label=label, on_change=on_change)
     return chosen.classes("field").props("outlined dense options-dense")
 
 
@@ -137,9 +108,10 @@ class Panel:
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
         self._message = message("")
         self._message.set_visibility(False)
+        _panels_here().append(self)
 
     async def refresh(self) -> None:
-        problem = ""
+        found, problem = None, ""
         try:
             found = await run.io_bound(self._read)
         except HeadraceError as error:
@@ -149,9 +121,7 @@ class Panel:
             self._message.set_visibility(bool(problem))
         if self._box is not None:
             self._box.set_visibility(not problem)
-        if not problem and found is None:  # it was cancelled: nobody looks at the page any more
-            return
-        if not problem and found != self._found:
+        if found is not None and found != self._found:  # None: nobody looks at the page any more
             self._found = found
             self._show(found)
 
@@ -171,8 +141,17 @@ class Panel:
         return mine == self._changes
 
 
-async def follow(panels: Sequence[Panel]) -> None:
-    """Fill the panels now, and keep them up to date while the page is open."""
+_panels: WeakKeyDictionary[Client, list[Panel]] = WeakKeyDictionary()
+
+
+def _panels_here() -> list[Panel]:
+    """All panels of the page that is being made, or looked at."""
+    return _panels.setdefault(ui.context.client, [])
+
+
+async def follow() -> None:
+    """Fill the panels of this page now, and keep them up to date while it is open."""
+    panels = _panels_here()
 
     async def refresh() -> None:
         await asyncio.gather(*(panel.refresh() for panel in panels))
@@ -189,10 +168,14 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
     pairs = list(pairs)
     short = all(len(name + text) < 30 for name, text in pairs)
     with ui.element("dl").classes("short" if short else ""):
-        for pair in pairs:
-            for kind, text in zip(("dt", "dd"), pair, strict=True):
-                with ui.element(kind):
-                    ui.label(printable(text))
+        for name, text in pairs:
+            _within("dt", name)
+            _within("dd", text)
+
+
+def _within(tag: str, text: str) -> None:
+    with ui.element(tag):
+        ui.label(printable(text))
 
 
 def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
@@ -227,7 +210,7 @@ class Grid:
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
         if typed is not None:
             typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
-        self._table.add_slot("body-cell-0", _LINKED)
+        self._table.add_slot("body-cell-0", _CELLS["link"])
         self._table.set_visibility(False)
         self._instead, self._below = ui.label(""), ui.element("div")
 
@@ -238,7 +221,8 @@ class Grid:
             kind = "number " * numeric + "wide " * (place in shown.wide) + "kind" * (place in shown.kinds)
             column = {"name": str(place), "field": str(place), "label": printable(title)}
             column |= {"classes": kind, "headerClasses": kind, "align": "right" if numeric else "left"}
-            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": _SORT % {"place": place}})
+            order = f"(a, b, x, y) => inOrder(a, b, x.by{place}, y.by{place})"
+            columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": order})
         if columns != self._columns:
             self._columns, self._table.columns = columns, [dict(column) for column in columns]
             for place, kind in shown.kinds.items():
@@ -270,15 +254,13 @@ def section(shown: Section) -> None:
         if table.title:
             ui.label(table.title)
         Grid().show(Listing(columns=table.columns, rows=table.rows, numeric=table.numeric))
-    points = [printable(text[2:]) for text in shown.sentences if text.startswith("- ")]
     for text in shown.sentences:
         if not text.startswith("- "):
             ui.label(printable(text)).classes("sentence")
-    if points:
+    if points := [text[2:] for text in shown.sentences if text.startswith("- ")]:
         with ui.element("ul"):
             for text in points:
-                with ui.element("li"):
-                    ui.label(text)
+                _within("li", text)
 
 
 def report(shown: Report) -> None:
@@ -288,11 +270,11 @@ def report(shown: Report) -> None:
             section(part)
 
 
-def look_controls(panels: Sequence[Panel]) -> Callable[[], Look]:
-    """How the curves of these panels are drawn; what is returned says what is chosen."""
+def look_controls() -> Callable[[], Look]:
+    """How the curves of this page are drawn; what is returned says what is chosen."""
 
-    async def changed(_: object) -> None:
-        await asyncio.gather(*(panel.changed() for panel in panels))
+    async def changed() -> None:
+        await asyncio.gather(*(panel.changed() for panel in _panels_here()))
 
     with ui.element("section").classes("card line look"):
         by = choice(list(AXES), "step", "curves along", changed)
@@ -316,18 +298,18 @@ def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str =
     return Panel(read, show, box)
 
 
-def table_panel(title: str, says: str, read: Callable[[], Listing], search: str = "") -> Panel:
-    with card(title, says):
-        return Panel(read, Grid(search).show)
+def table_panel(words: Card | str, read: Callable[[], Listing], search: str = "") -> None:
+    with card(words):
+        Panel(read, Grid(search).show)
 
 
-def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
+def chart(height_px: int) -> Callable[[Drawn], None]:
     """An empty chart; what is returned gives it its options, and a sentence about them."""
     now = ui.label("").classes("says")
     element = ui.echart({}, renderer="svg", theme=THEME).style(f"height: {height_px}px; width: 100%")
     element.set_visibility(False)
 
-    def show(found: tuple[Options, str]) -> None:
+    def show(found: Drawn) -> None:
         options, text = found
         now.set_text(text)
         now.set_visibility(bool(text))
@@ -339,8 +321,8 @@ def chart(height_px: int) -> Callable[[tuple[Options, str]], None]:
     return show
 
 
-def chart_panel(title: str, says: str, read: Callable[[], tuple[Options, str]], height_px: int = 280) -> Panel:
-    with card(title, says):
+def chart_panel(words: Card, read: Callable[[], Drawn], height_px: int = 280) -> None:
+    with card(words):
         with ui.element("div") as box:
             show = chart(height_px)
-        return Panel(read, show, box)
+        Panel(read, show, box)

@@ -1,8 +1,7 @@
-"""The page's server, its addresses, and what is about no single run: all runs, the plan, what is not there."""
+"""The page's server, its addresses, what is said of others than these, and the plan."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable
@@ -10,15 +9,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from nicegui import Client, app, ui
 from nicegui import run as threads
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from headrace.dashboard import charts, nicegui_answers, nicegui_compare, nicegui_run
+from headrace.dashboard import charts, nicegui_answers, nicegui_runs
 from headrace.dashboard import nicegui_elements as page
+from headrace.dashboard.charts import CARDS
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
@@ -29,9 +28,8 @@ from headrace.insight.planner import plan as work_out
 from headrace.insight.reports import plan_report, triage_report
 from headrace.insight.triage import TypedTriage, triage_typed
 from headrace.measured import STAGES, StageTimes
-from headrace.runs.facts import RunFacts, UnknownNameError
-from headrace.runs.report import Report, Section, printable
-from headrace.runs.show import RUN_COLUMNS, drawn_rewards, run_row
+from headrace.runs.facts import UnknownNameError
+from headrace.runs.report import Report, printable
 
 BUILD_S = 20.0  # a page may take so long to build; a slow disk is no reason to show none
 ICON = (
@@ -54,37 +52,31 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
     print(f"Headrace shows {site.root} at http://{where}:{port}  (Ctrl+C ends it)", flush=True)
     if not local:
         print(f"Anyone who can reach {host} can read these runs: there is no password.", flush=True)
-    ui.run(
-        host=host,
-        port=port,
-        title="Headrace",
-        favicon=ICON,
-        dark=None,
-        show=False,
-        reload=False,
-        tailwind=False,
-        show_welcome_message=False,
-        message_history_length=50,
-        binding_refresh_interval=None,
-    )
+    quiet = {"show": False, "reload": False, "tailwind": False, "show_welcome_message": False}
+    bounds = {"message_history_length": 50, "binding_refresh_interval": None}
+    ui.run(host=host, port=port, title="Headrace", favicon=ICON, dark=None, **quiet, **bounds)
 
 
 def register(site: Site) -> None:
     pages: dict[str, Builder] = {
-        "/": partial(runs, site),
-        "/compare": partial(nicegui_compare.compare, site),
-        "/plan": partial(plan, site),
-        "/run/{name}": partial(nicegui_run.run_view, site, "overview"),
-        **{f"/run/{{name}}/{view}": partial(nicegui_run.run_view, site, view) for view in page.VIEWS[:-1]},
-        "/run/{name}/trajectories": partial(nicegui_answers.trajectories, site),
-        "/run/{name}/trajectory": partial(nicegui_answers.trajectory, site),
-        "/run/{name}/group": partial(nicegui_answers.group, site),
+        "/": nicegui_runs.runs,
+        "/compare": nicegui_runs.compare,
+        "/plan": plan,
+        "/run/{name}": partial(nicegui_runs.run_view, "overview"),
+        **{f"/run/{{name}}/{view}": partial(nicegui_runs.run_view, view) for view in page.VIEWS[:-1]},
+        "/run/{name}/trajectories": nicegui_answers.trajectories,
+        "/run/{name}/trajectory": nicegui_answers.trajectory,
+        "/run/{name}/group": nicegui_answers.group,
     }
     for path, build in pages.items():
-        ui.page(path, response_timeout=BUILD_S)(_clearly(site, build))
+        ui.page(path, response_timeout=BUILD_S)(partial(_built, build, site))
     app.on_page_exception(_unexpected)
-    for problem in (404, RequestValidationError):
-        app.exception_handler(problem)(_no_such_page(site))
+
+    async def no_such_page(request: Request, _: Exception) -> Response:
+        asked = f"{request.url.path}{'?' if request.url.query else ''}{request.url.query}"
+        with Client(ui.page(""), request=request) as client:
+            await _not_there(site, f"There is no page {asked}.")
+        return client.build_response(request, 404)
 
     def metrics(run: str = "") -> PlainTextResponse:
         """For Prometheus; of the run that was written last, where it is not told which."""
@@ -93,27 +85,22 @@ def register(site: Site) -> None:
         except HeadraceError as error:
             return PlainTextResponse(f"{error}\n", status_code=404)
 
+    app.exception_handler(404)(no_such_page)
     app.get("/metrics")(metrics)
 
 
-def _clearly(site: Site, build: Builder) -> Builder:
+async def _built(build: Builder, site: Site) -> None:
     """The page, or a message where what was asked for is not there."""
-
-    async def built(**given: Any) -> None:
-        try:
-            await build(**given)
-        except UnknownNameError as error:
-            await _not_there(site, str(error))
-        except HeadraceError as error:
-            with page.frame("Nothing to show"):
-                page.message(str(error))
-
-    built.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
-    return built
+    try:
+        await build(site, **ui.context.client.request.path_params)
+    except UnknownNameError as error:
+        await _not_there(site, str(error))
+    except HeadraceError as error:
+        with page.frame("Nothing to show"):
+            page.message(str(error))
 
 
 async def _not_there(site: Site, why: str) -> None:
-    """What is not there, and what is."""
     ui.context.client.status_code = 404
     found = await threads.io_bound(site.facts)
     with page.frame("Not found"):
@@ -127,61 +114,14 @@ async def _not_there(site: Site, why: str) -> None:
                     ui.link(printable(text), target)
 
 
-def _no_such_page(site: Site) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def answer(request: Request, error: Exception) -> Response:
-        unread = isinstance(error, RequestValidationError)
-        asked = f"{request.url.path}{'?' if request.url.query else ''}{request.url.query}"
-        with Client(ui.page(""), request=request) as client:
-            await _not_there(site, f"{asked} cannot be read." if unread else f"There is no page {asked}.")
-        return client.build_response(request, 404)
-
-    return answer
-
-
 def _unexpected(error: Exception) -> None:
     """A mistake of ours, or a ledger that is broken in a way that nobody thought of."""
     with page.frame("Something went wrong"):
         page.message(f"This page could not be made: {type(error).__name__}: {error}")
 
 
-async def runs(site: Site) -> None:
-    """The list of runs, or the run itself where there is but one to show."""
-    if site.is_one_run:
-        ui.navigate.to(address("run", site.root.name, "overview"))
-        return
-    says = (
-        "The run that was written to last comes first. Choose one to see what it does; a run that is under way "
-        "is followed live."
-    )
-    with page.frame("Runs", str(site.root)):
-        await page.follow([page.table_panel("", says, lambda: _runs(site.facts()), search="search by name or state")])
-
-
-def _runs(found: list[RunFacts]) -> page.Listing:
-    problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
-    rows = []
-    for facts in found:
-        name, state, steps, *rest = run_row(facts)
-        rows.append((name, state, steps, drawn_rewards(facts.rewards), *rest))
-    return page.Listing(
-        columns=(*RUN_COLUMNS[:3], "reward", *RUN_COLUMNS[3:]),
-        rows=rows,
-        numeric={2, 4, 5, 6, 7},
-        links=[address("run", facts.path.name, "overview") for facts in found],
-        wide={2, 4, 5, 6},
-        kinds={1: "state", 3: "curve"},
-        sort_by={
-            3: [facts.rewards[-1] if facts.rewards else None for facts in found],
-            4: [facts.score_after if facts.score_after is not None else facts.score_before for facts in found],
-            7: [-facts.written.timestamp() for facts in found],
-        },
-        below=Section(title="Cannot be read", facts=problems) if problems else None,
-        instead="There is no run here yet. `headrace train` makes one.",
-    )
-
-
-async def plan(site: Site, run: str = "") -> None:
-    times, trouble = EXAMPLE, ""
+async def plan(site: Site) -> None:
+    run, times, trouble = ui.context.client.request.query_params.get("run"), EXAMPLE, ""
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
@@ -191,17 +131,14 @@ async def plan(site: Site, run: str = "") -> None:
             trouble = str(error)
     with page.frame("Plan", "What would a change bring, and what would a run need?"):
         names = [facts.path.name for facts in await threads.io_bound(site.facts)]
-        sliders = _sliders(times, names, "" if trouble else run, trouble)
+        sliders = _sliders(times, names, None if trouble else run, trouble)
         work_out_form = _form()
         await sliders.refresh()
         ui.timer(0.1, work_out_form, once=True)  # layouts are simulated: the page does not wait
 
 
-def _sliders(times: StageTimes, names: list[str], run: str, trouble: str) -> page.Panel:
+def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str) -> page.Panel:
     """Five times, those of `run` if it is named; a placement, and what they come to."""
-
-    async def changed(_: object) -> None:
-        await results.changed()
 
     def read() -> TypedTriage:
         now = {stage: float(slider.value) for stage, slider in sliders.items()}
@@ -214,70 +151,56 @@ def _sliders(times: StageTimes, names: list[str], run: str, trouble: str) -> pag
         show_chart((charts.placement_bars(step_s, best=min(step_s, key=step_s.__getitem__)), ""))
 
     with ui.element("div").classes("pair"):
-        says = "A step has five stages. Take the seconds that a run measured, or guess, and move the sliders."
-        with page.card("What holds a step back?", says):
+        with page.card(CARDS["stages"]):
             if trouble:
                 page.message(trouble)
             if names:
-                taken = page.choice(names, run, "take the times of a run", _take)
-                taken.classes("above")
+                taken = page.choice(names, run, "take the times of a run").classes("above")
+                taken.on_value_change(lambda event: ui.navigate.to(address("plan", run=event.value)))
             values = asdict(times)
             top = _round_up(2 * max(values.values()) or 1.0)
-            sliders = {stage: _slider(stage, values[stage], top, changed) for stage in STAGES}
+            sliders = {stage: _slider(stage, values[stage], top) for stage in STAGES}
             placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
             first = Placement.COLOCATED if run else Placement.OVERLAPPED
-            placement = page.choice(placements, first, "what may run at the same time", changed)
-            ui.label(
-                "The same times in each placement. Streamed is drawn at its longest, as if all answers "
-                "ended together: with max_lag = 0 the last of them must be written before it can be "
-                "trained on."
-            ).classes("says")
+            placement = page.choice(placements, first, "what may run at the same time")
+            ui.label(CARDS["placements"].says).classes("says")
             show_chart = page.chart(180)
         with page.card("What to change first"):
             results = page.panel(read, show)
+    for chosen in (*sliders.values(), placement):
+        chosen.on_value_change(results.changed)
     return results
 
 
-def _take(run: str) -> None:
-    ui.navigate.to(address("plan", run=run))
-
-
-def _slider(stage: str, value: float, top: float, changed: Callable[[Any], Awaitable[None]]) -> Any:
+def _slider(stage: str, value: float, top: float) -> Any:
     with ui.element("div").classes("slider"):
         with ui.element("div"):
             ui.label(f"{stage} {SYMBOLS[stage]}")
             ui.label(STAGE_WORDS[stage]).classes("says")
-        slider = ui.slider(min=0, max=top, step=top / 200, value=value, on_change=changed)
-        label = ui.label().classes("value")
-        label.bind_text_from(slider, "value", lambda seconds: f"{seconds:.3g} s")
+        slider = ui.slider(min=0, max=top, step=top / 200, value=value)
+        ui.label().classes("value").bind_text_from(slider, "value", lambda seconds: f"{seconds:.3g} s")
     return slider.props(f"aria-label='{stage}'")
 
 
 def _form() -> Callable[[], Awaitable[None]]:
     """A workload, GPUs, and the layout that suits them; what is returned works the layout out."""
 
-    async def changed(_: object = None) -> None:
+    async def changed() -> None:
         box.classes("waiting")
         if await results.changed():
             box.classes(remove="waiting")
 
     def read() -> Report:
         typed = {name: text.value or "" for name, text in texts.items()}
-        kind, kl, lora = device.value, reference.value, adapter.value
-        asked = question(typed, device=kind, reference=kl, adapter=lora)
+        asked = question(typed, device=device.value, reference=reference.value, adapter=adapter.value)
         found, size = work_out(asked), asked.model.num_params
         others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=asked.max_lag > 0)
         return plan_report(asked, found, others)
 
-    says = (
-        "Describe it, and see how to lay it out, how fast it would be and what it would cost. This is "
-        "arithmetic with the speeds of datasheets: the shape of an answer, before anything is paid for."
-    )
-    with page.card("What would a run need?", says):
+    with page.card(CARDS["plan"]):
         texts = {}
         with ui.element("div").classes("form"):
-            device = page.choice(list(read_hardware()), "H100", "kind of GPU", changed)
-            device.props("hint='to run it on'")
+            device = page.choice(list(read_hardware()), "H100", "kind of GPU", changed).props("hint='to run it on'")
             for name, field in FIELDS.items():
                 typed = ui.input(field.label, value=field.value, validation=field.problem, on_change=changed)
                 texts[name] = typed.props(f"outlined dense debounce=200 hint='{field.says}'")

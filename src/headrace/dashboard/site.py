@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -40,6 +41,7 @@ class Overview:
     series: Series
     books: Books
     elapsed_s: float
+    max_lag: int | None  # None where the settings cannot be read
     dollars: float | None  # None without a price
 
     @property
@@ -58,26 +60,25 @@ class Overview:
         trained = self.books.trained.tokens
         return None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
-    def numbers(self, max_lag: int | None, verdict: Triage | str) -> list[tuple[str, str, str]]:
+    def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
         """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
         facts, series = self.facts, self.series
         recent = f"over the last {min(series.last_step, books.RECENT_STEPS)} steps"
         speed = f"tokens trained on per second, {recent}; {_or_dash(series.goodput())} over the whole run"
-        wall, sign = "…" if verdict == NOT_YET else "-", verdict
+        wall, sign = "…" if verdict == NOT_YET else "-", str(verdict)
         if isinstance(verdict, Triage):
             wall, sign = str(verdict.bottleneck), ADVICE[verdict.bottleneck].sign
-        allowed = "" if max_lag is None else f"; {max_lag} allowed"
+        allowed = "" if self.max_lag is None else f"; {self.max_lag} allowed"
         state = f"{_STATE_WORDS.get(facts.state, facts.state)}, after {duration(self.elapsed_s)}"
         lag = f"updates between sampling and training; at most {self.lag_max} seen{allowed}"
-        reward = f"mean of all scored answers {recent}"
         latest = "after it" if facts.state is RunState.FINISHED else "latest"
         held_out = f"on prompts that are never trained on: before training → {latest}"
         useful = "of the finished tokens were trained on; the rest was dropped"
         numbers = [
-            ("Reward", _or_dash(series.now("reward_mean"), ".3f"), reward),
+            ("Reward", _or_dash(series.now("reward_mean"), ".3f"), f"mean of all scored answers {recent}"),
             ("Held-out score", scores(facts), held_out),
             ("Goodput", _or_dash(series.goodput(books.RECENT_STEPS)), speed),
-            ("Bottleneck", wall, str(sign)),
+            ("Bottleneck", wall, sign),
             ("Lag", _or_dash(series.now("lag_mean"), ".2f"), lag),
             ("Useful", percent(self.useful_share), useful),
             ("Steps", f"{series.last_step:,}", f"of {facts.wanted_steps:,}; {state}"),
@@ -99,14 +100,15 @@ def _or_dash(value: float | None, form: str = "") -> str:
 class LiveRun:
     """One run. Any thread may ask, and what has not changed is not read again."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path, self.name = run_dir, run_dir.name
+    def __init__(self, run_dir: Path, dollars_per_hour: float | None = None) -> None:
+        self.path, self.name, self._price = run_dir, run_dir.name, dollars_per_hour
         self._lock = threading.Lock()
-        self._series, self._lags, self._parts = Series(), Tally(), Tally()
+        self._series = Series()
+        self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
         self._triage: Triage | str = NOT_YET
-        self._triaged: tuple[str, int] | None = None  # ledger and number of steps that `_triage` is about
+        self._triaged = ("", 0)  # ledger and number of steps that `_triage` is about
         self._triaging, self._next_triage_s = False, 0.0
 
     def facts(self) -> RunFacts:
@@ -121,15 +123,9 @@ class LiveRun:
             self._series = books.read_series(self.path, self._series)
             return self._series
 
-    def lag_shares(self) -> Tally:
+    def tally(self, query: str) -> Tally:
         with self._lock:
-            self._lags.update(self.path, books.LAGS)
-            return self._lags.copy()
-
-    def reward_parts(self) -> Tally:
-        with self._lock:
-            self._parts.update(self.path, books.PARTS)
-            return self._parts.copy()
+            return self._tallies[query].update(self.path, query)
 
     def history(self) -> Section:
         """How it stands and why, and what went wrong."""
@@ -137,7 +133,7 @@ class LiveRun:
             dropped, restarts = ledger.totals().dropped, ledger.restarts()
         return history(self.facts(), read_summary(self.path), dropped, restarts, self.series().skipped_steps())
 
-    def overview(self, dollars_per_hour: float | None) -> Overview:
+    def overview(self) -> Overview:
         facts = self.facts()
         if facts.state is RunState.UNREADABLE:
             raise RunError(facts.problem)
@@ -147,7 +143,8 @@ class LiveRun:
             series=self.series(),
             books=books.read_accounts(self.path),
             elapsed_s=elapsed_s,
-            dollars=None if dollars_per_hour is None else elapsed_s / 3600 * dollars_per_hour,
+            max_lag=self.wanted_lag(),
+            dollars=None if self._price is None else elapsed_s / 3600 * self._price,
         )
 
     def triage(self) -> Triage | str:
@@ -160,18 +157,17 @@ class LiveRun:
             return "The first step is under way."
         wanted = (series.created, series.last_step)
         with self._lock:
-            if self._triaged is not None and self._triaged[0] != series.created:  # another run's
+            if self._triaged[0] != series.created:  # another run's
                 self._triage, self._next_triage_s = NOT_YET, 0.0
             due = self._triaged != wanted and time.monotonic() >= self._next_triage_s
             if due and not self._triaging:
                 self._triaging, self._triaged = True, wanted
-                timer = threading.Timer(TRIAGE_AFTER_S, self._work)
-                timer.daemon = True
-                timer.start()
+                threading.Thread(target=self._work, daemon=True).start()
             return self._triage
 
     def _work(self) -> None:
         found: Triage | str
+        time.sleep(TRIAGE_AFTER_S)
         with _one_at_a_time:
             begun_s = time.monotonic()
             try:
@@ -199,8 +195,7 @@ class Site:
     """A directory of runs, or a single run, and nothing outside it."""
 
     def __init__(self, root: Path, dollars_per_hour: float | None = None) -> None:
-        self.root = root.resolve()
-        self.dollars_per_hour = dollars_per_hour
+        self.root, self._price = root.resolve(), dollars_per_hour
         self._runs: dict[str, LiveRun] = {}
         self._known: Known = {}
         self._reading = threading.Lock()
@@ -222,7 +217,7 @@ class Site:
         path = self.root if name == self.root.name and self.is_one_run else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
             raise UnknownNameError(f"There is no run {name!r} in {self.root}.")
-        return self._runs.setdefault(name, LiveRun(path))
+        return self._runs.setdefault(name, LiveRun(path, self._price))
 
     def measured(self, name: str = "") -> LiveRun:
         """The run of that name; without a name the only one there is, or the one that was written last."""

@@ -28,11 +28,11 @@ Intervals = tuple[Numbers, Numbers]  # starts and ends
 Columns = npt.NDArray[Any]
 """Records: `spans["start_s"]` is a column, `spans[spans["stage"] == "train"]` are some of them."""
 
-_TEXTS = {"stage", "worker", "detail", "finish", "drop_reason", "reward_parts"}
+_TEXTS = {"stage", "worker", "detail", "finish", "drop_reason"}
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
 _SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
 _TRAJECTORY = (
-    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, reward_parts, finish, "
+    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, finish, "
     "started_s, finished_s, scored_s, drop_reason, trained_step"
 )
 
@@ -58,7 +58,8 @@ def one(connection: sqlite3.Connection, query: str, *values: Any) -> Any:
     return found[0] if found else None
 
 
-def _query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
+def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
+    """What a statement finds, by column."""
     cursor = connection.execute(sql, values)
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
@@ -84,19 +85,16 @@ def read_spans(
         f"SELECT {_SPAN} FROM spans WHERE rowid > ? AND end_s > ? AND stage = COALESCE(?, stage) "
         f"ORDER BY {by} DESC LIMIT ?"
     )
-    found = _query(connection, sql, after_rowid, since_s, stage, newest)
+    found = query(connection, sql, after_rowid, since_s, stage, newest)
     return found[np.argsort(found["rowid"], kind="stable")]
 
 
-def read_trajectories(
-    connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1, oldest: int = -1
-) -> Columns:
-    """Trajectories in the order they were booked; only `newest` or `oldest` of them, if not -1."""
+def read_trajectories(connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1) -> Columns:
+    """Trajectories in the order they were booked; only `newest` of them, if not -1."""
     first = _first_rowid(connection, since_s) if since_s > 0.0 else 0
     if newest >= 0:
         first = max(first, _last_rowid(connection) - newest + 1)
-    sql = f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid LIMIT ?"
-    return _query(connection, sql, first, oldest)
+    return query(connection, f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid", first)
 
 
 class RowColumns:
@@ -110,8 +108,8 @@ class RowColumns:
     def read(cls, connection: sqlite3.Connection, *, after_step: int = 0, strict: bool = True) -> Self:
         """A damaged row is an error if `strict`, else only its columns in the database are known."""
         names = _ROW.split(", ")[:-1]
-        query = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
-        found = connection.execute(query, (after_step,)).fetchall()
+        sql = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
+        found = connection.execute(sql, (after_step,)).fetchall()
         try:
             parsed = json.loads(f"[{','.join(data for *_, data in found)}]")
         except (ValueError, TypeError):
@@ -238,11 +236,11 @@ def _first_rowid(connection: sqlite3.Connection, since_s: float) -> int:
 
     Transfers are in the order of time, and a trajectory's record is made with its first transfer.
     """
-    query = (
+    sql = (
         "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
         "WHERE x.at_s >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
     )
-    found = one(connection, query, since_s)
+    found = one(connection, sql, since_s)
     return _last_rowid(connection) + 1 if found is None else int(found)
 
 
