@@ -32,8 +32,7 @@ class ToolArgumentsError(HeadraceError):
 class UnavailableError(HeadraceError):
     """For reward functions to raise: a service they need is unavailable; retrying may help.
 
-    Example:
-        raise headrace.UnavailableError("the judge's queue is full")
+    Example: raise headrace.UnavailableError("the judge's queue is full")
     """
 
 

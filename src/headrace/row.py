@@ -16,9 +16,7 @@ from headrace.measured import StageTimes
 class RowMetric:
     """What one number of `Row` is.
 
-    Example:
-        RowMetric(label="length/mean", help="mean sampled tokens of a scored trajectory",
-            unit="tokens", over="mean", exported="answer_tokens_mean")
+    Example: RowMetric(label="length/max", help="of the longest answer", unit="tokens", over="max")
     """
 
     label: str  # its name in plotting sinks
@@ -40,9 +38,8 @@ def _total(label: str, exported: str, help: str, unit: str = "") -> Any:
 class Row:
     """The ledger's one line per step.
 
-    Example:
-        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
-            generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
+    Example: Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
+        generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
     """
 
     step: int
@@ -147,8 +144,7 @@ class Row:
 class Sample:
     """One answer, to be read by a person.
 
-    Example:
-        Sample(step=20, prompt="12+9=", answer="22", reward=0.0, fate="dropped: no_signal")
+    Example: Sample(step=20, prompt="12+9=", answer="22", reward=0.0, fate="dropped: no_signal")
     """
 
     step: int

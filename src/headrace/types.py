@@ -62,8 +62,7 @@ class DropReason(StrEnum):
 class Prompt:
     """One problem, with a stable id. `fields` is the rest of the data set's record, for the reward.
 
-    Example:
-        Prompt(id="train-17", text="12+9=", token_ids=[5, 6, 14, 13, 15], fields={"answer": "21"})
+    Example: Prompt(id="train-17", text="12+9=", token_ids=[5, 6, 14, 13], fields={"answer": "21"})
     """
 
     id: str
@@ -92,8 +91,7 @@ class Replay:
     `routes` are the experts of each token, also of prompt tokens, in each mixture layer. The last
     token was never an input: its row is zeros, and nothing depends on it.
 
-    Example:
-        Replay(support_ids=np.array([4, 9, 2]), support_offsets=np.array([0, 2, 3]))
+    Example: Replay(support_ids=np.array([4, 9, 2]), support_offsets=np.array([0, 2, 3]))
     """
 
     support_ids: IntArray | None = None  # [sum of subset sizes]
@@ -120,8 +118,7 @@ class Replay:
 class Timing:
     """Seconds on the run's monotonic clock.
 
-    Example:
-        Timing(submitted_s=1.0, started_s=1.1, finished_s=2.4, scored_s=2.5)
+    Example: Timing(submitted_s=1.0, started_s=1.1, finished_s=2.4, scored_s=2.5)
     """
 
     submitted_s: float
@@ -134,8 +131,7 @@ class Timing:
 class Turn:
     """One generation within an episode: tokens `start` to `end` (exclusive) of the trajectory.
 
-    Example:
-        Turn(start=12, end=20, finish="eos", text="guess(32)", replies=("higher",), environment_s=0.03)
+    Example: Turn(start=12, end=20, finish="eos", text="guess(32)", replies=("higher",), ...)
     """
 
     start: int
@@ -156,10 +152,9 @@ class Trajectory:
 
     An episode of several turns is one trajectory.
 
-    Example:
-        Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 7, 6, 1],
-            sampled=[F, F, F, T, T, T], logprobs=[0, 0, 0, -0.1, -0.9, -0.2],
-            spans=(Span(version=7, start=3, end=6),), text="21", reward=1.0, ...)
+    Example: Trajectory(id="40:train-17/3", prompt_id="train-17", index=3,
+        token_ids=[5, 6, 14, 7, 6, 1], sampled=[F, F, F, T, T, T], logprobs=[0, 0, 0, -0.1, -0.9, -0.2],
+        spans=(Span(version=7, start=3, end=6),), text="21", reward=1.0, ...)
     """
 
     id: str
@@ -196,8 +191,7 @@ class Trajectory:
 class Group:
     """All trajectories of one prompt. `serial` counts groups in the order their prompts were drawn.
 
-    Example:
-        Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), ...))
+    Example: Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), ...))
     """
 
     serial: int
@@ -225,8 +219,7 @@ class Group:
 class Drop:
     """One trajectory that was generated and is not trained on.
 
-    Example:
-        Drop(trajectory_id="40:train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5)
+    Example: Drop(trajectory_id="40:train-17/3", reason="stale", num_tokens=212, lag=5, ...)
     """
 
     trajectory_id: str
@@ -241,8 +234,7 @@ class Drop:
 class Completion:
     """What a reward function sees of one trajectory.
 
-    Example:
-        Completion(prompt="12+9=", text="21", fields={"answer": "21"}, num_tokens=3, finish="eos")
+    Example: Completion(prompt="12+9=", text="21", fields={"answer": "21"}, num_tokens=3, ...)
     """
 
     prompt: str
@@ -283,8 +275,7 @@ class Score:
 class Command:
     """What an episode asks of its environment, which lives in a worker process.
 
-    Example:
-        Command(episode="40:train-17/3", do="turn", given={"calls": [["guess", {"x": 32}]]})
+    Example: Command(episode="40:train-17/3", do="turn", given={"calls": [["guess", {"x": 32}]]})
     """
 
     episode: str
@@ -296,8 +287,7 @@ class Command:
 class Outcome:
     """The result of an episode: a trajectory with its reward, or with why it has none.
 
-    Example:
-        Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
+    Example: Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
     """
 
     trajectory: Trajectory
@@ -309,8 +299,7 @@ class Outcome:
 class Sampling:
     """How one request is sampled. A temperature of 0 takes the likeliest token.
 
-    Example:
-        Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
+    Example: Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
     """
 
     max_new_tokens: int
@@ -330,8 +319,7 @@ class Sampling:
 class Order:
     """Answers to sample for one prompt: all of a group, or those that are not finished yet.
 
-    Example:
-        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(...),) * 2, indices=(0, 3))
+    Example: Order(serial=40, prompt=Prompt(...), samplings=(Sampling(...),) * 2, indices=(0, 3))
     """
 
     serial: int
@@ -381,8 +369,7 @@ class Order:
 class News:
     """What happened on a worker since it was last asked.
 
-    Example:
-        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=...)
+    Example: News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), ...)
     """
 
     sampled_tokens: int  # of all counted orders since the start
@@ -397,8 +384,7 @@ class News:
 class Attempt:
     """One try at generating a group. A restart (resumed run) makes another; only the newest counts.
 
-    Example:
-        Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
+    Example: Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
     """
 
     serial: int
@@ -424,8 +410,7 @@ class Item:
 class Ticket:
     """What a receiver needs to fetch a version.
 
-    Example:
-        Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
+    Example: Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
     """
 
     manifest: Any  # a `publish.encoding.Manifest`: what the payload holds
