@@ -37,7 +37,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @dataclass
-class Diary(api.Nobody):
+class Diary(api.Watcher):
     """Everything a watcher is told."""
 
     entries: list[str] = field(default_factory=list)

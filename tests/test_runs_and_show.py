@@ -27,7 +27,7 @@ from headrace.testing import tiny_model
 from headrace.types import Attempt, Drop, DropReason, Span
 
 
-class Clumsy(api.Nobody):
+class Clumsy(api.Watcher):
     """Ends a run with an error after its second step."""
 
     def row(self, row: object) -> None:

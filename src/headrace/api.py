@@ -44,8 +44,7 @@ from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
-from headrace.place.place import Place
-from headrace.place.places import open_place
+from headrace.place.place import Place, open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
 from headrace.row import Row, Sample
@@ -55,10 +54,6 @@ _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another 
 
 Reward = Callable[[Any], Any]  # see docs/guides/own-reward.md for what it gets and returns
 Result = TypeVar("Result")
-
-
-class Nobody(Watcher):
-    """Watches nothing."""
 
 
 def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | None = None) -> dict[str, Any]:
@@ -71,7 +66,7 @@ def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | No
     config = rooted(config)
     run_dir = prepare_run_dir(config)
     with claimed(run_dir), starting(run_dir), memory_for("training", STEPS):
-        return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=False)
+        return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=False)
 
 
 def resume(
@@ -100,7 +95,7 @@ def resume(
                 refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
             _refuse_without_ledger(run_dir)
-        return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=begun)
+        return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=begun)
 
 
 def _refuse_finished(run_dir: Path, config: Config) -> None:

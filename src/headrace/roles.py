@@ -365,29 +365,23 @@ class Sink(Protocol):
         """Write what is still held back."""
 
 
-class Watcher(Protocol):
+class Watcher:
     """Who is told about a run's progress: the terminal, or nobody. By itself it ignores everything."""
 
     def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         """The run begins; `facts` are lines to show."""
-        return None
 
     def phase(self, text: str) -> None:
         """A phase begins."""
-        return None
 
     def progress(self, done: int, total: int, text: str) -> None:
         """How far the phase is."""
-        return None
 
     def row(self, row: Row) -> None:
         """A step is done."""
-        return None
 
     def sample(self, sample: Sample) -> None:
         """An answer to look at."""
-        return None
 
     def note(self, text: str) -> None:
         """Something the user should know."""
-        return None

@@ -29,7 +29,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> ChatWorkshop:
     return ChatWorkshop(tmp_path_factory.mktemp("killed"))
 
 
-class Notes(api.Nobody):
+class Notes(api.Watcher):
     def __init__(self) -> None:
         self.texts: list[str] = []
 

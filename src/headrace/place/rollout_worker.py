@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from headrace.config import Config, ModelSection
+from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
 from headrace.measured import PublishTimes
@@ -36,7 +36,6 @@ class RolloutSpec:
     """What a rollout worker is made from."""
 
     config: Config
-    model: ModelSection
     name: str
     epoch_s: float  # `time.time()` at which the run's clock stood at zero
     longest_prompt: int
@@ -56,7 +55,7 @@ class RolloutWorker:
             assert rank is not None
             self.policy = rank.policy
         else:
-            self.policy = policy_of(device, spec.config, spec.model)
+            self.policy = policy_of(device, spec.config)
             weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
         reserved_bytes = rank.still_wanted_bytes if rank else 0

@@ -99,7 +99,7 @@ class JudgeProcess:
                 if self._loop.time() > deadline:
                     raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
             if isinstance(ready.get("error"), str):
-                raise (ConfigError if setup.is_filter or setup.is_environment else RewardError)(ready["error"])
+                raise (RewardError if setup.setting == "reward.function" else ConfigError)(ready["error"])
             if ready.get("mode") not in list(Mode):
                 raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
             self.mode, self._is_ready = Mode(ready["mode"]), True

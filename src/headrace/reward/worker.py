@@ -55,18 +55,12 @@ class Setup:
     pattern: str = ""
     timeout_s: float
     pickled: bytes = b""  # the function itself; its name then says nothing
-    is_filter: bool = False  # of `buffer.filters`
-    is_environment: bool = False  # of `episode.environment`
-
-    @property
-    def setting(self) -> str:
-        kind = "buffer.filters" if self.is_filter else "episode.environment" if self.is_environment else ""
-        return kind or "reward.function"
+    setting: str = "reward.function"  # that names it, or "buffer.filters", or "episode.environment"
 
     def load(self) -> RewardFunction:
-        if self.is_filter:
+        if self.setting == "buffer.filters":
             return filter_function(self.function)
-        if self.is_environment:  # loaded here: it needs pydantic, which takes longer to load than all the rest
+        if self.setting == "episode.environment":  # it needs pydantic, which takes longer to load than all the rest
             return import_module("headrace.reward.environment").environment_function(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
