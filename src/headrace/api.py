@@ -275,7 +275,7 @@ async def _train(
 async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
     """Evaluate, train, evaluate; returns the content of `summary.json`."""
     run_dir = place.run_dir
-    summary = _Summary(loop, await _before(place, loop, watcher))
+    before = await _before(place, loop, watcher)
     watcher.phase("training")
     stopped = ""
     try:
@@ -288,13 +288,13 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
         if not watchdog.hung and not place.ranks.lost:
             with _writing(run_dir / WEIGHTS):
                 await place.device.run(place.ranks.save, run_dir / WEIGHTS)
-        summary.write(finished=False, after=None, stopped=stopped)
+        summary = _summary(loop, before, finished=False, stopped=stopped)
     if loop.ending.asked:
-        return summary.content
+        return summary
     if loop.ending.early:
         watcher.note(f"training ends here: {loop.ending.early}")
     watcher.phase("evaluation after")
-    return summary.write(finished=True, after=await _score(place))
+    return _summary(loop, before, finished=True, score_after=await _score(place))
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -340,52 +340,52 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-class _Summary:
-    """`summary.json`, written when the steps end and again with the last evaluation."""
+def _summary(
+    loop: Loop,
+    before: dict[str, float | None],
+    *,
+    finished: bool,
+    stopped: str = "",
+    score_after: float | None = None,
+) -> dict[str, Any]:
+    """Write `summary.json`, when the steps end and again with the last evaluation; returns its content.
 
-    def __init__(self, loop: Loop, before: dict[str, float | None]) -> None:
-        self.content: dict[str, Any] = {}
-        self._loop, self._before, self._run_dir = loop, before, loop.stages.ledger.run_dir
-
-    def write(self, *, finished: bool, after: float | None, stopped: str = "") -> dict[str, Any]:
-        """Write the file; returns its content. `stopped` is why an unfinished run trains no more."""
-        known = {"run_dir": str(self._run_dir), "finished": finished, "stopped": stopped}
-        known |= {**self._before, "score_after": after}
-        self.content = known | self._totals()
-        with _writing(self._run_dir / SUMMARY):
-            (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
-        return self.content
-
-    def _totals(self) -> dict[str, Any]:
-        """`wall_s` is the seconds of the whole command, `loop_s` of the steps alone.
-
-        `wall` is the bottleneck: the stage that was busy longest.
-        """
-        stages, ending = self._loop.stages, self._loop.ending
-        rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
-        loop_s = sum(row.wall_s for row in rows)
-        stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
-        lags = sum(row.lag_mean * row.trained_tokens for row in rows)
-        return {
-            "wall_s": stages.clock.now(),
-            "loop_s": loop_s,
-            "steps": len(rows),
-            "version": self._loop.version,
-            "generated_tokens": books.generated.tokens,
-            "trained_tokens": books.trained.tokens,
-            "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
-            "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
-            "mean_lag_seen": lags / max(1, books.trained.tokens),
-            "max_lag_seen": max((row.lag_max for row in rows), default=0),
-            "stage_s": stage_s,
-            "wall": StageTimes(**stage_s).wall,
-            "drafted_tokens": counts.drafted_tokens,
-            "accepted_tokens": counts.accepted_tokens,
-            "reward_failure": self._loop.rows.first_reward_failure,
-            "best_score": ending.best_score if ending.best_step else None,
-            "best_step": ending.best_step or None,
-            "ended_early": ending.early,
-        }
+    `stopped` is why an unfinished run trains no more. `wall_s` is the seconds of the whole command,
+    `loop_s` of the steps alone. `wall` is the bottleneck: the stage that was busy longest.
+    """
+    stages, ending, run_dir = loop.stages, loop.ending, loop.stages.ledger.run_dir
+    rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
+    loop_s = sum(row.wall_s for row in rows)
+    stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
+    lags = sum(row.lag_mean * row.trained_tokens for row in rows)
+    content = {
+        "run_dir": str(run_dir),
+        "finished": finished,
+        "stopped": stopped,
+        **before,
+        "score_after": score_after,
+        "wall_s": stages.clock.now(),
+        "loop_s": loop_s,
+        "steps": len(rows),
+        "version": loop.version,
+        "generated_tokens": books.generated.tokens,
+        "trained_tokens": books.trained.tokens,
+        "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
+        "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
+        "mean_lag_seen": lags / max(1, books.trained.tokens),
+        "max_lag_seen": max((row.lag_max for row in rows), default=0),
+        "stage_s": stage_s,
+        "wall": StageTimes(**stage_s).wall,
+        "drafted_tokens": counts.drafted_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+        "reward_failure": loop.rows.first_reward_failure,
+        "best_score": ending.best_score if ending.best_step else None,
+        "best_step": ending.best_step or None,
+        "ended_early": ending.early,
+    }
+    with _writing(run_dir / SUMMARY):
+        (run_dir / SUMMARY).write_text(json.dumps(content, indent=2) + "\n")
+    return content
 
 
 async def _interruptible(loop: Loop) -> None:

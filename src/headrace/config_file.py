@@ -125,13 +125,8 @@ def explain(section_filter: str | None = None) -> list[Explained]:
 
 def changed(config: Config) -> list[str]:
     """The settings that differ from their defaults, as `section.key=value`."""
-    default = Config().model_dump()
-    return [
-        f"{section}.{key}={_toml_value(value)}"
-        for section, values in config.model_dump().items()
-        for key, value in values.items()
-        if value != default[section][key]
-    ]
+    default = values(Config())
+    return [f"{key}={value}" for key, value in values(config).items() if value != default[key]]
 
 
 def values(config: Config) -> dict[str, str]:
