@@ -10,32 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.config import Config
-from headrace.measured import EngineCounts, PublishTimes
+from headrace.measured import PublishTimes
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Place
-from headrace.policy.demo import character_tokenizer
-from headrace.policy.policy import Policy
-from headrace.types import (
-    Completion,
-    FinishReason,
-    IntArray,
-    News,
-    Order,
-    Prompt,
-    Score,
-    Span,
-    Ticket,
-    Timing,
-    Trajectory,
-)
+from headrace.policy.demo import character_tokenizer, write_random
+from headrace.types import Completion, FinishReason, IntArray, News, Order, Prompt, Score, Span, Ticket, Trajectory
 
 Piece = tuple[Sequence[int], bool]
 """Token ids, and whether the policy sampled them; an environment's reply was not sampled."""
@@ -44,28 +30,10 @@ Piece = tuple[Sequence[int], bool]
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: int) -> None:
     """Write a random Qwen3 of two layers, with a character tokenizer if no other is given.
 
-    `shape` overrides fields of `Qwen3Config`. Its weights are scaled up, so that answers differ.
+    `shape` overrides fields of `Qwen3Config`.
     """
-    tokenizer = tokenizer or character_tokenizer()
-    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
-    config = Qwen3Config(
-        **(small | shape),
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    Policy(model, tokenizer).save(directory)
+    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 256}
+    write_random(directory, seed, tokenizer or character_tokenizer(), **(small | shape))
 
 
 class ScriptedSampler:
@@ -111,14 +79,7 @@ class ScriptedSampler:
         finished, self._finished = tuple(self._finished), []
         under_way: dict[int, dict[int, Trajectory]] | None = {} if self._asked_under_way else None
         self._asked_under_way = False
-        return News(
-            sampled_tokens=self._sampled_tokens,
-            begun=begun,
-            finished=finished,
-            spans=(),
-            counts=EngineCounts(),
-            under_way=under_way,
-        )
+        return News(sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, under_way=under_way)
 
     async def abort(self, serials: Sequence[int]) -> None:
         """Nothing is ever under way."""
@@ -157,17 +118,14 @@ class ScriptedSampler:
                 spans.append(Span(version=self.version, start=start, end=end))
             token_ids += ids
             sampled += [by_policy] * len(ids)
-        return Trajectory(
-            id=order.request_id(i),
-            prompt_id=order.prompt.id,
-            index=order.indices[i],
+        return replace(
+            order.nothing_sampled(i, now_s=0.0),
             token_ids=np.array(token_ids, np.int32),
             sampled=np.array(sampled),
             logprobs=np.where(sampled, self._logprob, 0.0).astype(np.float32),
             spans=tuple(spans),
             finish=FinishReason.EOS,
             text=self._decode(np.array(token_ids, np.int32)[np.array(sampled)]),
-            timing=Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0),
         )
 
 

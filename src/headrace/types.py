@@ -375,8 +375,8 @@ class News:
     sampled_tokens: int  # of all counted orders since the start
     begun: tuple[tuple[int, int], ...]  # a group's serial, and the version of its first token
     finished: tuple[Trajectory, ...]
-    spans: tuple[StageSpan, ...]
-    counts: EngineCounts
+    spans: tuple[StageSpan, ...] = ()
+    counts: EngineCounts = field(default_factory=EngineCounts)
     under_way: Mapping[int, Mapping[int, Trajectory]] | None = None  # by serial and index, if asked
 
 

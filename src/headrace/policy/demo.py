@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,18 +36,21 @@ CHAT_TEMPLATE = """\
 
 def build_demo(directory: Path, seed: int, *, chat: bool = False) -> None:
     """Write a Qwen3 model of 0.4 million random weights and its tokenizer: characters, or one for chats with tools."""
-    tokenizer = chat_tokenizer() if chat else character_tokenizer()
+    write_random(directory, seed, chat_tokenizer() if chat else character_tokenizer())
+
+
+def write_random(directory: Path, seed: int, tokenizer: Any, **shape: int) -> None:
+    """Write a random Qwen3 that fits the tokenizer. `shape` overrides fields of its config."""
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     layers = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,
         dtype="float32",
-        **(layers | heads | ends),
+        **(layers | heads | ends | sizes | shape),
     )
     # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
