@@ -144,7 +144,7 @@ async def play(config: Config, meddle: Callable[[Place, Loop], None] = lambda pl
         return loop
     finally:
         await place.close()
-        rank_of(place).policy.save(run_dir / api.WEIGHTS)
+        rank_of(place).policy.save(run_dir / api.files.WEIGHTS)
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -19,19 +19,8 @@ from safetensors import SafetensorError
 from headrace.config import Config
 from headrace.config_file import load_config, rooted
 from headrace.errors import LearnerLostError, RunError
+from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
-from headrace.ledger.files import (
-    BEST,
-    SUMMARY,
-    WANTED_WORKERS,
-    WEIGHTS,
-    prepare_run_dir,
-    read_summary,
-    run_config,
-    save_settings,
-    starting,
-    undo_start,
-)
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.origin import FIXED, book_origin, refuse_unasked
@@ -64,8 +53,8 @@ def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | No
     too. What the summary calls unfinished was interrupted, and can be resumed.
     """
     config = rooted(config)
-    run_dir = prepare_run_dir(config)
-    with claimed(run_dir), starting(run_dir), memory_for("training", STEPS):
+    run_dir = files.prepare_run_dir(config)
+    with claimed(run_dir), files.starting(run_dir), memory_for("training", STEPS):
         return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=False)
 
 
@@ -82,13 +71,13 @@ def resume(
     the ledger books the change.
     """
     run_dir = Path(run_dir)
-    config = rooted(run_config(run_dir, overrides))
+    config = rooted(files.run_config(run_dir, overrides))
     if fixed := [word for word in overrides if word.startswith(FIXED)]:
         raise RunError(f"{', '.join(fixed)}: that cannot change in the middle of a run")
     _refuse_finished(run_dir, config)
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
-            (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
+            (run_dir / files.WANTED_WORKERS).unlink(missing_ok=True)
         begun = is_complete(run_dir)
         if begun:
             with Ledger.open(run_dir) as ledger:
@@ -99,7 +88,7 @@ def resume(
 
 
 def _refuse_finished(run_dir: Path, config: Config) -> None:
-    summary = read_summary(run_dir)
+    summary = files.read_summary(run_dir)
     if summary.get("finished") is not True:
         return
     steps, why = int(summary["steps"]), summary.get("ended_early", "")
@@ -107,7 +96,7 @@ def _refuse_finished(run_dir: Path, config: Config) -> None:
     if why:
         told = f"{run_dir} has finished after {steps} steps: {why}"
         more += " loop.target_reward=inf loop.eval_patience=0"
-    before, wanted = run_config(run_dir).loop, config.loop
+    before, wanted = files.run_config(run_dir).loop, config.loop
     still = (wanted.target_reward, wanted.eval_patience) == (before.target_reward, before.eval_patience)
     if wanted.steps <= steps or (why and still):
         raise RunError(f"{told}. To train on: {more}")
@@ -116,7 +105,7 @@ def _refuse_finished(run_dir: Path, config: Config) -> None:
 def _refuse_without_ledger(run_dir: Path) -> None:
     """A run without a ledger starts anew, unless it had come further than its first checkpoint."""
     steps = [version for version in Checkpoints(run_dir, 1).versions if version]
-    weights = f"headrace train model.path={run_dir / WEIGHTS}" if (run_dir / WEIGHTS).exists() else ""
+    weights = f"headrace train model.path={run_dir / files.WEIGHTS}" if (run_dir / files.WEIGHTS).exists() else ""
     if steps or weights:
         left = f"the checkpoints of steps {', '.join(map(str, steps))}" if steps else "its weights"
         raise RunError(
@@ -124,7 +113,7 @@ def _refuse_without_ledger(run_dir: Path) -> None:
             f"what was trained on. Put a copy of it back. Without one, {left} are left"
             + (f", and a new run can start from its weights: {weights}" if weights else "")
         )
-    undo_start(run_dir)
+    files.undo_start(run_dir)
 
 
 def _name_of(reward: Reward | None) -> str:
@@ -188,7 +177,7 @@ def evaluate_run(
     `overrides` are settings, such as "prompts.eval_source=other.jsonl" or "loop.eval_samples=8".
     """
     run_dir = Path(run_dir)
-    config = rooted(run_config(run_dir, overrides))
+    config = rooted(files.run_config(run_dir, overrides))
     changed: dict[str, dict[str, Any]] = {
         "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
         "buffer": {"filters": ()},  # their files may be gone, and nothing is trained on
@@ -211,7 +200,7 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: st
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is not an empty directory")
     shutil.copytree(source, out, dirs_exist_ok=True)
-    card = hub.model_card(run_config(run_dir), read_summary(run_dir))
+    card = hub.model_card(files.run_config(run_dir), files.read_summary(run_dir))
     (out / hub.CARD).write_text(card, encoding="utf-8")
     if push:
         hub.push(out, push)
@@ -220,11 +209,13 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: st
 
 def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     """Where a run left its weights, or those with the best held-out score."""
-    path = run_dir / (BEST if best else WEIGHTS)
+    path = run_dir / (files.BEST if best else files.WEIGHTS)
     if best and not path.exists():
-        raise RunError(f"{run_dir} has no {BEST} directory: it trained without loop.keep_best, or made no evaluation")
+        raise RunError(
+            f"{run_dir} has no {files.BEST} directory: it trained without loop.keep_best, or made no evaluation"
+        )
     if not path.exists():
-        raise RunError(f"{run_dir} has no weights (no {WEIGHTS} directory); did the run finish?")
+        raise RunError(f"{run_dir} has no weights (no {files.WEIGHTS} directory); did the run finish?")
     return path
 
 
@@ -257,9 +248,9 @@ async def _train(
             watcher.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
-        save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
+        files.save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
         book_origin(loop.stages.ledger, config, _name_of(reward))
-        (run_dir / SUMMARY).unlink(missing_ok=True)
+        (run_dir / files.SUMMARY).unlink(missing_ok=True)
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
@@ -286,8 +277,8 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
         raise
     finally:  # however training ended, its weights are kept; of a hung run they may be half updated
         if not watchdog.hung and not place.ranks.lost:
-            with _writing(run_dir / WEIGHTS):
-                await place.device.run(place.ranks.save, run_dir / WEIGHTS)
+            with _writing(run_dir / files.WEIGHTS):
+                await place.device.run(place.ranks.save, run_dir / files.WEIGHTS)
         summary = _summary(loop, before, finished=False, stopped=stopped)
     if loop.ending.asked:
         return summary
@@ -383,8 +374,8 @@ def _summary(
         "best_step": ending.best_step or None,
         "ended_early": ending.early,
     }
-    with _writing(run_dir / SUMMARY):
-        (run_dir / SUMMARY).write_text(json.dumps(content, indent=2) + "\n")
+    with _writing(run_dir / files.SUMMARY):
+        (run_dir / files.SUMMARY).write_text(json.dumps(content, indent=2) + "\n")
     return content
 
 

@@ -21,20 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from headrace.config import Config
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.row import Row, Sample
-from headrace.types import (
-    Command,
-    Completion,
-    Example,
-    FloatArray,
-    Group,
-    IntArray,
-    Item,
-    News,
-    Order,
-    Score,
-    Ticket,
-    Trajectory,
-)
+from headrace.types import Example, FloatArray, Group, IntArray, Item, News, Order, Score, Ticket, Trajectory
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
     from torch import Tensor
@@ -47,6 +34,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 Port = TypeVar("Port")
 Port_co = TypeVar("Port_co", covariant=True)
+Judged_contra = TypeVar("Judged_contra", contravariant=True)  # a `Completion`, or a `Command`
 
 
 # ---- rollout, learner, judges
@@ -147,8 +135,8 @@ class Trainer(Protocol):
         """Tickets that bring receivers without weights to the published version."""
 
 
-class Judge(Protocol):
-    """Scores answers: in processes of this machine, on hosts of a cluster, or in this process."""
+class Judge(Protocol[Judged_contra]):
+    """Judges answers, or plays environments: in processes here, on hosts of a cluster, or in this process."""
 
     @property
     def num_retried(self) -> int:
@@ -159,26 +147,13 @@ class Judge(Protocol):
         """Processes that ended or had to be ended."""
 
     async def start(self) -> None:
-        """Raises if the reward function cannot be loaded."""
+        """Raises if the user's function or class cannot be loaded."""
 
-    async def run(self, completion: Completion) -> Score:
-        """The reward of one completion, or why there is none."""
+    async def run(self, judged: Judged_contra, /) -> Score:
+        """The reward of a completion, an environment's answer to a command (`value`), or a `failure`."""
 
     async def close(self) -> None:
         """End the processes."""
-
-
-class EnvironmentHost(Protocol):
-    """A worker process in which environments live."""
-
-    async def start(self) -> None:
-        """Raises if the environment's class cannot be loaded."""
-
-    async def run(self, command: Command) -> Score:
-        """What an environment says is the `value`; a `failure` if it cannot."""
-
-    async def close(self) -> None:
-        """End the process."""
 
 
 class Answers(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.place.inline import InlineCluster
 from headrace.place.reward_hosts import RewardHost, RewardHosts
-from headrace.reward.worker import Setup
+from headrace.reward.function import Setup
 from headrace.types import Completion
 
 FORGER = """

@@ -80,7 +80,7 @@ class Ranks:
         self.ranks = list(ranks)
         self.lost = False  # a rank is gone, and no other can do anything any more
         self._cluster, self._section = cluster, section
-        self._intake = Intake(section, len(ranks))
+        self.intake = Intake(section, len(ranks))
 
     @property
     def first(self) -> Worker[Trainer]:
@@ -104,12 +104,6 @@ class Ranks:
         self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])
 
     # ---- steps
-
-    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
-        return self._intake.add(group, references)
-
-    def rest(self) -> list[list[Item]]:
-        return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
         asked = zip(self.ranks, split(items, len(self.ranks), len), strict=True)

@@ -48,13 +48,13 @@ from headrace.policy.policy import load_tokenizer
 from headrace.prompts.stream import PromptStream
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
+from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
-from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
-from headrace.types import Example, Prompt, Score, Trajectory
+from headrace.types import Completion, Example, Prompt, Score, Trajectory
 from headrace.user_code import load_optional
 
 WARM_STEPS_AT_ONCE = 8
@@ -82,7 +82,7 @@ class Place:
         resumed: bool = False,
         on_note: Callable[[str], None] = lambda text: None,
         make_sampler: Callable[..., Sampler] = RolloutWorker,
-        judges: Callable[[Setup], Judge] | None = None,
+        judges: Callable[[Setup], Judge[Completion]] | None = None,
         reward: Callable[[Any], Any] | None = None,
     ) -> None:
         config = config.model_copy(update={"model": _model_of(config, run_dir)})
@@ -283,7 +283,7 @@ class Place:
         name = name if self._sending else "local"
         return self.cluster.spawn(name, LearnerRank, self.config, rank, self._sending, gpus=self._gpus)
 
-    def _reward_hosts(self, setup: Setup) -> Judge:
+    def _reward_hosts(self, setup: Setup) -> Judge[Completion]:
         section, numbers = self.config.reward, itertools.count()
 
         def spawn(num_workers: int) -> Worker[RewardHost]:

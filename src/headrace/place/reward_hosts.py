@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from headrace.errors import RewardError, WorkerLostError
 from headrace.place.device import DeviceThread
+from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool, pickled
-from headrace.reward.worker import Setup
 from headrace.roles import Worker
 from headrace.types import Completion, Score
 

@@ -10,11 +10,13 @@ import contextlib
 import difflib
 import inspect
 import math
+import pickle
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError, UnavailableError
@@ -69,6 +71,30 @@ class RewardFunction:
                 raise
             return failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
         return self.scores(verdict, 1)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a function is loaded from, also the first message to a worker: its name, and settings of built-in ones."""
+
+    function: str  # 'exact', or 'rewards.py:score'
+    answer_field: str = "answer"
+    pattern: str = ""
+    timeout_s: float
+    pickled: bytes = b""  # the function itself; its name then says nothing
+    setting: str = "reward.function"  # that names it, or "buffer.filters", or "episode.environment"
+
+    def load(self) -> RewardFunction:
+        if self.setting == "buffer.filters":
+            return filter_function(self.function)
+        if self.setting == "episode.environment":  # it needs pydantic, which takes longer to load than all the rest
+            return import_module("headrace.reward.environment").environment_function(self.function)  # type: ignore[no-any-return]
+        if not self.pickled:
+            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
+        try:
+            return own_function(pickle.loads(self.pickled))
+        except Exception as error:  # unpickling runs the user's code
+            raise RewardError(f"it cannot be unpickled ({error!r})") from error
 
 
 def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace.reward.function import own_function
-from headrace.reward.worker import Setup
+from headrace.reward.function import Setup, own_function
 from headrace.user_code import source_hash
 
 

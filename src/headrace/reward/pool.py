@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError
-from headrace.reward.function import Judged, Mode, failure
-from headrace.reward.worker import HEADER, Setup, frame, score_of
+from headrace.reward.function import Judged, Mode, Setup, failure
+from headrace.reward.worker import HEADER, frame, score_of
 from headrace.types import Command, Completion, DropReason, Score
 from headrace.user_code import search_path
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
-from headrace.reward.function import Judged, RewardFunction, failure_of, own_function
+from headrace.reward.function import Judged, RewardFunction, Setup, failure_of, own_function
 from headrace.reward.own import digest, shipped
 from headrace.reward.pool import JudgePool, own_copy
-from headrace.reward.worker import Setup
 from headrace.roles import Judge
 from headrace.types import Completion, DropReason, FinishReason, Group, Score
 
@@ -50,7 +49,7 @@ class Scorer:
         default_function: str = "exact",
         function: Callable[[Any], Any] | None = None,
         filters: Sequence[str] = (),
-        judges: Callable[[Setup], Judge] | None = None,
+        judges: Callable[[Setup], Judge[Completion]] | None = None,
         on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -70,7 +69,7 @@ class Scorer:
         setup, self._why_here = (setup, "") if function is None else shipped(function, setup)
         self._own, self._setup, self.function = function, setup, setup.function
         if self._why_here or not (judges or section.workers):
-            self._pool: Judge = InlineJudges(setup, function)
+            self._pool: Judge[Completion] = InlineJudges(setup, function)
         else:
             self._pool = judges(setup) if judges else pool(setup, num_workers=section.workers)
         self._cache: VerdictCache | None = None

@@ -23,51 +23,16 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, BinaryIO
 
-from headrace.errors import HeadraceError, RewardError
-from headrace.reward.function import (
-    Mode,
-    RewardFunction,
-    failure,
-    failure_of,
-    filter_function,
-    own_function,
-    read_verdict,
-    resolve,
-)
+from headrace.errors import HeadraceError
+from headrace.reward.function import Mode, RewardFunction, Setup, failure, failure_of, read_verdict
 from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!Q")
 LAST_WORDS_S = 5.0
 REASONS = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
 _IN_REPLY = ("reward", "parts", "failure", "detail", "value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The first message to a worker: the function's name, and the settings of built-in functions."""
-
-    function: str  # 'exact', or 'rewards.py:score'
-    answer_field: str = "answer"
-    pattern: str = ""
-    timeout_s: float
-    pickled: bytes = b""  # the function itself; its name then says nothing
-    setting: str = "reward.function"  # that names it, or "buffer.filters", or "episode.environment"
-
-    def load(self) -> RewardFunction:
-        if self.setting == "buffer.filters":
-            return filter_function(self.function)
-        if self.setting == "episode.environment":  # it needs pydantic, which takes longer to load than all the rest
-            return import_module("headrace.reward.environment").environment_function(self.function)  # type: ignore[no-any-return]
-        if not self.pickled:
-            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
-        try:
-            return own_function(pickle.loads(self.pickled))
-        except Exception as error:  # unpickling runs the user's code
-            raise RewardError(f"it cannot be unpickled ({error!r})") from error
 
 
 def frame(payload: bytes) -> bytes:

@@ -96,7 +96,6 @@ class RolloutActor:
         return found
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End the rest of these groups; they finish with what was sampled so far."""
         pending = self._pending.items()
         self.engine.abort({id for id, p in pending if p.order.counted and p.order.serial in serials})
         self._work.set()
@@ -135,7 +134,6 @@ class RolloutActor:
                 return
 
     def forget(self, sessions: Sequence[str]) -> None:
-        """These sessions are over."""
         self._away.difference_update(sessions)
         self.engine.forget(set(sessions))
         self._came.set()

@@ -49,7 +49,8 @@ class RolloutPool:
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
     _homes: dict[str, _Member] = field(default_factory=dict, init=False)  # by session: who has its cache
     _past: EngineCounts = field(default_factory=EngineCounts, init=False)  # of former workers
-    _failure: asyncio.Future[None] | None = field(default=None, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+    _failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @property
     def workers(self) -> list[Worker[Sampler]]:
@@ -107,9 +108,8 @@ class RolloutPool:
 
     def fail(self, error: Exception) -> None:
         """No worker can continue: every pending future raises `error`."""
-        if not self._failed().done():
-            self._failed().set_exception(error)
-            self._failed().exception()  # mark as retrieved: the futures below raise it, too
+        self._failure = self._failure or error
+        self._failed.set()
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
@@ -136,7 +136,6 @@ class RolloutPool:
             home.worker.ask(Sampler.forget, [session])
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End the rest of these groups; their futures give what was sampled so far."""
         for member in self._members:
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
@@ -150,13 +149,14 @@ class RolloutPool:
                 self._futures.pop(id).set_result(unfinished)
 
     async def drain(self) -> None:
-        """Wait until every trajectory in flight is complete."""
         while self._futures:
             await asyncio.wait(list(self._futures.values()))
 
     async def run(self) -> None:
         """Wait for a failure: workers sample by themselves."""
-        await asyncio.shield(self._failed())
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests have sampled. It is booked on return."""
@@ -248,8 +248,3 @@ class RolloutPool:
         if member.under_way is not None and not member.under_way.done():
             member.under_way.set_result(found)
         member.under_way = None
-
-    def _failed(self) -> asyncio.Future[None]:
-        if self._failure is None:
-            self._failure = asyncio.get_running_loop().create_future()
-        return self._failure
