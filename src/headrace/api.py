@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -404,19 +403,13 @@ async def _warm_start(place: Place, watcher: Watcher) -> None:
     if not section.steps:
         return
     watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
-    events, stopped = asyncio.get_running_loop(), threading.Event()
 
     def on_step(done: int, loss: float) -> None:
-        if stopped.is_set():
-            raise RunError("interrupted")
         place.clock.moved("warm start")
-        events.call_soon_threadsafe(watcher.progress, done, section.steps, f"loss {loss:.3f}")
+        watcher.progress(done, section.steps, f"loss {loss:.3f}")
 
-    try:
-        with place.clock.span("warm start"):
-            await place.warm_start(on_step)
-    finally:
-        stopped.set()  # a cancelled wait does not stop the device thread
+    with place.clock.span("warm start"):
+        await place.warm_start(on_step)
 
 
 async def _score(place: Place) -> float | None:

@@ -66,9 +66,6 @@ def load_optional(module: str, library: str, extra: str) -> Any:
 class TooLongError(HeadraceError):
     """A user's code ran longer than its limit."""
 
-    def __init__(self, *text: str) -> None:
-        super().__init__(*(text or ("it runs longer than it may",)))
-
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:

@@ -5,23 +5,28 @@ Optional libraries of built-in functions are loaded by the files of their names 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import difflib
+import hashlib
 import inspect
 import math
+import os
 import pickle
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError, UnavailableError
 from headrace.types import Command, Completion, DropReason, Group, Score
-from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback
+from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback, source_hash
 
 Reward = Callable[[Completion], float]
 Judged = Completion | Group | Command  # by a reward function, a filter or an environment
@@ -117,6 +122,41 @@ def own_function(call: Callable[[Any], Any]) -> RewardFunction:
     """A function, or another object that can be called, as it was given."""
     name = getattr(call, "__name__", type(call).__name__)
     return RewardFunction(name=name, call=call, mode=_mode(call, name))
+
+
+def shipped(function: Callable[[Any], Any], setup: Setup) -> tuple[Setup, str]:
+    """The setup for workers that call `function`, or why there can be none."""
+    setup = replace(setup, function=own_function(function).name)
+    if getattr(function, "__module__", "") == "__main__":  # a worker has another main module
+        return _from_script(function, setup)
+    try:
+        return replace(setup, pickled=pickle.dumps(function)), ""
+    except Exception as error:  # pickling runs the object's own code
+        return setup, f"it cannot be pickled ({error})"
+
+
+def _from_script(function: Callable[[Any], Any], setup: Setup) -> tuple[Setup, str]:
+    """A worker imports the script, which must not train again: it needs a main guard."""
+    main = sys.modules["__main__"]
+    path = Path(getattr(main, "__file__", None) or "")
+    names = [name for name, value in vars(main).items() if value is function]
+    if not names or not path.is_file():
+        return setup, "it is in no file that could be imported"
+    tests = [ast.unparse(node.test) for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.If)]
+    if not any("__name__" in test for test in tests):
+        return setup, f"{path} trains when it is imported, as it has no line \"if __name__ == '__main__':\""
+    return replace(setup, function=f"{path.resolve()}:{names[0]}"), ""
+
+
+def digest(setup: Setup, function: Callable[[Any], Any] | None) -> str:
+    """Equal for two runs only if their functions are; of one whose content is not known, never."""
+    if not setup.pickled:
+        return source_hash(setup.function) if function is None or ":" in setup.function else os.urandom(16).hex()
+    source = b""
+    with contextlib.suppress(OSError, TypeError):  # built in, or made at run time
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+        source = Path(file or "").read_bytes()
+    return hashlib.sha256(setup.pickled + source).hexdigest()
 
 
 def filter_function(spec: str) -> RewardFunction:

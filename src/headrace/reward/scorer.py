@@ -13,8 +13,7 @@ from typing import Any
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
-from headrace.reward.function import Judged, RewardFunction, Setup, failure_of, own_function
-from headrace.reward.own import digest, shipped
+from headrace.reward.function import Judged, RewardFunction, Setup, digest, failure_of, own_function, shipped
 from headrace.reward.pool import JudgePool, own_copy
 from headrace.roles import Judge
 from headrace.types import Completion, DropReason, FinishReason, Group, Score

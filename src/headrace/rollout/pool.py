@@ -94,12 +94,11 @@ class RolloutPool:
     def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
         """Give a worker no more orders. The event is set when it has none left: then `dismiss` it."""
         member = self._member(worker)
-        done = asyncio.Event() if member is None or member.leaves is None else member.leaves
-        if member is not None:
-            member.leaves = done
-        if member is None or not member.orders:
-            done.set()
-        return done
+        assert member is not None
+        member.leaves = asyncio.Event()
+        if not member.orders:
+            member.leaves.set()
+        return member.leaves
 
     def dismiss(self, worker: Worker[Sampler]) -> None:
         """Remove a worker without orders."""
