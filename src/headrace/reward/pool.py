@@ -327,10 +327,12 @@ class JudgePool:
                     await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
                     worker.start_timing(jobs)
                     await asyncio.sleep(0)  # let the other workers take their share first
-                elif worker.going:
-                    await self._book_next(worker)
-                else:
+                elif not worker.going:
                     return True
+                elif (reply := await worker.receive(worker.deadline())) is not None:
+                    self._book(worker, reply)
+                elif asyncio.get_running_loop().time() > worker.deadline():
+                    raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
         except JudgeLostError as lost:
             with contextlib.suppress(JudgeLostError):
                 while worker.replies:  # from before it was lost
@@ -342,14 +344,6 @@ class JudgePool:
                 job.suspect = worker.mode is not Mode.SINGLE
                 self._retry(job, lost.score)
             return False
-
-    async def _book_next(self, worker: JudgeProcess) -> None:
-        """Wait for a reply and book it. Returns without one if there are new jobs to send."""
-        deadline = worker.deadline()
-        if (reply := await worker.receive(deadline)) is not None:
-            self._book(worker, reply)
-        elif asyncio.get_running_loop().time() > deadline:
-            raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
 
     def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
         item = reply.get("item")

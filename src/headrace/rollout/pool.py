@@ -30,7 +30,7 @@ class _Member:
     delivered_tokens: int = 0  # of finished trajectories
     counts: EngineCounts = field(default_factory=EngineCounts)
     leaves: asyncio.Event | None = None  # retiring: no new orders; set when none is left
-    following: asyncio.Task[None] | None = None
+    following: asyncio.Task[None] = field(init=False)  # hears what the worker tells
     under_way: asyncio.Future[Mapping[int, Mapping[int, Trajectory]]] | None = None  # asked for
 
 
@@ -116,8 +116,7 @@ class RolloutPool:
 
     def close(self) -> None:
         for member in self._members:
-            if member.following is not None:
-                member.following.cancel()
+            member.following.cancel()
 
     # ---- called by the loop
 
@@ -190,7 +189,7 @@ class RolloutPool:
     def _end(self, member: _Member) -> None:
         self._members.remove(member)
         member.worker.kill()  # nothing that it still sends may be booked
-        if member.following is not None and member.following is not asyncio.current_task():
+        if member.following is not asyncio.current_task():
             member.following.cancel()
         if member.leaves is not None:
             member.leaves.set()
