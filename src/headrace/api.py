@@ -247,7 +247,7 @@ async def _train(
             watcher.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
-        files.save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
+        files.save_settings(config, run_dir)  # with what `resume` overrides, now that it works
         book_origin(loop.stages.ledger, config, _name_of(reward))
         (run_dir / files.SUMMARY).unlink(missing_ok=True)
         if resumed:
@@ -338,7 +338,7 @@ def _summary(
     stopped: str = "",
     score_after: float | None = None,
 ) -> dict[str, Any]:
-    """Write `summary.json`, when the steps end and again with the last evaluation; returns its content.
+    """Write `summary.json`, when the steps end and after the last evaluation; returns its content.
 
     `stopped` is why an unfinished run trains no more. `wall_s` is the seconds of the whole command,
     `loop_s` of the steps alone. `wall` is the bottleneck: the stage that was busy longest.
@@ -385,7 +385,7 @@ async def _interruptible(loop: Loop) -> None:
     if before[signal.SIGHUP] is signal.SIG_IGN:  # by nohup: it is to go on
         del before[signal.SIGHUP]
     _TRAINING[events] = loop
-    with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
+    with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not here
         for number in before:
             events.add_signal_handler(number, loop.interrupt)
     try:

@@ -57,7 +57,7 @@ class WorkerLostError(HeadraceError):
 
 
 class LearnerLostError(HeadraceError):
-    """A rank of the learner is lost, with its part of the weights: the run resumes from a checkpoint."""
+    """A rank of the learner is lost, with its weights: the run resumes from a checkpoint."""
 
 
 class MissingExtraError(HeadraceError):

@@ -1,4 +1,4 @@
-"""Records of what was measured: seconds, counts and statistics. Frozen, no torch. Each shows an instance."""
+"""Records of what was measured: seconds, counts, statistics. Frozen, no torch. Each shows an instance."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet(logger_name: str, warning: str = "") -> Iterator[None]:
-    """Inside, the logger reports only errors; Python warnings that begin with `warning` are ignored."""
+    """Inside, the logger reports errors only; warnings that begin with `warning` are ignored."""
     logger = logging.getLogger(logger_name)
     before = logger.level
     with warnings.catch_warnings():

@@ -120,7 +120,7 @@ class Trainer(Protocol):
         """Write the whole policy; the first rank does, with the parts of all."""
 
     def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
-        """Make a version ready for receivers on `nodes`. The first rank returns the ticket, if any."""
+        """Make a version ready for receivers on `nodes`. The first rank returns the ticket."""
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part of a transfer, while receivers fetch."""
@@ -136,7 +136,7 @@ class Trainer(Protocol):
 
 
 class Judge(Protocol[Judged_contra]):
-    """Judges answers, or plays environments: in processes here, on hosts of a cluster, or in this process."""
+    """Judges answers, or plays environments: in this process, beside it, or on a cluster."""
 
     @property
     def num_retried(self) -> int:
@@ -150,7 +150,7 @@ class Judge(Protocol[Judged_contra]):
         """Raises if the user's function or class cannot be loaded."""
 
     async def run(self, judged: Judged_contra, /) -> Score:
-        """The reward of a completion, an environment's answer to a command (`value`), or a `failure`."""
+        """A completion's reward, an environment's answer to a command (`value`), or a `failure`."""
 
     async def close(self) -> None:
         """End the processes."""
@@ -228,7 +228,7 @@ class Reply(Protocol[R_co]):
 
 
 class Worker(Protocol[Port_co]):
-    """An object behind a port. If its process is dead or too slow, calls raise `WorkerLostError`."""
+    """An object behind a port. If its process is dead or slow, calls raise `WorkerLostError`."""
 
     name: str
     node: str
@@ -341,7 +341,7 @@ class Sink(Protocol):
 
 
 class Watcher:
-    """Who is told about a run's progress: the terminal, or nobody. By itself it ignores everything."""
+    """Who is told about a run's progress: the terminal, or nobody. It ignores everything itself."""
 
     def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         """The run begins; `facts` are lines to show."""

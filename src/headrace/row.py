@@ -22,8 +22,8 @@ class RowMetric:
     label: str  # its name in plotting sinks
     help: str
     unit: str = ""
-    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how several steps become one number
-    exported: str = ""  # Prometheus name, if not the field's or, of a sum over all rows, `<field>_total`
+    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how steps become one number
+    exported: str = ""  # to Prometheus; empty: the field's name, with `_total` if it is a sum
 
 
 def _metric(label: str, help: str, default: Any = MISSING, **more: Any) -> Any:

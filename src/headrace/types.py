@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why tokens were generated but not trained on. A user's filter is booked as `filter:<name>`."""
+    """Why tokens were generated but not trained on. A user's filter is `filter:<name>`."""
 
     STALE = "stale"
     NO_SIGNAL = "no_signal"
@@ -52,7 +52,7 @@ class DropReason(StrEnum):
     REDONE = "redone"  # lost with a process that died; its prompt was started again
     FILTER_ERROR = "filter_error"  # a user's filter failed on its group
     CRASHED = "crashed"  # lost with a process that died; its prompt was not started again
-    # of episodes: what the policy caused (turn limit, context full) is an end with a reward, and no drop
+    # of episodes: what the policy caused (turn limit, context full) is an end with a reward
     ENV_ERROR = "env_error"  # the environment failed, or gave no reward
     ENV_TIMEOUT = "env_timeout"
     ENV_UNAVAILABLE = "env_unavailable"
@@ -328,7 +328,7 @@ class Order:
     indices: tuple[int, ...]  # of the answers in their group
     counted: bool = True  # False for evaluation, which is not booked
     attempt: int = 1
-    so_far: Mapping[int, Trajectory] | None = None  # by index, answers of an earlier attempt to continue
+    so_far: Mapping[int, Trajectory] | None = None  # by index, answers to continue
     turn: int = 0  # of an episode, from 1: `prompt` is all that came before it in the episode
     routes: RouteArray | None = None  # experts of the first tokens of a turn's prompt
 

@@ -54,7 +54,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
 
 
 def load_optional(module: str, library: str, extra: str) -> Any:
-    """Import `module`, which needs `library`; if it is missing, name the `extra` that installs it."""
+    """Import `module`, which needs `library`; if that is missing, name the `extra` that has it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

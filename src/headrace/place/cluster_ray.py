@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: one that runs already, or one that is started and stopped with the run."""
+"""Workers on a Ray cluster: one that runs already, or one that starts and stops with the run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MB = 2**20
 
 
 class LearnerRank:
-    """A `Trainer`. `sending` makes its end of the transport; None if the engine has this rank's own policy."""
+    """A `Trainer`. `sending` makes its end of the transport; None: the engine has its policy."""
 
     def __init__(
         self, device: DeviceThread, config: Config, rank: int, sending: Callable[[], SendingEnd] | None

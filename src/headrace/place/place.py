@@ -332,7 +332,7 @@ class Place:
         return self.ledger
 
     def _on_turn(self, serial: int, episode: Trajectory) -> None:
-        """Turns of one moment are stored together, but soon: an environment may take minutes to reply."""
+        """Turns of one moment are stored together, but soon: a reply may take minutes."""
         self._books.keep_turn(serial, episode)
         if self._storing is None or self._storing.when() < asyncio.get_running_loop().time():
             self._storing = asyncio.get_running_loop().call_later(STORED_S, self._store_turns)

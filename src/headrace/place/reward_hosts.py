@@ -29,7 +29,7 @@ class RewardHost:
         await self._pool.start()
 
     async def judge(self, blob: bytes) -> tuple[Score, int, int]:
-        """The score of a pickled completion, and the pool's `num_retried` and `num_workers_replaced`."""
+        """A pickled completion's score, and the pool's `num_retried` and `num_workers_replaced`."""
         score = await self._pool.judge(blob)
         return score, self._pool.num_retried, self._pool.num_workers_replaced
 

@@ -103,7 +103,7 @@ class RolloutWorker:
         under_way = None
         if self._asked_under_way:
             self._asked_under_way = False
-            under_way = await self._device.run(self.actor.under_way)  # what finished earlier was heard
+            under_way = await self._device.run(self.actor.under_way)  # after what finished
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
         return News(
@@ -174,7 +174,7 @@ class RolloutWorker:
 
 
 def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> Engine:
-    """An engine with a KV cache in all free memory but `reserved_bytes`, or as much as it can use."""
+    """An engine with a KV cache in all free memory but `reserved_bytes`, or what it can use."""
     r, e = spec.config.rollout, spec.config.episode
     kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
     most_tokens, needed = spec.config.prompts.max_tokens + r.max_new_tokens + 64, spec.longest_prompt + r.max_new_tokens

@@ -32,7 +32,7 @@ def _seconds_per_call(work: Callable[[], object]) -> float:
 
 
 class ThreadChoice:
-    """The fastest thread count for products of `width` columns. Use it in the thread that computes."""
+    """The fastest thread count for products of `width` columns. For the thread that computes."""
 
     def __init__(
         self, width: int, *, measure: Measure = _seconds_per_call, now: Callable[[], float] = time.perf_counter

@@ -80,7 +80,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a function is loaded from, also the first message to a worker: its name, and settings of built-in ones."""
+    """What a function is loaded from: its name, and settings of built-in ones. Workers get it first."""
 
     function: str  # 'exact', or 'rewards.py:score'
     answer_field: str = "answer"
@@ -92,7 +92,7 @@ class Setup:
     def load(self) -> RewardFunction:
         if self.setting == "buffer.filters":
             return filter_function(self.function)
-        if self.setting == "episode.environment":  # it needs pydantic, which takes longer to load than all the rest
+        if self.setting == "episode.environment":  # pydantic takes longer to load than all the rest
             return import_module("headrace.reward.environment").environment_function(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
@@ -200,7 +200,7 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
-    shown = detail[-MAX_DETAIL_CHARS:].encode(errors="replace").decode()  # lone surrogates cannot be printed
+    shown = detail[-MAX_DETAIL_CHARS:].encode(errors="replace").decode()  # no lone surrogates
     return Score(failure=reason, detail=shown)
 
 

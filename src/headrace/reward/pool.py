@@ -68,7 +68,7 @@ class JudgeProcess:
 
     def __init__(self) -> None:
         self.mode = Mode.SINGLE
-        self.ended = False  # the process has closed its end of the socket, or is not to be heard any more
+        self.ended = False  # its end of the socket is closed, or it is not heard any more
         self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
         self.replies: deque[dict[str, Any]] = deque()
@@ -202,7 +202,7 @@ class JudgeProcess:
             self.wake.set()
 
     async def _exited(self, timeout_s: float | None) -> None:
-        """Wait until the process has ended. It is not reaped yet, so nothing else can have its id."""
+        """Wait until the process has ended. It is not reaped yet: nothing else can have its id."""
         look: Callable[[], object] = self.process.poll
         if hasattr(os, "waitid"):  # not on macOS before Python 3.13
             look = partial(os.waitid, os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -398,7 +398,7 @@ def own_copy(judged: Judged) -> Judged:
 
 
 def pickled(judged: Judged) -> bytes | Score:
-    """What workers are sent, each by itself: a field that cannot be pickled is a failure of this one only."""
+    """What workers are sent, each by itself: a field that cannot be pickled fails this one only."""
     try:
         return pickle.dumps(own_copy(judged))
     except Exception as error:  # pickling runs the fields' own code

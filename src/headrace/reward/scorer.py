@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -198,32 +198,24 @@ class InlineJudges:
         """Nothing to end."""
 
 
+@dataclass(eq=False)
 class VerdictCache:
     """Verdicts by content: equal answers to one prompt are judged once, also concurrent ones.
 
     Keeps scores in `verdicts` and calls `on_verdict` for each new one. Failures are not kept.
     """
 
-    def __init__(
-        self,
-        identity: str,
-        verdicts: dict[bytes, Score] | None = None,
-        on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
-        max_verdicts: int = MAX_VERDICTS,
-    ) -> None:
-        self._identity = identity  # of the function and its settings
-        self._verdicts, self._on_verdict = {} if verdicts is None else verdicts, on_verdict
-        self._max_verdicts = max_verdicts
-        self._running: dict[bytes, asyncio.Task[Score]] = {}
-
-    def __len__(self) -> int:
-        return len(self._verdicts)
+    identity: str  # of the function and its settings
+    verdicts: dict[bytes, Score] = field(default_factory=dict)
+    on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
+    max_verdicts: int = MAX_VERDICTS
+    _running: dict[bytes, asyncio.Task[Score]] = field(default_factory=dict, init=False)
 
     def key(self, completion: Completion) -> bytes | None:
         """A digest of all that the function can see; None if the fields have no canonical JSON."""
         seen = [completion.prompt, completion.text, completion.num_tokens, str(completion.finish), completion.fields]
         try:
-            text = json.dumps([self._identity, *seen], sort_keys=True, separators=(",", ":"), default=_plain)
+            text = json.dumps([self.identity, *seen], sort_keys=True, separators=(",", ":"), default=_plain)
         except (TypeError, ValueError, RecursionError):
             return None
         return hashlib.sha256(text.encode()).digest()
@@ -233,8 +225,8 @@ class VerdictCache:
         key = self.key(completion)
         if key is None:
             return await judge(), False
-        if key in self._verdicts:
-            return self._verdicts[key], True
+        if key in self.verdicts:
+            return self.verdicts[key], True
         running = self._running.get(key)
         if running is not None:
             return await asyncio.shield(running), True
@@ -248,10 +240,10 @@ class VerdictCache:
         try:
             score = await judge()
             if score.failure is None:
-                self._verdicts[key] = score
-                self._on_verdict(key, score)
-                if len(self._verdicts) > self._max_verdicts:
-                    del self._verdicts[next(iter(self._verdicts))]
+                self.verdicts[key] = score
+                self.on_verdict(key, score)
+                if len(self.verdicts) > self.max_verdicts:
+                    del self.verdicts[next(iter(self.verdicts))]
             return score
         finally:
             del self._running[key]

@@ -50,7 +50,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def score_of(reply: Mapping[str, Any]) -> Score:
-    """The verdict in a reply. User code can write to the socket, so a reply is checked like any input."""
+    """The verdict in a reply, checked like any input: user code can write to the socket."""
     reward, parts, reason, detail, value = map(reply.get, _IN_REPLY)
     if isinstance(reason, str) and reason in REASONS and isinstance(detail, str):
         return failure(detail, DropReason(reason))
