@@ -78,18 +78,11 @@ class Ranks:
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:
         self.ranks = list(ranks)
+        self.first = self.ranks[0]  # warms up, saves and sends
+        self.uses_reference = bool(section.kl_coef)
         self.lost = False  # a rank is gone, and no other can do anything any more
-        self._cluster, self._section = cluster, section
+        self._cluster = cluster
         self.intake = Intake(section, len(ranks))
-
-    @property
-    def first(self) -> Worker[Trainer]:
-        """The rank that warms up, saves and sends."""
-        return self.ranks[0]
-
-    @property
-    def uses_reference(self) -> bool:
-        return bool(self._section.kl_coef)
 
     def facts(self) -> PolicyFacts:
         return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]

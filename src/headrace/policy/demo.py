@@ -67,14 +67,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+    return _tokenizer(backend, eos_token=EOS, unk_token=UNK)
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -83,21 +76,15 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     numbers = pre_tokenizers.Split(Regex(r"[0-9]{1,2}"), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    special = [PAD, START, END]
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD, START, END]
     trainer = trainers.BpeTrainer(
-        vocab_size=800,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=800, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator([*CHAT_WORDS, *(str(n) for n in range(100))] * 8, trainer)
     backend.add_tokens([CALL, CALLED])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        extra_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+    return _tokenizer(backend, eos_token=END, extra_special_tokens=[START], chat_template=CHAT_TEMPLATE)
+
+
+def _tokenizer(backend: Tokenizer, **special: Any) -> PreTrainedTokenizerFast:
+    exact = {"clean_up_tokenization_spaces": False, "model_max_length": MAX_POSITIONS}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, **special, **exact)
