@@ -40,7 +40,7 @@ from headrace.loop.stages import Stages
 from headrace.place.elastic import Elastic
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
-from headrace.place.reward_hosts import RewardHost, RewardHosts
+from headrace.place.reward_hosts import RewardHosts
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.policy.demo import build_demo
 from headrace.policy.hub import located
@@ -101,12 +101,13 @@ class Place:
         self._storing: asyncio.TimerHandle | None = None
         self._worked_chats: dict[str, Example] = {}  # by prompt id
         self.prompts = PromptStream(config.prompts, self._tokenizer, config.run.seed, room_tokens=room_tokens)
+        hosts = partial(RewardHosts, cluster, config.reward, on_note) if ends and config.reward.workers else None
         self.scorer = Scorer(
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
             function=reward,
-            judges=judges or (self._reward_hosts if ends and config.reward.workers else None),
+            judges=judges or hosts,
             on_verdict=self._on_verdict,
             on_note=on_note,
             filters=config.buffer.filters,
@@ -282,19 +283,6 @@ class Place:
         name = f"{'worker' if self._colocated else 'learner'}-{rank}"
         name = name if self._sending else "local"
         return self.cluster.spawn(name, LearnerRank, self.config, rank, self._sending, gpus=self._gpus)
-
-    def _reward_hosts(self, setup: Setup) -> Judge[Completion]:
-        section, numbers = self.config.reward, itertools.count()
-
-        def spawn(num_workers: int) -> Worker[RewardHost]:
-            return self.cluster.spawn(f"reward-{next(numbers)}", RewardHost, setup, num_workers, section.retries)
-
-        return RewardHosts(
-            spawn,
-            num_workers=section.workers,
-            num_nodes=self.cluster.num_nodes,
-            on_lost=lambda why: self._on_note(f"{why}. What it was judging is judged again"),
-        )
 
     def _rollout_workers(self) -> list[Worker[Sampler]]:
         """The first rollout workers, made and ready. Called in a thread."""
