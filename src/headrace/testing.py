@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: i
     write_random(directory, seed, tokenizer or character_tokenizer(), **(small | shape))
 
 
+@dataclass(eq=False)
 class ScriptedSampler:
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
@@ -43,28 +44,24 @@ class ScriptedSampler:
     once: nothing is ever under way.
     """
 
-    def __init__(
-        self,
-        script: Callable[[Prompt, int], Sequence[Piece]],
-        *,
-        decode: Callable[[IntArray], str],
-        logprob: float = -1.0,
-    ) -> None:
-        self.version = 0
-        self.orders: list[Order] = []  # all that were taken
-        self._script, self._decode, self._logprob = script, decode, logprob
-        self._sampled_tokens = 0
-        self._begun: list[tuple[int, int]] = []
-        self._finished: list[Trajectory] = []
-        self._news = asyncio.Event()
-        self._asked_under_way = False
+    script: Callable[[Prompt, int], Sequence[Piece]]
+    _: KW_ONLY
+    decode: Callable[[IntArray], str]
+    logprob: float = -1.0
+    version: int = field(default=0, init=False)
+    orders: list[Order] = field(default_factory=list, init=False)  # all that were taken
+    _sampled_tokens: int = field(default=0, init=False)
+    _begun: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _finished: list[Trajectory] = field(default_factory=list, init=False)
+    _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _asked_under_way: bool = field(default=False, init=False)
 
     async def take(self, orders: Sequence[Order]) -> None:
         """Answer at once."""
         for order in orders:
             self.orders.append(order)
             for i, index in enumerate(order.indices):
-                trajectory = self._trajectory(order, i, self._script(order.prompt, index))
+                trajectory = self._trajectory(order, i, self.script(order.prompt, index))
                 self._finished.append(trajectory)
                 self._sampled_tokens += trajectory.num_sampled_tokens if order.counted else 0
             if order.counted:
@@ -122,22 +119,21 @@ class ScriptedSampler:
             order.nothing_sampled(i, now_s=0.0),
             token_ids=np.array(token_ids, np.int32),
             sampled=np.array(sampled),
-            logprobs=np.where(sampled, self._logprob, 0.0).astype(np.float32),
+            logprobs=np.where(sampled, self.logprob, 0.0).astype(np.float32),
             spans=tuple(spans),
             finish=FinishReason.EOS,
-            text=self._decode(np.array(token_ids, np.int32)[np.array(sampled)]),
+            text=self.decode(np.array(token_ids, np.int32)[np.array(sampled)]),
         )
 
 
+@dataclass(eq=False)
 class ScriptedJudge:
     """A `Judge` in this process: `script(completion)` gives a reward, or a `Score`."""
 
-    num_retried = 0
-    num_workers_replaced = 0
-
-    def __init__(self, script: Callable[[Completion], float | Score]) -> None:
-        self.judged: list[Completion] = []
-        self._script = script
+    script: Callable[[Completion], float | Score]
+    judged: list[Completion] = field(default_factory=list, init=False)
+    num_retried: int = field(default=0, init=False)
+    num_workers_replaced: int = field(default=0, init=False)
 
     async def start(self) -> None:
         """Nothing has to be loaded."""
@@ -145,7 +141,7 @@ class ScriptedJudge:
     async def run(self, completion: Completion) -> Score:
         """The script's verdict."""
         self.judged.append(completion)
-        found = self._script(completion)
+        found = self.script(completion)
         return found if isinstance(found, Score) else Score(reward=float(found))
 
     async def close(self) -> None:
