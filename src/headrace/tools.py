@@ -21,8 +21,7 @@ SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The tool as OpenAI describes one. The docstring and its `Args:` become descriptions.
 
-    Example:
-        schema_of(add) == {"type": "function", "function": {"name": "add", "description": ..., "parameters": ...}}
+    Example: {"type": "function", "function": {"name": "add", "description": ..., "parameters": ...}}
     """
     parameters = _untitled(_arguments_of(function).model_json_schema()) | {"additionalProperties": False}
     about = {"name": function.__name__, "description": _docstring(function)[0] or function.__name__}

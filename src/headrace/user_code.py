@@ -69,10 +69,7 @@ class TooLongError(HeadraceError):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLongError inside the block after `seconds`, at the next Python instruction.
-
-    Works in any thread.
-    """
+    """Raise TooLongError inside the block after `seconds`, at the next instruction; in any thread."""
     thread_id, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def interrupt() -> None:

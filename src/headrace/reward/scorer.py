@@ -227,9 +227,8 @@ class VerdictCache:
             return await judge(), False
         if key in self.verdicts:
             return self.verdicts[key], True
-        running = self._running.get(key)
-        if running is not None:
-            return await asyncio.shield(running), True
+        if key in self._running:
+            return await asyncio.shield(self._running[key]), True
         task = asyncio.ensure_future(self._judge_once(key, judge))
         self._running[key] = task
         # all callers may be cancelled: mark an exception as retrieved
