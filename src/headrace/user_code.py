@@ -1,4 +1,4 @@
-"""Load and limit code that is not ours: functions of users, and optional libraries."""
+"""Load, limit and quieten code that is not ours: functions of users, and libraries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import threading
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +63,24 @@ def load_optional(module: str, library: str, extra: str) -> Any:
         if (error.name or "").split(".")[0] != library:
             raise
         raise MissingExtraError(library, extra) from error
+
+
+@contextlib.contextmanager
+def quiet(logger_name: str, warning: str = "") -> Iterator[None]:
+    """Inside, the logger reports errors only; warnings that begin with `warning` are ignored."""
+    logger = logging.getLogger(logger_name)
+    before = logger.level
+    with warnings.catch_warnings():
+        if warning:
+            warnings.filterwarnings("ignore", message=warning)
+        # A level this high may have been set here by another thread, which will restore it.
+        if before < logging.ERROR:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            if before < logging.ERROR:
+                logger.setLevel(before)
 
 
 class TooLongError(HeadraceError):
