@@ -82,7 +82,7 @@ class Nodes:
         self._cluster.shutdown()
 
 
-class Watcher(api.Nobody):
+class Watcher(api.Watcher):
     """Keeps what is said."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from script import commit, positive
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from headrace.api import Nobody, train
+from headrace.api import Watcher, train
 from headrace.config_file import DEMO, load_config
 from headrace.policy.demo import build_demo
 from headrace.prompts.arithmetic import ArithmeticSource
@@ -155,7 +155,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-class Stopwatch(Nobody):
+class Stopwatch(Watcher):
     """From the first phase to the first and the last row; CPU time of this process where it is not `alone`."""
 
     begun_s = first_s = last_s = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.config import Config
-from headrace.place.places import open_place
+from headrace.place.place import open_place
 from headrace.row import Row
 
 

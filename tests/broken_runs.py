@@ -17,7 +17,7 @@ STEPS = 4
 SETTINGS = (f"loop.steps={STEPS}", "recovery.every_steps=2")
 
 
-class Notes(api.Nobody):
+class Notes(api.Watcher):
     """Keeps what the user is told."""
 
     def __init__(self) -> None:

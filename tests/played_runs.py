@@ -309,6 +309,7 @@ class Learner:
 
     def __init__(self, world: World) -> None:
         self._world, self._groups, self._version = world, [], 0
+        self.intake = self
         self._weights = torch.zeros(1, dtype=torch.int64)
 
     def snapshot(self) -> int:

@@ -44,7 +44,7 @@ def local_ray(num_gpus: int = 0, **environment: str) -> Iterator[None]:
 
 
 @dataclass
-class Run(api.Nobody):
+class Run(api.Watcher):
     """A run and what was heard of it."""
 
     run_dir: Path = Path()
@@ -110,7 +110,7 @@ def assert_same_result(run_dir: Path, expected: Path, attempt: int = 1) -> None:
 def begun_here(workshop: Workshop, name: str, stop_at: int) -> Path:
     """A strictly on-policy run in this process that stopped after a step."""
 
-    class Stop(api.Nobody):
+    class Stop(api.Watcher):
         def row(self, row: Row) -> None:
             if row.step == stop_at:
                 raise RuntimeError("the machine is wanted for something else")

@@ -37,7 +37,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @dataclass
-class Diary(api.Nobody):
+class Diary(api.Watcher):
     """Everything a watcher is told."""
 
     entries: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ def test_rows_are_exported_as_they_are_in_the_ledger(finished: Finished):
 
 def test_the_settings_of_a_run_load_back(finished: Finished, workshop: Workshop):
     assert headrace.load_config(finished.run / "config.toml").loop.eval_samples == 3
-    assert api.run_config(finished.run).learner.lr == 1e-2
+    assert api.files.run_config(finished.run).learner.lr == 1e-2
 
 
 def test_evaluating_a_run_gives_the_score_it_ended_with(finished: Finished):
@@ -118,7 +118,7 @@ def test_an_export_loads_in_transformers(finished: Finished, tmp_path: Path):
     loaded = model.state_dict()
     assert all(torch.equal(loaded[name], trained[name]) for name in trained)
     assert AutoTokenizer.from_pretrained(out)("12+34=")["input_ids"]
-    start = load_file(api.run_config(finished.run).model.path + "/model.safetensors")
+    start = load_file(api.files.run_config(finished.run).model.path + "/model.safetensors")
     assert not same_bits(trained, start)
 
 

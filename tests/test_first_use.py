@@ -169,7 +169,7 @@ def test_a_run_without_its_ledger_is_not_started_again_beside_its_checkpoints(ru
 def test_a_ledger_that_is_deleted_while_the_run_writes_it_ends_the_run(workshop: Workshop, tmp_path: Path):
     run = tmp_path / "run"
 
-    class Deleter(api.Nobody):
+    class Deleter(api.Watcher):
         def row(self, row: Row) -> None:
             if row.step == 2:
                 (run / "ledger.sqlite").unlink()
@@ -274,7 +274,7 @@ def test_a_run_is_evaluated_on_other_prompts_with_other_settings(run: Path, tmp_
 def test_a_run_ends_when_its_score_does_not_get_better_and_keeps_the_best(workshop: Workshop, tmp_path: Path):
     run, notes = tmp_path / "run", []
 
-    class Notes(api.Nobody):
+    class Notes(api.Watcher):
         def note(self, text: str) -> None:
             notes.append(text)
 
@@ -305,7 +305,7 @@ def test_a_run_of_skipped_steps_alone_has_failed(workshop: Workshop, tmp_path: P
 # ---- what the model writes
 
 
-class Samples(api.Nobody):
+class Samples(api.Watcher):
     def __init__(self) -> None:
         self.found: list[Sample] = []
 
@@ -393,7 +393,7 @@ def test_a_run_from_a_notebook(workshop: Workshop, tmp_path: Path):
 def test_control_c_in_a_notebook_stops_the_run_in_an_orderly_way(workshop: Workshop, tmp_path: Path):
     run, main = tmp_path / "run", threading.get_ident()
 
-    class Presser(api.Nobody):
+    class Presser(api.Watcher):
         def row(self, row: Row) -> None:
             if row.step == 2:
                 signal.pthread_kill(main, signal.SIGINT)

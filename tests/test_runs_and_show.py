@@ -27,7 +27,7 @@ from headrace.testing import tiny_model
 from headrace.types import Attempt, Drop, DropReason, Span
 
 
-class Clumsy(api.Nobody):
+class Clumsy(api.Watcher):
     """Ends a run with an error after its second step."""
 
     def row(self, row: object) -> None:
@@ -94,7 +94,7 @@ def test_looking_leaves_no_lock_behind(runs: Path, tmp_path: Path):
 
 def test_a_run_without_a_ledger_yet_is_listed(runs: Path, tmp_path: Path):
     with claimed(tmp_path):
-        dump(api.run_config(runs / "finished"), tmp_path / "config.toml")
+        dump(api.files.run_config(runs / "finished"), tmp_path / "config.toml")
         assert read_run(tmp_path).state is RunState.RUNNING
         assert headrace("show", tmp_path).exit_code == 0
     assert read_run(tmp_path).can_be_resumed, "it starts afresh"
@@ -195,7 +195,7 @@ def test_an_unknown_trajectory_is_answered_with_similar_ones(runs: Path):
 def test_without_a_tokenizer_the_ids_are_shown(runs: Path, tmp_path: Path):
     shutil.copytree(runs / "finished", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "model")
-    config = api.run_config(runs / "finished")
+    config = api.files.run_config(runs / "finished")
     moved = config.model.model_copy(update={"path": str(tmp_path / "gone")})
     dump(config.model_copy(update={"model": moved}), tmp_path / "run" / "config.toml")
     id = one_id(tmp_path / "run", "state = 'trained'")
@@ -222,7 +222,7 @@ def test_a_trajectory_of_two_versions_an_attempt_that_was_lost_and_one_under_way
             trajectories=[two],
             of=(1, 1),
         )
-    dump(api.run_config(runs / "finished"), run / "config.toml")
+    dump(api.files.run_config(runs / "finished"), run / "config.toml")
     shown = " ".join(headrace("show", run, "--trajectory", two.id).output.split())
     assert "version 3 sampled 1 token, then version 4 sampled 2 tokens" in shown
     assert "your filter mine said no" in shown
@@ -240,7 +240,7 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal(runs: Path, t
         ledger.started(1)
         ledger.sampled(3)
         ledger.buffered(whole)
-    dump(api.run_config(runs / "finished"), tmp_path / "config.toml")
+    dump(api.files.run_config(runs / "finished"), tmp_path / "config.toml")
     shown = headrace("show", tmp_path, "--trajectory", nasty.id).output
     assert r"red \x1b[31m [bold]" in shown
     assert "\x1b" not in shown

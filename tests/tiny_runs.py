@@ -20,8 +20,7 @@ from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.learner_rank import LearnerRank
-from headrace.place.place import Place
-from headrace.place.places import open_place
+from headrace.place.place import Place, open_place
 from headrace.place.rollout_worker import RolloutWorker
 from headrace.row import Row
 from headrace.testing import tiny_model
@@ -149,7 +148,7 @@ async def play(config: Config, meddle: Callable[[Place, Loop], None] = lambda pl
         return loop
     finally:
         await place.close()
-        rank_of(place).policy.save(run_dir / api.WEIGHTS)
+        rank_of(place).policy.save(run_dir / api.files.WEIGHTS)
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,19 +18,8 @@ from safetensors import SafetensorError
 from headrace.config import Config
 from headrace.config_file import load_config, rooted
 from headrace.errors import LearnerLostError, RunError
+from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
-from headrace.ledger.files import (
-    BEST,
-    SUMMARY,
-    WANTED_WORKERS,
-    WEIGHTS,
-    prepare_run_dir,
-    read_summary,
-    run_config,
-    save_settings,
-    starting,
-    undo_start,
-)
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.origin import FIXED, book_origin, refuse_unasked
@@ -45,8 +33,7 @@ from headrace.loop.watchdog import Watchdog
 from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
 from headrace.place.endpoint import serve_visitors
-from headrace.place.place import Place
-from headrace.place.places import open_place
+from headrace.place.place import Place, open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
 from headrace.row import Row, Sample
@@ -58,10 +45,6 @@ Reward = Callable[[Any], Any]  # see docs/guides/own-reward.md for what it gets 
 Result = TypeVar("Result")
 
 
-class Nobody(Watcher):
-    """Watches nothing."""
-
-
 def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | None = None) -> dict[str, Any]:
     """Train by `config`; returns the content of the run directory's `summary.json`.
 
@@ -70,9 +53,9 @@ def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | No
     too. What the summary calls unfinished was interrupted, and can be resumed.
     """
     config = rooted(config)
-    run_dir = prepare_run_dir(config)
-    with claimed(run_dir), starting(run_dir), memory_for("training", STEPS):
-        return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=False)
+    run_dir = files.prepare_run_dir(config)
+    with claimed(run_dir), files.starting(run_dir), memory_for("training", STEPS):
+        return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=False)
 
 
 def resume(
@@ -88,24 +71,24 @@ def resume(
     the ledger books the change.
     """
     run_dir = Path(run_dir)
-    config = rooted(run_config(run_dir, overrides))
+    config = rooted(files.run_config(run_dir, overrides))
     if fixed := [word for word in overrides if word.startswith(FIXED)]:
         raise RunError(f"{', '.join(fixed)}: that cannot change in the middle of a run")
     _refuse_finished(run_dir, config)
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
-            (run_dir / WANTED_WORKERS).unlink(missing_ok=True)
+            (run_dir / files.WANTED_WORKERS).unlink(missing_ok=True)
         begun = is_complete(run_dir)
         if begun:
             with Ledger.open(run_dir) as ledger:
                 refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
             _refuse_without_ledger(run_dir)
-        return _to_the_end(config, run_dir, watcher or Nobody(), reward, resumed=begun)
+        return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=begun)
 
 
 def _refuse_finished(run_dir: Path, config: Config) -> None:
-    summary = read_summary(run_dir)
+    summary = files.read_summary(run_dir)
     if summary.get("finished") is not True:
         return
     steps, why = int(summary["steps"]), summary.get("ended_early", "")
@@ -113,7 +96,7 @@ def _refuse_finished(run_dir: Path, config: Config) -> None:
     if why:
         told = f"{run_dir} has finished after {steps} steps: {why}"
         more += " loop.target_reward=inf loop.eval_patience=0"
-    before, wanted = run_config(run_dir).loop, config.loop
+    before, wanted = files.run_config(run_dir).loop, config.loop
     still = (wanted.target_reward, wanted.eval_patience) == (before.target_reward, before.eval_patience)
     if wanted.steps <= steps or (why and still):
         raise RunError(f"{told}. To train on: {more}")
@@ -122,7 +105,7 @@ def _refuse_finished(run_dir: Path, config: Config) -> None:
 def _refuse_without_ledger(run_dir: Path) -> None:
     """A run without a ledger starts anew, unless it had come further than its first checkpoint."""
     steps = [version for version in Checkpoints(run_dir, 1).versions if version]
-    weights = f"headrace train model.path={run_dir / WEIGHTS}" if (run_dir / WEIGHTS).exists() else ""
+    weights = f"headrace train model.path={run_dir / files.WEIGHTS}" if (run_dir / files.WEIGHTS).exists() else ""
     if steps or weights:
         left = f"the checkpoints of steps {', '.join(map(str, steps))}" if steps else "its weights"
         raise RunError(
@@ -130,7 +113,7 @@ def _refuse_without_ledger(run_dir: Path) -> None:
             f"what was trained on. Put a copy of it back. Without one, {left} are left"
             + (f", and a new run can start from its weights: {weights}" if weights else "")
         )
-    undo_start(run_dir)
+    files.undo_start(run_dir)
 
 
 def _name_of(reward: Reward | None) -> str:
@@ -215,7 +198,7 @@ def serve_run(
 
 def _config_of_weights(run_dir: Path, overrides: Sequence[str], *, best: bool) -> Config:
     """The settings of a run with its weights, in this process."""
-    config = rooted(run_config(run_dir, overrides))
+    config = rooted(files.run_config(run_dir, overrides))
     changed: dict[str, dict[str, Any]] = {
         "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
         "buffer": {"filters": ()},  # their files may be gone, and nothing is trained on
@@ -238,7 +221,7 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: st
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is not an empty directory")
     shutil.copytree(source, out, dirs_exist_ok=True)
-    card = hub.model_card(run_config(run_dir), read_summary(run_dir))
+    card = hub.model_card(files.run_config(run_dir), files.read_summary(run_dir))
     (out / hub.CARD).write_text(card, encoding="utf-8")
     if push:
         hub.push(out, push)
@@ -247,11 +230,13 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: st
 
 def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     """Where a run left its weights, or those with the best held-out score."""
-    path = run_dir / (BEST if best else WEIGHTS)
+    path = run_dir / (files.BEST if best else files.WEIGHTS)
     if best and not path.exists():
-        raise RunError(f"{run_dir} has no {BEST} directory: it trained without loop.keep_best, or made no evaluation")
+        raise RunError(
+            f"{run_dir} has no {files.BEST} directory: it trained without loop.keep_best, or made no evaluation"
+        )
     if not path.exists():
-        raise RunError(f"{run_dir} has no weights (no {WEIGHTS} directory); did the run finish?")
+        raise RunError(f"{run_dir} has no weights (no {files.WEIGHTS} directory); did the run finish?")
     return path
 
 
@@ -284,9 +269,9 @@ async def _train(
             watcher.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
-        save_settings(config, run_dir)  # with the overrides of `resume`, now that they are known to work
+        files.save_settings(config, run_dir)  # with what `resume` overrides, now that it works
         book_origin(loop.stages.ledger, config, _name_of(reward))
-        (run_dir / SUMMARY).unlink(missing_ok=True)
+        (run_dir / files.SUMMARY).unlink(missing_ok=True)
         if resumed:
             watcher.phase("resuming")
             watcher.note(_told(await resume_loop(loop, watcher.note), loop.over))
@@ -302,7 +287,7 @@ async def _train(
 async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
     """Evaluate, train, evaluate; returns the content of `summary.json`."""
     run_dir = place.run_dir
-    summary = _Summary(loop, await _before(place, loop, watcher))
+    before = await _before(place, loop, watcher)
     watcher.phase("training")
     stopped = ""
     try:
@@ -313,15 +298,15 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
         raise
     finally:  # however training ended, its weights are kept; of a hung run they may be half updated
         if not watchdog.hung and not place.ranks.lost:
-            with _writing(run_dir / WEIGHTS):
-                await place.device.run(place.ranks.save, run_dir / WEIGHTS)
-        summary.write(finished=False, after=None, stopped=stopped)
+            with _writing(run_dir / files.WEIGHTS):
+                await place.device.run(place.ranks.save, run_dir / files.WEIGHTS)
+        summary = _summary(loop, before, finished=False, stopped=stopped)
     if loop.ending.asked:
-        return summary.content
+        return summary
     if loop.ending.early:
         watcher.note(f"training ends here: {loop.ending.early}")
     watcher.phase("evaluation after")
-    return summary.write(finished=True, after=await _score(place))
+    return _summary(loop, before, finished=True, score_after=await _score(place))
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -367,52 +352,52 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-class _Summary:
-    """`summary.json`, written when the steps end and again with the last evaluation."""
+def _summary(
+    loop: Loop,
+    before: dict[str, float | None],
+    *,
+    finished: bool,
+    stopped: str = "",
+    score_after: float | None = None,
+) -> dict[str, Any]:
+    """Write `summary.json`, when the steps end and after the last evaluation; returns its content.
 
-    def __init__(self, loop: Loop, before: dict[str, float | None]) -> None:
-        self.content: dict[str, Any] = {}
-        self._loop, self._before, self._run_dir = loop, before, loop.stages.ledger.run_dir
-
-    def write(self, *, finished: bool, after: float | None, stopped: str = "") -> dict[str, Any]:
-        """Write the file; returns its content. `stopped` is why an unfinished run trains no more."""
-        known = {"run_dir": str(self._run_dir), "finished": finished, "stopped": stopped}
-        known |= {**self._before, "score_after": after}
-        self.content = known | self._totals()
-        with _writing(self._run_dir / SUMMARY):
-            (self._run_dir / SUMMARY).write_text(json.dumps(self.content, indent=2) + "\n")
-        return self.content
-
-    def _totals(self) -> dict[str, Any]:
-        """`wall_s` is the seconds of the whole command, `loop_s` of the steps alone.
-
-        `wall` is the bottleneck: the stage that was busy longest.
-        """
-        stages, ending = self._loop.stages, self._loop.ending
-        rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
-        loop_s = sum(row.wall_s for row in rows)
-        stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
-        lags = sum(row.lag_mean * row.trained_tokens for row in rows)
-        return {
-            "wall_s": stages.clock.now(),
-            "loop_s": loop_s,
-            "steps": len(rows),
-            "version": self._loop.version,
-            "generated_tokens": books.generated.tokens,
-            "trained_tokens": books.trained.tokens,
-            "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
-            "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
-            "mean_lag_seen": lags / max(1, books.trained.tokens),
-            "max_lag_seen": max((row.lag_max for row in rows), default=0),
-            "stage_s": stage_s,
-            "wall": StageTimes(**stage_s).wall,
-            "drafted_tokens": counts.drafted_tokens,
-            "accepted_tokens": counts.accepted_tokens,
-            "reward_failure": self._loop.rows.first_reward_failure,
-            "best_score": ending.best_score if ending.best_step else None,
-            "best_step": ending.best_step or None,
-            "ended_early": ending.early,
-        }
+    `stopped` is why an unfinished run trains no more. `wall_s` is the seconds of the whole command,
+    `loop_s` of the steps alone. `wall` is the bottleneck: the stage that was busy longest.
+    """
+    stages, ending, run_dir = loop.stages, loop.ending, loop.stages.ledger.run_dir
+    rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
+    loop_s = sum(row.wall_s for row in rows)
+    stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
+    lags = sum(row.lag_mean * row.trained_tokens for row in rows)
+    content = {
+        "run_dir": str(run_dir),
+        "finished": finished,
+        "stopped": stopped,
+        **before,
+        "score_after": score_after,
+        "wall_s": stages.clock.now(),
+        "loop_s": loop_s,
+        "steps": len(rows),
+        "version": loop.version,
+        "generated_tokens": books.generated.tokens,
+        "trained_tokens": books.trained.tokens,
+        "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
+        "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
+        "mean_lag_seen": lags / max(1, books.trained.tokens),
+        "max_lag_seen": max((row.lag_max for row in rows), default=0),
+        "stage_s": stage_s,
+        "wall": StageTimes(**stage_s).wall,
+        "drafted_tokens": counts.drafted_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+        "reward_failure": loop.rows.first_reward_failure,
+        "best_score": ending.best_score if ending.best_step else None,
+        "best_step": ending.best_step or None,
+        "ended_early": ending.early,
+    }
+    with _writing(run_dir / files.SUMMARY):
+        (run_dir / files.SUMMARY).write_text(json.dumps(content, indent=2) + "\n")
+    return content
 
 
 async def _interruptible(loop: Loop) -> None:
@@ -422,7 +407,7 @@ async def _interruptible(loop: Loop) -> None:
     if before[signal.SIGHUP] is signal.SIG_IGN:  # by nohup: it is to go on
         del before[signal.SIGHUP]
     _TRAINING[events] = loop
-    with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not on this platform
+    with suppress(NotImplementedError, RuntimeError):  # not in the main thread, or not here
         for number in before:
             events.add_signal_handler(number, loop.interrupt)
     try:
@@ -440,19 +425,13 @@ async def _warm_start(place: Place, watcher: Watcher) -> None:
     if not section.steps:
         return
     watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
-    events, stopped = asyncio.get_running_loop(), threading.Event()
 
     def on_step(done: int, loss: float) -> None:
-        if stopped.is_set():
-            raise RunError("interrupted")
         place.clock.moved("warm start")
-        events.call_soon_threadsafe(watcher.progress, done, section.steps, f"loss {loss:.3f}")
+        watcher.progress(done, section.steps, f"loss {loss:.3f}")
 
-    try:
-        with place.clock.span("warm start"):
-            await place.warm_start(on_step)
-    finally:
-        stopped.set()  # a cancelled wait does not stop the device thread
+    with place.clock.span("warm start"):
+        await place.warm_start(on_step)
 
 
 async def _score(place: Place) -> float | None:

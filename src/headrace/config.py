@@ -29,9 +29,11 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
+Timeout = Annotated[float, Field(ge=0.01, le=MOST_S)]
 Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: no zero bytes
 Home = Annotated[Name, AfterValidator(os.path.expanduser)]  # of a file: ~ is the home directory
-Decay = Annotated[float, Field(ge=0, lt=1)]  # AdamW divides by 1 - decay
+Share = Annotated[float, Field(ge=LEAST, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]  # also of decays: AdamW divides by 1 - decay
 
 
 def setting(default: Any, doc: str, *, most: float | None = None) -> Any:
@@ -98,12 +100,8 @@ class RolloutSection(SettingsSection):
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
     temperature: Annotated[float, Field(ge=LEAST, le=MOST)] = setting(1.0, "divides the logits")
     top_k: NonNegativeInt = setting(0, "keep the k likeliest tokens; 0 keeps all")
-    top_p: Annotated[float, Field(ge=LEAST, le=1)] = setting(
-        1.0, "keep the likeliest tokens that hold this much probability"
-    )
-    min_p: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.0, "keep tokens at least this likely relative to the likeliest"
-    )
+    top_p: Share = setting(1.0, "keep the likeliest tokens that hold this much probability")
+    min_p: BelowOne = setting(0.0, "keep tokens at least this likely relative to the likeliest")
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
     workers: PositiveInt = setting(
         1,
@@ -143,11 +141,7 @@ class RewardSection(SettingsSection):
         "processes that score; 0 scores in this process, for functions that are fast and trusted",
         most=MOST_PROCESSES,
     )
-    timeout_s: Annotated[float, Field(ge=0.01)] = setting(
-        10.0,
-        "seconds for one verdict; a slower one is a drop, not a zero",
-        most=MOST_S,
-    )
+    timeout_s: Timeout = setting(10.0, "seconds for one verdict; a slower one is a drop, not a zero")
     retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
     sandbox: bool = setting(False, "run it under bubblewrap: no network, no files but the code's")
     cache: bool = setting(True, "score the same answer to the same prompt once")
@@ -166,9 +160,7 @@ class EpisodeSection(SettingsSection):
     )
     listen: str = setting("127.0.0.1:0", "host:port of the endpoint for agents; port 0 takes a free one")
     workers: PositiveInt = setting(1, "processes in which environments live", most=MOST_PROCESSES)
-    timeout_s: Annotated[float, Field(ge=0.01)] = setting(
-        60.0, "seconds for one reply of an environment; a slower one is a drop, not a zero", most=MOST_S
-    )
+    timeout_s: Timeout = setting(60.0, "seconds for one reply of an environment; a slower one is a drop, not a zero")
     max_turns: PositiveInt = setting(32, "an episode ends after this many turns, and is scored", most=10_000)
     max_tokens: NonNegativeInt = setting(0, "an episode ends at this many tokens; 0: the model's context")
     max_s: Seconds = setting(0.0, "an episode ends after this many seconds; 0 is off")
@@ -193,8 +185,8 @@ class LearnerSection(SettingsSection):
     lr: NonNegativeFloat = setting(1e-6, "learning rate", most=MOST)
     warmup_steps: NonNegativeInt = setting(0, "steps in which the learning rate rises to lr")
     schedule: Literal["constant", "linear", "cosine"] = setting("constant", "lr after warm-up")
-    beta1: Decay = setting(0.9, "AdamW")
-    beta2: Decay = setting(0.99, "AdamW")
+    beta1: BelowOne = setting(0.9, "AdamW")
+    beta2: BelowOne = setting(0.99, "AdamW")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
     ranks: PositiveInt = setting(

@@ -1,4 +1,4 @@
-"""Settings from a TOML file and `section.key=value` overrides; all mistakes are reported at once."""
+"""Settings from a TOML file and `section.key=value` overrides; all mistakes are told at once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def to_toml(config: Config) -> str:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the settings to `path` as TOML, atomically: a reader finds the old file or the new one."""
+    """Write the settings to `path` as TOML, atomically: a reader finds the old or the new."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(to_toml(config), encoding="utf-8")
     new.replace(path)
@@ -100,7 +100,7 @@ def _absolute_source(spec: str) -> str:
 
 
 def _absolute_function(spec: str) -> str:
-    """Also of a module that is a file of the working directory, unless an installed one has its name."""
+    """Also of a module that is a file here, unless an installed one has its name."""
     place, colon, name = spec.rpartition(":")
     if names_file(place):
         return f"{os.path.abspath(os.path.expanduser(place))}:{name}"
@@ -125,13 +125,8 @@ def explain(section_filter: str | None = None) -> list[Explained]:
 
 def changed(config: Config) -> list[str]:
     """The settings that differ from their defaults, as `section.key=value`."""
-    default = Config().model_dump()
-    return [
-        f"{section}.{key}={_toml_value(value)}"
-        for section, values in config.model_dump().items()
-        for key, value in values.items()
-        if value != default[section][key]
-    ]
+    default = values(Config())
+    return [f"{key}={value}" for key, value in values(config).items() if value != default[key]]
 
 
 def values(config: Config) -> dict[str, str]:
@@ -170,7 +165,7 @@ def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
 
 
 def _beside(path: Path, key: str, value: Any) -> Any:
-    """A file that a setting names is searched in the working directory, then beside the settings."""
+    """A file that a setting names is searched here, then beside the settings."""
     if key not in NAME_FILES or not isinstance(value, str):
         return value
     file, colon, name = value.rpartition(":") if key in NAME_CODE and ":" in value else (value, "", "")
@@ -297,7 +292,7 @@ def _nearest(key: str) -> str:
 
 
 def did_you_mean(missing: str) -> str:
-    """`; did you mean 'that path'?`, of the existing path that is most like a missing one, if any is."""
+    """`; did you mean 'that path'?`, of the existing path that is most like the missing one."""
     near = _nearest_path(Path(missing))
     return f"; did you mean '{near}'?" if near else ""
 

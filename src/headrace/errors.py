@@ -32,8 +32,7 @@ class ToolArgumentsError(HeadraceError):
 class UnavailableError(HeadraceError):
     """For reward functions to raise: a service they need is unavailable; retrying may help.
 
-    Example:
-        raise headrace.UnavailableError("the judge's queue is full")
+    Example: raise headrace.UnavailableError("the judge's queue is full")
     """
 
 
@@ -62,7 +61,7 @@ class WorkerLostError(HeadraceError):
 
 
 class LearnerLostError(HeadraceError):
-    """A rank of the learner is lost, with its part of the weights: the run resumes from a checkpoint."""
+    """A rank of the learner is lost, with its weights: the run resumes from a checkpoint."""
 
 
 class MissingExtraError(HeadraceError):

@@ -1,4 +1,4 @@
-"""Records of what was measured: seconds, counts and statistics. Frozen, no torch. Each shows an instance."""
+"""Records of what was measured: seconds, counts, statistics. Frozen, no torch. Each shows an instance."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ STAGES = ("rollout", "reward", "reference", "train", "publish")
 class StageTimes:
     """Seconds each stage was busy in some interval: the five τ of the goodput equation.
 
-    Example:
-        StageTimes(rollout=1.9, reward=0.2, reference=0.0, train=0.8, publish=0.01)
+    Example: StageTimes(rollout=1.9, reward=0.2, reference=0.0, train=0.8, publish=0.01)
     """
 
     rollout: float = 0.0
@@ -31,8 +30,7 @@ class StageTimes:
 class EngineCounts:
     """What engines did since they started.
 
-    Example:
-        EngineCounts(computed_tokens=51200, preemptions=2, drafted_tokens=800, accepted_tokens=610)
+    Example: EngineCounts(computed_tokens=51200, drafted_tokens=800, accepted_tokens=610)
     """
 
     computed_tokens: int = 0  # of prompts and answers: while it grows, engines make progress
@@ -51,8 +49,7 @@ class EngineCounts:
 class StageSpan:
     """A stage was busy from `start_s` to `end_s`.
 
-    Example:
-        StageSpan(stage="train", start_s=12.0, end_s=12.8, version=3, detail="8192 tokens")
+    Example: StageSpan(stage="train", start_s=12.0, end_s=12.8, version=3, detail="8192 tokens")
     """
 
     stage: str
@@ -67,8 +64,7 @@ class StageSpan:
 class PolicyFacts:
     """What a process that holds no weights knows about the policy.
 
-    Example:
-        PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", dtype="float32", ...)
+    Example: PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", ...)
     """
 
     name: str
@@ -86,8 +82,7 @@ class Mismatch:
 
     Δ is learner - behaviour, r = exp Δ. The defaults mean no mismatch.
 
-    Example:
-        Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, outside_share=0.5)
+    Example: Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, outside_share=0.5)
     """
 
     count: int = 0
@@ -104,8 +99,7 @@ class Mismatch:
 class StepStats:
     """What one optimizer step did.
 
-    Example:
-        StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, skipped=False, mismatch=Mismatch(...), ...)
+    Example: StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, mismatch=Mismatch(...), ...)
     """
 
     loss: float
@@ -122,8 +116,7 @@ class StepStats:
 class PublishTimes:
     """Seconds and bytes of one publication, by operation.
 
-    Example:
-        PublishTimes(gather_s=0.2, encode_s=0.5, transfer_s=0.3, transfer_bytes=31_000_000)
+    Example: PublishTimes(gather_s=0.2, encode_s=0.5, transfer_s=0.3, transfer_bytes=31_000_000)
     """
 
     gather_s: float = 0.0  # whole tensors from the learner's shards

@@ -21,20 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from headrace.config import Config
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.row import Row, Sample
-from headrace.types import (
-    Command,
-    Completion,
-    Example,
-    FloatArray,
-    Group,
-    IntArray,
-    Item,
-    News,
-    Order,
-    Score,
-    Ticket,
-    Trajectory,
-)
+from headrace.types import Example, FloatArray, Group, IntArray, Item, News, Order, Score, Ticket, Trajectory
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
     from torch import Tensor
@@ -47,6 +34,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 Port = TypeVar("Port")
 Port_co = TypeVar("Port_co", covariant=True)
+Judged_contra = TypeVar("Judged_contra", contravariant=True)  # a `Completion`, or a `Command`
 
 
 # ---- rollout, learner, judges
@@ -132,7 +120,7 @@ class Trainer(Protocol):
         """Write the whole policy; the first rank does, with the parts of all."""
 
     def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
-        """Make a version ready for receivers on `nodes`. The first rank returns the ticket, if any."""
+        """Make a version ready for receivers on `nodes`. The first rank returns the ticket."""
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part of a transfer, while receivers fetch."""
@@ -147,8 +135,8 @@ class Trainer(Protocol):
         """Tickets that bring receivers without weights to the published version."""
 
 
-class Judge(Protocol):
-    """Scores answers: in processes of this machine, on hosts of a cluster, or in this process."""
+class Judge(Protocol[Judged_contra]):
+    """Judges answers, or plays environments: in this process, beside it, or on a cluster."""
 
     @property
     def num_retried(self) -> int:
@@ -159,26 +147,13 @@ class Judge(Protocol):
         """Processes that ended or had to be ended."""
 
     async def start(self) -> None:
-        """Raises if the reward function cannot be loaded."""
+        """Raises if the user's function or class cannot be loaded."""
 
-    async def run(self, completion: Completion) -> Score:
-        """The reward of one completion, or why there is none."""
+    async def run(self, judged: Judged_contra, /) -> Score:
+        """A completion's reward, an environment's answer to a command (`value`), or a `failure`."""
 
     async def close(self) -> None:
         """End the processes."""
-
-
-class EnvironmentHost(Protocol):
-    """A worker process in which environments live."""
-
-    async def start(self) -> None:
-        """Raises if the environment's class cannot be loaded."""
-
-    async def run(self, command: Command) -> Score:
-        """What an environment says is the `value`; a `failure` if it cannot."""
-
-    async def close(self) -> None:
-        """End the process."""
 
 
 class Answers(Protocol):
@@ -253,7 +228,7 @@ class Reply(Protocol[R_co]):
 
 
 class Worker(Protocol[Port_co]):
-    """An object behind a port. If its process is dead or too slow, calls raise `WorkerLostError`."""
+    """An object behind a port. If its process is dead or slow, calls raise `WorkerLostError`."""
 
     name: str
     node: str
@@ -365,29 +340,23 @@ class Sink(Protocol):
         """Write what is still held back."""
 
 
-class Watcher(Protocol):
-    """Who is told about a run's progress: the terminal, or nobody. By itself it ignores everything."""
+class Watcher:
+    """Who is told about a run's progress: the terminal, or nobody. It ignores everything itself."""
 
     def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         """The run begins; `facts` are lines to show."""
-        return None
 
     def phase(self, text: str) -> None:
         """A phase begins."""
-        return None
 
     def progress(self, done: int, total: int, text: str) -> None:
         """How far the phase is."""
-        return None
 
     def row(self, row: Row) -> None:
         """A step is done."""
-        return None
 
     def sample(self, sample: Sample) -> None:
         """An answer to look at."""
-        return None
 
     def note(self, text: str) -> None:
         """Something the user should know."""
-        return None

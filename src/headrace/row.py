@@ -16,23 +16,21 @@ from headrace.measured import StageTimes
 class RowMetric:
     """What one number of `Row` is.
 
-    Example:
-        RowMetric(label="length/mean", help="mean sampled tokens of a scored trajectory",
-            unit="tokens", over="mean", exported="answer_tokens_mean")
+    Example: RowMetric(label="length/max", help="of the longest answer", unit="tokens", over="max")
     """
 
     label: str  # its name in plotting sinks
     help: str
     unit: str = ""
-    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how several steps become one number
-    exported: str = ""  # Prometheus name, if not the field's; `..._total` is the sum over all rows
+    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how steps become one number
+    exported: str = ""  # to Prometheus; empty: the field's name, with `_total` if it is a sum
 
 
 def _metric(label: str, help: str, default: Any = MISSING, **more: Any) -> Any:
     return field(default=default, metadata={"metric": RowMetric(label=label, help=help, **more)})
 
 
-def _total(label: str, exported: str, help: str, unit: str = "") -> Any:
+def _total(label: str, help: str, unit: str = "", exported: str = "") -> Any:
     return _metric(label, help, unit=unit, over="sum", exported=exported)
 
 
@@ -40,9 +38,8 @@ def _total(label: str, exported: str, help: str, unit: str = "") -> Any:
 class Row:
     """The ledger's one line per step.
 
-    Example:
-        Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
-            generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
+    Example: Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
+        generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
     """
 
     step: int
@@ -52,35 +49,22 @@ class Row:
         over="last",
         exported="policy_version",
     )
-    wall_s: float = _total("step/wall_s", "wall_seconds_total", "seconds since the last row", "s")
-    num_groups: int = _total("step/num_groups", "trained_groups_total", "groups trained on")
-    num_trajectories: int = _total("step/num_trajectories", "trained_trajectories_total", "trajectories trained on")
-    generated_tokens: int = _total(
-        "tokens/generated",
-        "generated_tokens_total",
-        "tokens generated",
-        "tokens",
+    wall_s: float = _total("step/wall_s", "seconds since the last row", "s", "wall_seconds_total")
+    num_groups: int = _total("step/num_groups", "groups trained on", exported="trained_groups_total")
+    num_trajectories: int = _total(
+        "step/num_trajectories", "trajectories trained on", exported="trained_trajectories_total"
     )
-    trained_tokens: int = _total(
-        "tokens/trained",
-        "trained_tokens_total",
-        "tokens trained on",
-        "tokens",
-    )
+    generated_tokens: int = _total("tokens/generated", "tokens generated", "tokens")
+    trained_tokens: int = _total("tokens/trained", "tokens trained on", "tokens")
     dropped_tokens: Mapping[str, int]  # by reason
     backlog_tokens: int = _metric(
         "tokens/backlog", "tokens buffered and in flight after the step", unit="tokens", over="last"
     )
     preemptions: int = _total(
         "engine/preemptions",
-        "preemptions_total",
         "times a sequence gave up its cache because there was no more, and was computed again",
     )
-    parks: int = _total(
-        "engine/parks",
-        "parks_total",
-        "times a sequence that reached max_wall_s was laid aside for others",
-    )
+    parks: int = _total("engine/parks", "times a sequence that reached max_wall_s was laid aside for others")
     cached_share: float = _metric(
         "engine/cached_share", "share of prompt tokens that were served from the cache of an earlier turn"
     )
@@ -110,8 +94,8 @@ class Row:
     lr: float = _metric("learner/lr", "learning rate", over="last", exported="learning_rate")
     skipped: bool = _total(
         "learner/skipped",
-        "skipped_steps_total",
         "the gradient was not finite, the weights stayed as they were",
+        exported="skipped_steps_total",
     )
     entropy: float = _metric("learner/entropy", "mean of -log p over sampled tokens", unit="nats")
     kl_reference: float = _metric("learner/kl_reference", "KL from the reference", unit="nats")
@@ -147,8 +131,7 @@ class Row:
 class Sample:
     """One answer, to be read by a person.
 
-    Example:
-        Sample(step=20, prompt="12+9=", answer="22", reward=0.0, fate="dropped: no_signal")
+    Example: Sample(step=20, prompt="12+9=", answer="22", reward=0.0, fate="dropped: no_signal")
     """
 
     step: int

@@ -10,32 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.config import Config
-from headrace.measured import EngineCounts, PublishTimes
+from headrace.measured import PublishTimes
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Place
-from headrace.policy.demo import character_tokenizer
-from headrace.policy.policy import Policy
-from headrace.types import (
-    Completion,
-    FinishReason,
-    IntArray,
-    News,
-    Order,
-    Prompt,
-    Score,
-    Span,
-    Ticket,
-    Timing,
-    Trajectory,
-)
+from headrace.policy.demo import character_tokenizer, write_random
+from headrace.types import Completion, FinishReason, IntArray, News, Order, Prompt, Score, Span, Ticket, Trajectory
 
 Piece = tuple[Sequence[int], bool]
 """Token ids, and whether the policy sampled them; an environment's reply was not sampled."""
@@ -44,30 +30,13 @@ Piece = tuple[Sequence[int], bool]
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: int) -> None:
     """Write a random Qwen3 of two layers, with a character tokenizer if no other is given.
 
-    `shape` overrides fields of `Qwen3Config`. Its weights are scaled up, so that answers differ.
+    `shape` overrides fields of `Qwen3Config`.
     """
-    tokenizer = tokenizer or character_tokenizer()
-    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": len(tokenizer)}
-    config = Qwen3Config(
-        **(small | shape),
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    Policy(model, tokenizer).save(directory)
+    small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 256}
+    write_random(directory, seed, tokenizer or character_tokenizer(), **(small | shape))
 
 
+@dataclass(eq=False)
 class ScriptedSampler:
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
@@ -75,28 +44,24 @@ class ScriptedSampler:
     once: nothing is ever under way.
     """
 
-    def __init__(
-        self,
-        script: Callable[[Prompt, int], Sequence[Piece]],
-        *,
-        decode: Callable[[IntArray], str],
-        logprob: float = -1.0,
-    ) -> None:
-        self.version = 0
-        self.orders: list[Order] = []  # all that were taken
-        self._script, self._decode, self._logprob = script, decode, logprob
-        self._sampled_tokens = 0
-        self._begun: list[tuple[int, int]] = []
-        self._finished: list[Trajectory] = []
-        self._news = asyncio.Event()
-        self._asked_under_way = False
+    script: Callable[[Prompt, int], Sequence[Piece]]
+    _: KW_ONLY
+    decode: Callable[[IntArray], str]
+    logprob: float = -1.0
+    version: int = field(default=0, init=False)
+    orders: list[Order] = field(default_factory=list, init=False)  # all that were taken
+    _sampled_tokens: int = field(default=0, init=False)
+    _begun: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _finished: list[Trajectory] = field(default_factory=list, init=False)
+    _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _asked_under_way: bool = field(default=False, init=False)
 
     async def take(self, orders: Sequence[Order]) -> None:
         """Answer at once."""
         for order in orders:
             self.orders.append(order)
             for i, index in enumerate(order.indices):
-                trajectory = self._trajectory(order, i, self._script(order.prompt, index))
+                trajectory = self._trajectory(order, i, self.script(order.prompt, index))
                 self._finished.append(trajectory)
                 self._sampled_tokens += trajectory.num_sampled_tokens if order.counted else 0
             if order.counted:
@@ -111,14 +76,7 @@ class ScriptedSampler:
         finished, self._finished = tuple(self._finished), []
         under_way: dict[int, dict[int, Trajectory]] | None = {} if self._asked_under_way else None
         self._asked_under_way = False
-        return News(
-            sampled_tokens=self._sampled_tokens,
-            begun=begun,
-            finished=finished,
-            spans=(),
-            counts=EngineCounts(),
-            under_way=under_way,
-        )
+        return News(sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, under_way=under_way)
 
     async def abort(self, serials: Sequence[int]) -> None:
         """Nothing is ever under way."""
@@ -157,29 +115,25 @@ class ScriptedSampler:
                 spans.append(Span(version=self.version, start=start, end=end))
             token_ids += ids
             sampled += [by_policy] * len(ids)
-        return Trajectory(
-            id=order.request_id(i),
-            prompt_id=order.prompt.id,
-            index=order.indices[i],
+        return replace(
+            order.nothing_sampled(i, now_s=0.0),
             token_ids=np.array(token_ids, np.int32),
             sampled=np.array(sampled),
-            logprobs=np.where(sampled, self._logprob, 0.0).astype(np.float32),
+            logprobs=np.where(sampled, self.logprob, 0.0).astype(np.float32),
             spans=tuple(spans),
             finish=FinishReason.EOS,
-            text=self._decode(np.array(token_ids, np.int32)[np.array(sampled)]),
-            timing=Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0),
+            text=self.decode(np.array(token_ids, np.int32)[np.array(sampled)]),
         )
 
 
+@dataclass(eq=False)
 class ScriptedJudge:
     """A `Judge` in this process: `script(completion)` gives a reward, or a `Score`."""
 
-    num_retried = 0
-    num_workers_replaced = 0
-
-    def __init__(self, script: Callable[[Completion], float | Score]) -> None:
-        self.judged: list[Completion] = []
-        self._script = script
+    script: Callable[[Completion], float | Score]
+    judged: list[Completion] = field(default_factory=list, init=False)
+    num_retried: int = field(default=0, init=False)
+    num_workers_replaced: int = field(default=0, init=False)
 
     async def start(self) -> None:
         """Nothing has to be loaded."""
@@ -187,7 +141,7 @@ class ScriptedJudge:
     async def run(self, completion: Completion) -> Score:
         """The script's verdict."""
         self.judged.append(completion)
-        found = self._script(completion)
+        found = self.script(completion)
         return found if isinstance(found, Score) else Score(reward=float(found))
 
     async def close(self) -> None:

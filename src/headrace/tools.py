@@ -21,8 +21,7 @@ SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The tool as OpenAI describes one. The docstring and its `Args:` become descriptions.
 
-    Example:
-        schema_of(add) == {"type": "function", "function": {"name": "add", "description": ..., "parameters": ...}}
+    Example: {"type": "function", "function": {"name": "add", "description": ..., "parameters": ...}}
     """
     parameters = _untitled(_arguments_of(function).model_json_schema()) | {"additionalProperties": False}
     about = {"name": function.__name__, "description": _docstring(function)[0] or function.__name__}
@@ -30,7 +29,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def call(function: Callable[..., Any], arguments: str | Mapping[str, Any]) -> Any:
-    """What the function returns for arguments that may be JSON text. Wrong ones raise ToolArgumentsError."""
+    """What the function returns for arguments, or JSON text. Wrong ones raise ToolArgumentsError."""
     name, model = function.__name__, _arguments_of(function)
     try:
         checked = model.model_validate(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
@@ -54,7 +53,7 @@ def _arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
 
 @lru_cache(maxsize=1024)
 def _model(function: Callable[..., Any], is_bound: bool) -> type[BaseModel]:
-    """A pydantic model of the parameters. Its own names are others: a parameter may have any name."""
+    """A pydantic model of the parameters, with names of its own: a parameter may have any."""
     where, described = f"the tool '{getattr(function, '__name__', function)}'", _docstring(function)[1]
     try:
         hints = typing.get_type_hints(function, include_extras=True)

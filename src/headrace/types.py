@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why tokens were generated but not trained on. A user's filter is booked as `filter:<name>`."""
+    """Why tokens were generated but not trained on. A user's filter is `filter:<name>`."""
 
     STALE = "stale"
     NO_SIGNAL = "no_signal"
@@ -52,7 +52,7 @@ class DropReason(StrEnum):
     REDONE = "redone"  # lost with a process that died; its prompt was started again
     FILTER_ERROR = "filter_error"  # a user's filter failed on its group
     CRASHED = "crashed"  # lost with a process that died; its prompt was not started again
-    # of episodes: what the policy caused (turn limit, context full) is an end with a reward, and no drop
+    # of episodes: what the policy caused (turn limit, context full) is an end with a reward
     ENV_ERROR = "env_error"  # the environment failed, or gave no reward
     ENV_TIMEOUT = "env_timeout"
     ENV_UNAVAILABLE = "env_unavailable"
@@ -64,8 +64,7 @@ class DropReason(StrEnum):
 class Prompt:
     """One problem, with a stable id. `fields` is the rest of the data set's record, for the reward.
 
-    Example:
-        Prompt(id="train-17", text="12+9=", token_ids=[5, 6, 14, 13, 15], fields={"answer": "21"})
+    Example: Prompt(id="train-17", text="12+9=", token_ids=[5, 6, 14, 13], fields={"answer": "21"})
     """
 
     id: str
@@ -94,8 +93,7 @@ class Replay:
     `routes` are the experts of each token, also of prompt tokens, in each mixture layer. The last
     token was never an input: its row is zeros, and nothing depends on it.
 
-    Example:
-        Replay(support_ids=np.array([4, 9, 2]), support_offsets=np.array([0, 2, 3]))
+    Example: Replay(support_ids=np.array([4, 9, 2]), support_offsets=np.array([0, 2, 3]))
     """
 
     support_ids: IntArray | None = None  # [sum of subset sizes]
@@ -122,8 +120,7 @@ class Replay:
 class Timing:
     """Seconds on the run's monotonic clock.
 
-    Example:
-        Timing(submitted_s=1.0, started_s=1.1, finished_s=2.4, scored_s=2.5)
+    Example: Timing(submitted_s=1.0, started_s=1.1, finished_s=2.4, scored_s=2.5)
     """
 
     submitted_s: float
@@ -136,8 +133,7 @@ class Timing:
 class Turn:
     """One generation within an episode: tokens `start` to `end` (exclusive) of the trajectory.
 
-    Example:
-        Turn(start=12, end=20, finish="eos", text="guess(32)", replies=("higher",), environment_s=0.03)
+    Example: Turn(start=12, end=20, finish="eos", text="guess(32)", replies=("higher",), ...)
     """
 
     start: int
@@ -172,10 +168,9 @@ class Trajectory:
     An episode of several turns is one trajectory. Its tokens form a tree if its history was edited:
     `segments` says where a branch begins. Without segments each token follows the one before it.
 
-    Example:
-        Trajectory(id="40:train-17/3", prompt_id="train-17", index=3, token_ids=[5, 6, 14, 7, 6, 1],
-            sampled=[F, F, F, T, T, T], logprobs=[0, 0, 0, -0.1, -0.9, -0.2],
-            spans=(Span(version=7, start=3, end=6),), text="21", reward=1.0, ...)
+    Example: Trajectory(id="40:train-17/3", prompt_id="train-17", index=3,
+        token_ids=[5, 6, 14, 7, 6, 1], sampled=[F, F, F, T, T, T], logprobs=[0, 0, 0, -0.1, -0.9, -0.2],
+        spans=(Span(version=7, start=3, end=6),), text="21", reward=1.0, ...)
     """
 
     id: str
@@ -216,8 +211,7 @@ class Trajectory:
 class Group:
     """All trajectories of one prompt. `serial` counts groups in the order their prompts were drawn.
 
-    Example:
-        Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), ...))
+    Example: Group(serial=40, prompt=Prompt(...), version=7, trajectories=(Trajectory(...), ...))
     """
 
     serial: int
@@ -245,8 +239,7 @@ class Group:
 class Drop:
     """One trajectory that was generated and is not trained on.
 
-    Example:
-        Drop(trajectory_id="40:train-17/3", prompt_id="train-17", reason="stale", num_tokens=212, lag=5)
+    Example: Drop(trajectory_id="40:train-17/3", reason="stale", num_tokens=212, lag=5, ...)
     """
 
     trajectory_id: str
@@ -261,8 +254,7 @@ class Drop:
 class Completion:
     """What a reward function sees of one trajectory.
 
-    Example:
-        Completion(prompt="12+9=", text="21", fields={"answer": "21"}, num_tokens=3, finish="eos")
+    Example: Completion(prompt="12+9=", text="21", fields={"answer": "21"}, num_tokens=3, ...)
     """
 
     prompt: str
@@ -305,8 +297,7 @@ class Score:
 class Command:
     """What an episode asks of its environment, which lives in a worker process.
 
-    Example:
-        Command(episode="40:train-17/3", do="turn", given={"calls": [["guess", {"x": 32}]]})
+    Example: Command(episode="40:train-17/3", do="turn", given={"calls": [["guess", {"x": 32}]]})
     """
 
     episode: str
@@ -318,8 +309,7 @@ class Command:
 class Outcome:
     """The result of an episode: a trajectory with its reward, or with why it has none.
 
-    Example:
-        Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
+    Example: Outcome(trajectory=Trajectory(...), failure=DropReason.REWARD_TIMEOUT)
     """
 
     trajectory: Trajectory
@@ -331,8 +321,7 @@ class Outcome:
 class Sampling:
     """How one request is sampled. A temperature of 0 takes the likeliest token.
 
-    Example:
-        Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
+    Example: Sampling(max_new_tokens=64, temperature=0.7, top_p=0.95, stop=("</answer>",))
     """
 
     max_new_tokens: int
@@ -354,8 +343,7 @@ class Sampling:
 class Order:
     """Answers to sample for one prompt: all of a group, or those that are not finished yet.
 
-    Example:
-        Order(serial=40, prompt=Prompt(...), samplings=(Sampling(...),) * 2, indices=(0, 3))
+    Example: Order(serial=40, prompt=Prompt(...), samplings=(Sampling(...),) * 2, indices=(0, 3))
     """
 
     serial: int
@@ -364,7 +352,7 @@ class Order:
     indices: tuple[int, ...]  # of the answers in their group
     counted: bool = True  # False for evaluation, which is not booked
     attempt: int = 1
-    so_far: Mapping[int, Trajectory] | None = None  # by index, answers of an earlier attempt to continue
+    so_far: Mapping[int, Trajectory] | None = None  # by index, answers to continue
     turn: int = 0  # of an episode, from 1: `prompt` is all that came before it in the episode
     routes: RouteArray | None = None  # experts of the first tokens of a turn's prompt
 
@@ -405,15 +393,14 @@ class Order:
 class News:
     """What happened on a worker since it was last asked.
 
-    Example:
-        News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), spans=(), counts=...)
+    Example: News(sampled_tokens=5120, begun=((40, 7),), finished=(Trajectory(...),), ...)
     """
 
     sampled_tokens: int  # of all counted orders since the start
     begun: tuple[tuple[int, int], ...]  # a group's serial, and the version of its first token
     finished: tuple[Trajectory, ...]
-    spans: tuple[StageSpan, ...]
-    counts: EngineCounts
+    spans: tuple[StageSpan, ...] = ()
+    counts: EngineCounts = field(default_factory=EngineCounts)
     under_way: Mapping[int, Mapping[int, Trajectory]] | None = None  # by serial and index, if asked
 
 
@@ -421,8 +408,7 @@ class News:
 class Attempt:
     """One try at generating a group. A restart (resumed run) makes another; only the newest counts.
 
-    Example:
-        Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
+    Example: Attempt(serial=40, number=1, prompt_id="train-17", wave=3, version=7)
     """
 
     serial: int
@@ -448,8 +434,7 @@ class Item:
 class Ticket:
     """What a receiver needs to fetch a version.
 
-    Example:
-        Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
+    Example: Ticket(Manifest(version=8, ...), where="/shared/weights/version-00000008")
     """
 
     manifest: Any  # a `publish.encoding.Manifest`: what the payload holds

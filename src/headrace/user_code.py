@@ -1,4 +1,4 @@
-"""Load and limit code that is not ours: functions of users, and optional libraries."""
+"""Load, limit and quieten code that is not ours: functions of users, and libraries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import threading
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +56,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
 
 
 def load_optional(module: str, library: str, extra: str) -> Any:
-    """Import `module`, which needs `library`; if it is missing, name the `extra` that installs it."""
+    """Import `module`, which needs `library`; if that is missing, name the `extra` that has it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -63,19 +65,31 @@ def load_optional(module: str, library: str, extra: str) -> Any:
         raise MissingExtraError(library, extra) from error
 
 
+@contextlib.contextmanager
+def quiet(logger_name: str, warning: str = "") -> Iterator[None]:
+    """Inside, the logger reports errors only; warnings that begin with `warning` are ignored."""
+    logger = logging.getLogger(logger_name)
+    before = logger.level
+    with warnings.catch_warnings():
+        if warning:
+            warnings.filterwarnings("ignore", message=warning)
+        # A level this high may have been set here by another thread, which will restore it.
+        if before < logging.ERROR:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            if before < logging.ERROR:
+                logger.setLevel(before)
+
+
 class TooLongError(HeadraceError):
     """A user's code ran longer than its limit."""
-
-    def __init__(self, *text: str) -> None:
-        super().__init__(*(text or ("it runs longer than it may",)))
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLongError inside the block after `seconds`, at the next Python instruction.
-
-    Works in any thread.
-    """
+    """Raise TooLongError inside the block after `seconds`, at the next instruction; in any thread."""
     thread_id, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def interrupt() -> None:

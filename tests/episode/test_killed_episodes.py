@@ -29,7 +29,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> ChatWorkshop:
     return ChatWorkshop(tmp_path_factory.mktemp("killed"))
 
 
-class Notes(api.Nobody):
+class Notes(api.Watcher):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -122,4 +122,4 @@ def test_an_environment_that_does_not_repeat_itself_is_told(workshop: ChatWorksh
     api.resume(run, notes)
     assert audit(run) == []
     assert books(run).dropped["env_error"].tokens > 0
-    assert "snapshot()" in json.dumps(api.read_summary(run)) or any("snapshot()" in text for text in notes.texts)
+    assert "snapshot()" in json.dumps(api.files.read_summary(run)) or any("snapshot()" in text for text in notes.texts)

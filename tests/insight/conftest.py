@@ -19,7 +19,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workshop.directory / "run"
 
 
-class Clumsy(api.Nobody):
+class Clumsy(api.Watcher):
     """Ends a run with an error after its second step."""
 
     def row(self, row: Row) -> None:

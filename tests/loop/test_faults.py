@@ -363,7 +363,7 @@ with claimed(Path(sys.argv[1])):
 """
 
 
-class Lock(api.Nobody):
+class Lock(api.Watcher):
     """Has another process lock the books when step 2 is done."""
 
     def __init__(self, run: Path, seconds: float) -> None:

@@ -87,7 +87,7 @@ def test_a_killed_asynchronous_run_accounts_for_every_prompt(workshop: Workshop,
 
 
 def interrupt_after(step: int) -> api.Watcher:
-    class Impatient(api.Nobody):
+    class Impatient(api.Watcher):
         def row(self, row: Row) -> None:
             if row.step == step:
                 os.kill(os.getpid(), signal.SIGINT)

@@ -36,7 +36,7 @@ async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Worksh
     assert all(torch.equal(base[name.replace("_proj.", "_proj.base_layer.")], start[name]) for name in start)
 
 
-class Impatient(api.Nobody):
+class Impatient(api.Watcher):
     """Interrupts the run after its first step."""
 
     def row(self, row: Row) -> None:

@@ -18,7 +18,7 @@ from headrace.policy.policy import Policy
 from headrace.runs.audit import audit
 
 
-class Notes(api.Nobody):
+class Notes(api.Watcher):
     """What a user is told."""
 
     def __init__(self) -> None:

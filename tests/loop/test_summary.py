@@ -34,7 +34,7 @@ PUBLIC = {
 
 
 @dataclass
-class Stopwatch(api.Nobody):
+class Stopwatch(api.Watcher):
     """When the training phase began, and when each row came."""
 
     began_s: float = 0.0

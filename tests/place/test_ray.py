@@ -16,8 +16,7 @@ from headrace import api
 from headrace.errors import ConfigError, MissingExtraError, RunError
 from headrace.ledger.files import run_config, scale
 from headrace.ledger.ledger import Ledger
-from headrace.place import places
-from headrace.place.place import Place, _gpus_of_a_worker
+from headrace.place.place import Place, _gpus_of_a_worker, open_place
 from headrace.row import Row
 from headrace.runs.audit import audit, books
 
@@ -115,4 +114,4 @@ def test_without_ray_the_extra_is_named(workshop: Workshop, monkeypatch: pytest.
 
     monkeypatch.setattr("headrace.user_code.importlib.import_module", missing)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[ray\]'"):
-        places.open_place(workshop.config("none", "place.cluster=ray"), tmp_path)
+        open_place(workshop.config("none", "place.cluster=ray"), tmp_path)

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from headrace.config import RewardSection
 from headrace.place.inline import InlineCluster
-from headrace.place.reward_hosts import RewardHost, RewardHosts
-from headrace.reward.worker import Setup
+from headrace.place.reward_hosts import RewardHosts
+from headrace.reward.function import Setup
 from headrace.types import Completion
 
 FORGER = """
@@ -26,19 +27,14 @@ def answer(text: str, **fields: Any) -> Completion:
 
 async def test_wrong_replies_and_fields_that_cannot_be_pickled_are_failures(tmp_path: Path):
     (tmp_path / "forger.py").write_text(FORGER)
-    setup, cluster, hosts = Setup(function=f"{tmp_path}/forger.py:score", timeout_s=30.0), InlineCluster(), []
-
-    def spawn(num_workers: int) -> Any:
-        hosts.append(cluster.spawn("host", RewardHost, setup, num_workers, 0))
-        return hosts[-1]
-
-    judge = RewardHosts(spawn, num_workers=1, num_nodes=1, on_lost=lambda why: None)
+    setup, cluster = Setup(function=f"{tmp_path}/forger.py:score", timeout_s=30.0), InlineCluster()
+    judge = RewardHosts(cluster, RewardSection(retries=0), lambda text: None, setup)
     await judge.start()
     try:
         asked = [answer("forge"), answer("good", cannot=lambda: 0), answer("good")]
         forged, cannot, good = [await asyncio.wait_for(judge.run(one), 30) for one in asked]
     finally:
-        await hosts[0].served._pool.close()
+        await judge._hosts[0].served._pool.close()  # type: ignore[attr-defined]
         cluster.device.close()
     assert (forged.failure, cannot.failure, good.reward) == ("reward_error", "reward_error", 1.0)
     assert "no verdict" in forged.detail

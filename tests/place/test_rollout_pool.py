@@ -40,9 +40,7 @@ class Here:
 
     def __init__(self, workshop: Workshop, name: str) -> None:
         config = workshop.config(name)
-        spec = RolloutSpec(
-            config=config, model=config.model, name=name, epoch_s=0.0, longest_prompt=8, receiving=DiskReceiver
-        )
+        spec = RolloutSpec(config=config, name=name, epoch_s=0.0, longest_prompt=8, receiving=DiskReceiver)
         self.name, self.worker, self.dead = name, RolloutWorker(DeviceThread(), spec), False
 
     def ask(self, method: Callable[..., Any], *args: Any) -> Asked:
@@ -161,6 +159,16 @@ async def test_an_engine_error_reaches_everyone_who_waits(workshop: Workshop, mo
     with pytest.raises(ZeroDivisionError, match="the engine broke"):
         await running
     await asyncio.wait_for(books.pool.drain(), 5)
+    books.pool.close()
+
+
+async def test_a_cancelled_waiter_disturbs_nobody(workshop: Workshop):
+    books = Books(Here(workshop, "left"))
+    first, *others = books.start(8)
+    first.cancel()
+    found = await asyncio.gather(*others)
+    await books.pool.drain()
+    assert books.sampled > sum(t.num_sampled_tokens for t in found) > 0
     books.pool.close()
 
 

@@ -43,7 +43,7 @@ async def test_failures_are_not_kept() -> None:
     judge.go.set()
     await cache.fetch(completion(), judge)
     await cache.fetch(completion(), judge)
-    assert (judge.num_calls, len(cache)) == (2, 0)
+    assert (judge.num_calls, len(cache.verdicts)) == (2, 0)
 
 
 async def test_a_cancelled_caller_leaves_the_call_to_the_others() -> None:
@@ -76,7 +76,7 @@ async def test_the_oldest_verdict_goes_first() -> None:
     judge.go.set()
     for text in ("a", "b", "c", "c", "a"):
         await cache.fetch(completion(text), judge)
-    assert (judge.num_calls, len(cache)) == (4, 2)
+    assert (judge.num_calls, len(cache.verdicts)) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ async def test_fields_without_canonical_json_are_judged_every_time() -> None:
     judge.go.set()
     for _ in range(2):
         await cache.fetch(completion(thing=object()), judge)
-    assert (judge.num_calls, len(cache)) == (2, 0)
+    assert (judge.num_calls, len(cache.verdicts)) == (2, 0)

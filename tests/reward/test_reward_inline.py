@@ -13,8 +13,8 @@ from reward_completions import completion
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
+from headrace.reward.function import Setup
 from headrace.reward.scorer import InlineJudges, Scorer
-from headrace.reward.worker import Setup
 from headrace.types import Completion, DropReason, Score
 
 MODES = ["score", "later", "batch", "async_batch"]  # one at a time, coroutine, list, coroutine for a list

@@ -10,8 +10,7 @@ import pytest
 from reward_completions import completion
 
 from headrace.config import RewardSection
-from headrace.reward.notes import REPLACED, TroubleNotes
-from headrace.reward.scorer import Scorer
+from headrace.reward.scorer import REPLACED, Scorer, TroubleNotes
 from headrace.types import DropReason
 
 FUNCTIONS = """
@@ -70,7 +69,7 @@ async def test_a_worker_that_is_replaced_is_told_even_if_the_second_try_succeeds
 
 
 async def test_after_a_quiet_while_the_next_trouble_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.reward.notes.NOTE_EVERY_S", 0.05)
+    monkeypatch.setattr("headrace.reward.scorer.NOTE_EVERY_S", 0.05)
     told: list[str] = []
     notes = TroubleNotes(told.append, 10.0)
     notes.add({DropReason.FILTER_ERROR: 1, REPLACED: 0}, "it is broken")

@@ -18,9 +18,10 @@ from reward_completions import completion
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
+from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
-from headrace.reward.worker import REASONS, Setup
+from headrace.reward.worker import REASONS
 from headrace.types import Score
 from headrace.user_code import MAX_DETAIL_CHARS
 

@@ -19,9 +19,9 @@ from reward_completions import MakeScorer, completion
 import headrace
 from headrace.config import RewardSection
 from headrace.errors import RewardError
+from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
-from headrace.reward.worker import Setup
 from headrace.types import Completion, DropReason, Score
 
 SHORT_S = 1.0
@@ -326,7 +326,7 @@ def test_workers_and_what_they_started_end_with_the_trainer(tmp_path: Path, endi
     code = f"""
 import asyncio, os, signal
 from headrace.reward.pool import JudgePool
-from headrace.reward.worker import Setup
+from headrace.reward.function import Setup
 from headrace.types import Completion
 async def main():
     setup = Setup(function="{rewards}:score", answer_field="", pattern="", timeout_s=60.0)

@@ -26,6 +26,7 @@ from headrace.insight.equation import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_f
 from headrace.ledger.files import PLOT
 from headrace.ledger.ledger import Ledger
 from headrace.measured import STAGES, StageTimes
+from headrace.roles import Watcher
 from headrace.row import Row, Sample
 from headrace.runs.report import count, duration
 
@@ -55,7 +56,7 @@ class _ProgressLine(Progress):
             yield Text(facts, style="bold")
 
 
-class LiveDisplay(AbstractContextManager["LiveDisplay"]):
+class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
     """Shows one training run. A context manager, so that the cursor comes back whatever happens."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.config import EpisodeSection
 from headrace.errors import ConfigError, RewardError
-from headrace.roles import EnvironmentHost
+from headrace.roles import Judge
 from headrace.types import Command, DropReason, Prompt
 
 REASONS = {
@@ -71,7 +71,7 @@ class Described:
 class Environments:
     """All environments of a run. `hosts` are the worker processes they live in."""
 
-    def __init__(self, hosts: Sequence[EnvironmentHost], section: EpisodeSection) -> None:
+    def __init__(self, hosts: Sequence[Judge[Command]], section: EpisodeSection) -> None:
         self._hosts, self._section = hosts, section
         self._next = itertools.count()
         self.described: Described
@@ -105,7 +105,7 @@ class Environments:
 class Environment:
     """The environment of one episode."""
 
-    def __init__(self, host: EnvironmentHost, episode: str, prompt: Prompt) -> None:
+    def __init__(self, host: Judge[Command], episode: str, prompt: Prompt) -> None:
         self._host, self._episode = host, episode
         self._prompt = replace(prompt, fields=dict(prompt.fields))
         self._log: list[tuple[Any, tuple[str, ...]]] = []  # turns so far, with the replies

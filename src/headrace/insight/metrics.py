@@ -88,10 +88,11 @@ def _of_rows(rows: RowColumns) -> Iterator[Family]:
     yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():
         values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"
-        if metric.exported.endswith("_total"):
-            yield metric.exported, f"{help}.", float(values[np.isfinite(values)].sum())
+        exported = metric.exported or (f"{name}_total" if metric.over == "sum" else name)
+        if exported.endswith("_total"):
+            yield exported, f"{help}.", float(values[np.isfinite(values)].sum())
         elif len(values):
-            yield metric.exported or name, f"{help}, of the last step.", float(values[-1])
+            yield exported, f"{help}, of the last step.", float(values[-1])
     if not len(rows):
         return
     wall_s, trained_tokens = rows.column("wall_s"), rows.column("trained_tokens")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,10 +60,6 @@ def mismatch_of(count: int, sums: Sequence[float]) -> Mismatch:
 
 def ratio_quantile(counts: Sequence[float], share: float) -> float:
     """The r that `share` of the tokens do not exceed, from the histogram's `counts`."""
-    wanted, below = share * sum(counts), 0.0
-    for bin, count in enumerate(counts, -LAST_BIN):
-        below += count
-        if count and below >= wanted:
-            middle = FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE)
-            return math.exp(math.copysign(middle, bin)) if bin else 1.0
-    return 1.0
+    bin = int(np.searchsorted(np.cumsum(counts), share * sum(counts))) - LAST_BIN
+    middle = FINEST * 2.0 ** ((abs(bin) - 0.5) / BINS_PER_OCTAVE)
+    return math.exp(math.copysign(middle, bin)) if bin else 1.0

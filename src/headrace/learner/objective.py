@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -142,8 +142,7 @@ class LossInput:
     clip_high: float
 
 
-@dataclass(frozen=True, slots=True)
-class LossTerms:
+class LossTerms(NamedTuple):
     """Unreduced loss terms, and which tokens the clip range held back."""
 
     per_token: Tensor  # [N] with gradient
@@ -162,15 +161,15 @@ def decoupled_ppo(x: LossInput) -> LossTerms:
     clipped away.
     """
     weight = log_ratio(x.proximal.detach(), x.behaviour).exp()
-    terms = _clipped_surrogate(log_ratio(x.current, x.proximal.detach()).exp(), x)
-    return LossTerms(per_token=weight * terms.per_token, clipped=terms.clipped)
+    per_token, clipped = _clipped_surrogate(log_ratio(x.current, x.proximal.detach()).exp(), x)
+    return LossTerms(weight * per_token, clipped)
 
 
 def cispo(x: LossInput) -> LossTerms:
     """-clip(r) A log(current), r = current / behaviour constant: all tokens keep their gradient."""
     ratio = log_ratio(x.current.detach(), x.behaviour).exp()
     weight = ratio.clamp(1 - x.clip_low, 1 + x.clip_high)
-    return LossTerms(per_token=-weight * x.advantage * x.current, clipped=ratio != weight)
+    return LossTerms(-weight * x.advantage * x.current, ratio != weight)
 
 
 def gspo(x: LossInput) -> LossTerms:
@@ -188,8 +187,7 @@ def gspo(x: LossInput) -> LossTerms:
 
 def reinforce(x: LossInput) -> LossTerms:
     """-A log(current): no ratio and no clip, so off-policy samples need a correction."""
-    clipped = torch.zeros_like(x.current, dtype=torch.bool)
-    return LossTerms(per_token=-x.advantage * x.current, clipped=clipped)
+    return LossTerms(-x.advantage * x.current, torch.zeros_like(x.current, dtype=torch.bool))
 
 
 LOSSES: Mapping[str, Callable[[LossInput], LossTerms]] = {
@@ -219,7 +217,7 @@ def _clipped_surrogate(ratio: Tensor, x: LossInput) -> LossTerms:
     constant, advantage = ratio.detach(), x.advantage
     clipped = torch.where(advantage > 0, constant > 1 + x.clip_high, (advantage < 0) & (constant < 1 - x.clip_low))
     bound = constant.clamp(1 - x.clip_low, 1 + x.clip_high)
-    return LossTerms(per_token=-torch.where(clipped, bound, ratio) * advantage, clipped=clipped)
+    return LossTerms(-torch.where(clipped, bound, ratio) * advantage, clipped)
 
 
 # ---- importance correction
@@ -262,13 +260,9 @@ def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
     zero, so k1 belongs into the reward.
     """
     difference = log_ratio(current, reference.detach())
-    match kind:
-        case "k1":
-            return difference
-        case "k2":
-            return 0.5 * difference.square()
-        case "k3":
-            return torch.expm1(-difference) + difference
+    if kind == "k1":
+        return difference
+    return 0.5 * difference.square() if kind == "k2" else torch.expm1(-difference) + difference
 
 
 # ---- aggregation

@@ -78,18 +78,11 @@ class Ranks:
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:
         self.ranks = list(ranks)
+        self.first = self.ranks[0]  # warms up, saves and sends
+        self.uses_reference = bool(section.kl_coef)
         self.lost = False  # a rank is gone, and no other can do anything any more
-        self._cluster, self._section = cluster, section
-        self._intake = Intake(section, len(ranks))
-
-    @property
-    def first(self) -> Worker[Trainer]:
-        """The rank that warms up, saves and sends."""
-        return self.ranks[0]
-
-    @property
-    def uses_reference(self) -> bool:
-        return bool(self._section.kl_coef)
+        self._cluster = cluster
+        self.intake = Intake(section, len(ranks))
 
     def facts(self) -> PolicyFacts:
         return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]
@@ -104,12 +97,6 @@ class Ranks:
         self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])
 
     # ---- steps
-
-    def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
-        return self._intake.add(group, references)
-
-    def rest(self) -> list[list[Item]]:
-        return self._intake.rest()
 
     def accumulate(self, items: Sequence[Item]) -> None:
         asked = zip(self.ranks, split(items, len(self.ranks)), strict=True)

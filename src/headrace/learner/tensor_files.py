@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import RunError
-from headrace.quiet import quiet
+from headrace.user_code import quiet
 
 # torch's logger of checkpoints has a line for every tensor; a single process is no mistake here
 QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"

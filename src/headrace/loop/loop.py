@@ -145,7 +145,7 @@ class Loop:
         while (group := await stages.buffer.next()) is not None:
             self._taken.append(group)
             await self._add(group)
-        await self._train_on(stages.ranks.rest())
+        await self._train_on(stages.ranks.intake.rest())
         if self.config.rollout.on_update == "drain":
             await stages.buffer.hold(True)
             await stages.answers.drain()
@@ -156,7 +156,7 @@ class Loop:
         ranks, references = self.stages.ranks, None
         if ranks.uses_reference:
             references = await self._timed("reference", partial(ranks.reference_logprobs, group))
-        await self._train_on(ranks.add(group, references))
+        await self._train_on(ranks.intake.add(group, references))
 
     async def _train_on(self, micro_batches: list[list[Item]]) -> None:
         for items in micro_batches:
@@ -238,7 +238,7 @@ class Loop:
         """Take a step of a dead process again, with the same groups in the same order."""
         for group in groups:
             await self._add(group)
-        await self._train_on(self.stages.ranks.rest())
+        await self._train_on(self.stages.ranks.intake.rest())
         return await self._update()
 
     # ---- checkpoints

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: one that runs already, or one that is started and stopped with the run."""
+"""Workers on a Ray cluster: one that runs already, or one that starts and stops with the run."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class _Host:
         self._check()
         return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
-    async def serve_beside(self, make: Callable[..., Any], *args: Any) -> None:
+    async def serve_beside(self, make: Callable[..., Any], *args: Any) -> tuple[str, int]:
         self._check()
         await asyncio.to_thread(self._serve, make, *args, self._served[0])
-        self._check()
+        return await self.whereabouts()
 
     async def ask(self, place: int, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._check()
@@ -89,27 +89,22 @@ class RayReply:
 class RayWorker:
     """One object in a process of the cluster; the first of that process, or one beside it."""
 
-    def __init__(self, name: str, handle: Any, place: int = 0, made: RayReply | None = None) -> None:
+    def __init__(self, name: str, handle: Any, place: int = 0, made: Any = None) -> None:
         self.name, self.node, self.pid = name, "", 0
-        self._handle, self._place, self._made = handle, place, made
+        self._handle, self._place = handle, place
+        self._made = RayReply(made or handle.whereabouts.remote(), name)
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
         return RayReply(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
 
     def beside(self, make: Callable[..., Any], *args: Any) -> RayWorker:
-        made = RayReply(self._handle.serve_beside.remote(make, *args), self.name)
-        return RayWorker(self.name, self._handle, self._place + 1, made)
+        return RayWorker(self.name, self._handle, self._place + 1, self._handle.serve_beside.remote(make, *args))
 
     async def ready(self) -> None:
-        """Also learns the node and the process id."""
-        if self._made is not None:
-            await self._made
-        self.node, self.pid = await RayReply(self._handle.whereabouts.remote(), self.name)
+        self.node, self.pid = await self._made
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        if self._made is not None:
-            self._made.result(timeout_s)
-        self.node, self.pid = RayReply(self._handle.whereabouts.remote(), self.name).result(timeout_s)
+    def wait_ready(self) -> None:
+        self.node, self.pid = self._made.result(START_TIMEOUT_S)
 
     def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)

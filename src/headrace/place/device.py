@@ -27,7 +27,7 @@ _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class DeviceThread:
-    """Runs work in the order it is queued. A daemon thread: Python waits for those of an executor."""
+    """Runs work in the order it is queued. A daemon thread: Python waits for an executor's."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()

@@ -30,8 +30,7 @@ class InlineReply(Generic[R]):
         self._future, self._worker = future, worker
 
     def __await__(self) -> Generator[Any, None, R]:
-        future = self._future
-        return (asyncio.wrap_future(future) if isinstance(future, Future) else future).__await__()
+        return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout_s: float | None = None) -> R:
         if not isinstance(self._future, Future):

@@ -6,7 +6,6 @@ The first rank also sends new weights to the rollout workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from headrace.config import Config, ModelSection
+from headrace.config import Config
 from headrace.learner.learner import Learner, Sharding
 from headrace.learner.supervised import WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
@@ -32,30 +31,21 @@ from headrace.types import Example, FloatArray, Group, IntArray, Item, Ticket, T
 MB = 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """What a rank is made from."""
-
-    config: Config
-    model: ModelSection
-    rank: int
-    sending: Callable[[], SendingEnd] | None  # None: the engine has this rank's own policy
-
-
 class LearnerRank:
-    """A `Trainer`."""
+    """A `Trainer`. `sending` makes its end of the transport; None: the engine has its policy."""
 
-    def __init__(self, device: DeviceThread, spec: RankSpec) -> None:
-        self._spec = spec
-        self.policy = policy_of(device, spec.config, spec.model)
+    def __init__(
+        self, device: DeviceThread, config: Config, rank: int, sending: Callable[[], SendingEnd] | None
+    ) -> None:
+        self._config, self._rank, self._sending = config, rank, sending
+        self.policy = policy_of(device, config)
         self._store: TCPStore | None = None  # where the ranks meet; rank 0 serves it
         self._sharding: Sharding | None = None
         self._learner: Learner | None = None
         self._publisher: Publisher | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # for the checkpoint that is written next
-        self._wanted_bytes = _training_bytes(self.policy, spec.config.learner.kl_coef)
-        self._wanted_bytes //= spec.config.learner.ranks
+        self._wanted_bytes = _training_bytes(self.policy, config.learner.kl_coef) // config.learner.ranks
         self._held_bytes = 0
 
     @property
@@ -85,23 +75,23 @@ class LearnerRank:
         )
 
     def address(self) -> tuple[str, int]:
-        if self._spec.config.learner.ranks == 1:
+        if self._config.learner.ranks == 1:
             return "", 0  # nobody to meet: no port is opened
         self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
         return self._store.host, self._store.port
 
     def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         if self._warming is None:
-            self._warming = WarmStart(self.policy, self._spec.config.warmstart)
+            self._warming = WarmStart(self.policy, self._config.warmstart)
         return [self._warming.step(batch) for batch in examples]
 
     def meet(self, host: str, port: int) -> None:
         self._warming = None
-        spec, config, device = self._spec, self._spec.config, self.policy.device
+        config, device = self._config, self.policy.device
         num_ranks, wanted = config.learner.ranks, self._wanted_bytes
         if num_ranks > 1:
             store = self._store or TCPStore(host, port, is_master=False)
-            self._sharding = Sharding(rank=spec.rank, num_ranks=num_ranks, store=store, device=device)
+            self._sharding = Sharding(rank=self._rank, num_ranks=num_ranks, store=store, device=device)
         before = _allocated_bytes(device)
         with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=wanted):
             self._learner = Learner(
@@ -113,9 +103,9 @@ class LearnerRank:
                 sharding=self._sharding,
             )
         self._held_bytes = max(0, _allocated_bytes(device) - before)
-        if spec.rank == 0 and spec.sending is not None:
+        if self._rank == 0 and self._sending is not None:
             encoder = Encoder(config.publish.encoding, bucket_bytes=config.publish.bucket_mb * MB)
-            self._publisher = Publisher(encoder, spec.sending(), self.policy.dtype)
+            self._publisher = Publisher(encoder, self._sending(), self.policy.dtype)
 
     # ---- steps
 
@@ -161,15 +151,15 @@ class LearnerRank:
             self.policy.save(directory)
             return
         weights = {name: tensor.cpu() for name, tensor in self.learner.weights(self.policy.dtype)}
-        if self._spec.rank == 0:
+        if self._rank == 0:
             self.policy.save(directory, weights)
 
     # ---- new weights
 
     def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
-        if self._spec.sending is None:
+        if self._sending is None:
             return None
-        only = self._spec.config.publish.encoding == "adapter"
+        only = self._config.publish.encoding == "adapter"
         weights = self.learner.weights(self.policy.dtype, trained_only=only)
         try:
             if self._publisher is None:
@@ -200,8 +190,9 @@ class LearnerRank:
         return self._publisher.catch_up()
 
 
-def policy_of(device: DeviceThread, config: Config, model: ModelSection) -> Policy:
+def policy_of(device: DeviceThread, config: Config) -> Policy:
     """The policy, with adapters if they are what is trained. Sets the threads of `device`."""
+    model = config.model
     if model.threads:
         torch.set_num_threads(model.threads)
     with memory_for("the model", MODEL):

@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,28 @@ from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.place.elastic import Elastic
 from headrace.place.endpoint import Endpoint
-from headrace.place.learner_rank import LearnerRank, RankSpec
-from headrace.place.reward_hosts import RewardHost, RewardHosts
+from headrace.place.inline import InlineCluster
+from headrace.place.learner_rank import LearnerRank
+from headrace.place.reward_hosts import RewardHosts
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.policy.demo import build_demo
+from headrace.policy.hub import located
 from headrace.policy.policy import load_tokenizer
 from headrace.prompts.stream import PromptStream
+from headrace.publish.collective import CollectiveReceiver, CollectiveSender
+from headrace.publish.disk import DiskReceiver, DiskSender
+from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
-from headrace.reward.worker import Setup
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
-from headrace.types import Example, Prompt, Score, Trajectory
+from headrace.types import Completion, Example, Prompt, Score, Trajectory
+from headrace.user_code import load_optional
 
 WARM_STEPS_AT_ONCE = 8
 STORED_S = 0.05  # after which a sampled turn is in the ledger
+PUBLISHED = "published"  # directory of a run in which weights travel
 
 Ends = tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]
 
@@ -77,9 +83,10 @@ class Place:
         resumed: bool = False,
         on_note: Callable[[str], None] = lambda text: None,
         make_sampler: Callable[..., Sampler] = RolloutWorker,
-        judges: Callable[[Setup], Judge] | None = None,
+        judges: Callable[[Setup], Judge[Completion]] | None = None,
         reward: Callable[[Any], Any] | None = None,
     ) -> None:
+        config = config.model_copy(update={"model": _model_of(config, run_dir)})
         self.config, self.run_dir = config, run_dir
         self.cluster, self.device = cluster, cluster.device
         self._make_sampler, self._on_note = make_sampler, on_note
@@ -87,21 +94,21 @@ class Place:
         self._gpus = _gpus_of_a_worker(config, cluster)
         self._sending = ends[0] if ends else None
         self._receiving = ends[1] if ends else None
-        self._model = _model_of(config, run_dir)
         ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
         self.ranks = Ranks(cluster, ranks, config.learner)
         self.facts = self.device.call(self.ranks.facts)
         room_tokens = _room_for_prompts(config, self.facts.max_context)
-        self._tokenizer = load_tokenizer(self._model)
+        self._tokenizer = load_tokenizer(config.model)
         self._storing: asyncio.TimerHandle | None = None
         self._worked_chats: dict[str, Example] = {}  # by prompt id
         self.prompts = PromptStream(config.prompts, self._tokenizer, config.run.seed, room_tokens=room_tokens)
+        hosts = partial(RewardHosts, cluster, config.reward, on_note) if ends and config.reward.workers else None
         self.scorer = Scorer(
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
             default_function=self.prompts.default_reward,
             function=reward,
-            judges=judges or (self._reward_hosts if ends and config.reward.workers else None),
+            judges=judges or hosts,
             on_verdict=self._on_verdict,
             on_note=on_note,
             filters=config.buffer.filters,
@@ -145,7 +152,8 @@ class Place:
             return Endpoint(config, self.desk(), self._on_note)
         if not section.environment:
             return None
-        setup = Setup(function=section.environment, timeout_s=section.timeout_s, is_environment=True)
+        setting = "episode.environment"
+        setup = Setup(setting=setting, function=section.environment, timeout_s=section.timeout_s)
         hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
         follows = bool(config.reward.function)
         return Player(Environments(hosts, section), self.desk(), config.prompts.system, follows, self._on_note)
@@ -287,21 +295,8 @@ class Place:
 
     def _spawn_rank(self, rank: int) -> Worker[LearnerRank]:
         name = f"{'worker' if self._colocated else 'learner'}-{rank}"
-        spec = RankSpec(config=self.config, model=self._model, rank=rank, sending=self._sending)
-        return self.cluster.spawn(name if self._sending else "local", LearnerRank, spec, gpus=self._gpus)
-
-    def _reward_hosts(self, setup: Setup) -> Judge:
-        section, numbers = self.config.reward, itertools.count()
-
-        def spawn(num_workers: int) -> Worker[RewardHost]:
-            return self.cluster.spawn(f"reward-{next(numbers)}", RewardHost, setup, num_workers, section.retries)
-
-        return RewardHosts(
-            spawn,
-            num_workers=section.workers,
-            num_nodes=self.cluster.num_nodes,
-            on_lost=lambda why: self._on_note(f"{why}. What it was judging is judged again"),
-        )
+        name = name if self._sending else "local"
+        return self.cluster.spawn(name, LearnerRank, self.config, rank, self._sending, gpus=self._gpus)
 
     def _rollout_workers(self) -> list[Worker[Sampler]]:
         """The first rollout workers, made and ready. Called in a thread."""
@@ -324,7 +319,6 @@ class Place:
     def _rollout_spec(self, name: str) -> RolloutSpec:
         return RolloutSpec(
             config=self.config,
-            model=self._model,
             name=name,
             epoch_s=time.time() - self.clock.now(),
             longest_prompt=max(len(p.token_ids) for p in self.prompts.held_out),
@@ -340,7 +334,7 @@ class Place:
         return self.ledger
 
     def _on_turn(self, serial: int, episode: Trajectory) -> None:
-        """Turns of one moment are stored together, but soon: an environment may take minutes to reply."""
+        """Turns of one moment are stored together, but soon: a reply may take minutes."""
         self._books.keep_turn(serial, episode)
         if self._storing is None or self._storing.when() < asyncio.get_running_loop().time():
             self._storing = asyncio.get_running_loop().call_later(STORED_S, self._store_turns)
@@ -359,6 +353,45 @@ class Place:
             return
         self._on_note(f"{why}. What it was at goes to others")
         self.elastic.lost_one()
+
+
+def open_place(
+    config: Config,
+    run_dir: Path,
+    *,
+    resumed: bool = False,
+    on_note: Callable[[str], None] = lambda text: None,
+    reward: Callable[[Any], Any] | None = None,
+) -> Place:
+    config = config.model_copy(update={"model": located(config.model)})  # fetched once, before there are workers
+    cluster: Cluster
+    if config.place.cluster == "local":
+        cluster, ends = InlineCluster(), None
+    else:
+        ray = load_optional("headrace.place.cluster_ray", "ray", "ray")
+        cluster = ray.RayCluster(config.place.address)
+        ends = _ends(config, run_dir, "cuda" if _uses_gpus(config, cluster) else "cpu")
+    try:
+        return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note, reward=reward)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def _ends(config: Config, run_dir: Path, device: str) -> Ends:
+    """Constructors of the transport's two ends."""
+    match config.publish.transport:
+        case "disk":
+            path = run_dir / START if config.model.path in DEMOS else Path(config.model.path)
+            model_dir = None if path.suffix == ".gguf" else path.absolute()
+            return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
+        case "collective":
+            if config.place.layout == "colocated":  # a GPU cannot be two members of one NCCL group
+                device = "cpu"
+            return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
+        case "object_store":
+            store = load_optional("headrace.publish.object_store_ray", "ray", "ray")
+            return store.ObjectStoreSender, store.ObjectStoreReceiver
 
 
 def _model_of(config: Config, run_dir: Path) -> ModelSection:
@@ -380,14 +413,14 @@ def _room_for_prompts(config: Config, max_context: int) -> int:
     return max_context - answer
 
 
-def uses_gpus(config: Config, cluster: Cluster) -> bool:
+def _uses_gpus(config: Config, cluster: Cluster) -> bool:
     device = config.model.device
     return device.startswith("cuda") or (device == "auto" and cluster.num_gpus > 0)
 
 
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     """1 if the model runs on GPUs, else 0. Raises if the cluster has too few."""
-    if config.place.cluster == "local" or not uses_gpus(config, cluster):
+    if config.place.cluster == "local" or not _uses_gpus(config, cluster):
         return 0.0
     workers, ranks = config.rollout.workers, config.learner.ranks
     colocated = config.place.layout == "colocated"

@@ -6,14 +6,16 @@ A host that is lost is replaced. What it was judging is judged again by another.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
+from headrace.config import RewardSection
 from headrace.errors import RewardError, WorkerLostError
 from headrace.place.device import DeviceThread
+from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool, pickled
-from headrace.reward.worker import Setup
-from headrace.roles import Worker
+from headrace.roles import Cluster, Worker
 from headrace.types import Completion, Score
 
 MOST_REPLACED = 3  # hosts in a row, without a verdict in between
@@ -29,29 +31,19 @@ class RewardHost:
         await self._pool.start()
 
     async def judge(self, blob: bytes) -> tuple[Score, int, int]:
-        """The score of a pickled completion, and the pool's `num_retried` and `num_workers_replaced`."""
+        """A pickled completion's score, and the pool's `num_retried` and `num_workers_replaced`."""
         score = await self._pool.judge(blob)
         return score, self._pool.num_retried, self._pool.num_workers_replaced
 
 
 class RewardHosts:
-    """A `Judge` that shares out completions among hosts.
+    """A `Judge` that shares out completions among hosts in workers of `cluster`."""
 
-    `spawn(num_workers)` makes a host with that many processes. `on_lost(why)` is called for every
-    host that is lost.
-    """
-
-    def __init__(
-        self,
-        spawn: Callable[[int], Worker[RewardHost]],
-        *,
-        num_workers: int,
-        num_nodes: int,
-        on_lost: Callable[[str], None],
-    ) -> None:
-        num_hosts = max(1, min(num_workers, num_nodes))
-        self._spawn, self._on_lost = spawn, on_lost
-        self._shares = [len(range(i, num_workers, num_hosts)) for i in range(num_hosts)]
+    def __init__(self, cluster: Cluster, section: RewardSection, on_note: Callable[[str], None], setup: Setup) -> None:
+        self._cluster, self._setup, self._retries = cluster, setup, section.retries
+        self._on_note, self._numbers = on_note, itertools.count()
+        num_hosts = max(1, min(section.workers, cluster.num_nodes))
+        self._shares = [len(range(i, section.workers, num_hosts)) for i in range(num_hosts)]
         self._hosts: list[Worker[RewardHost]] = []
         self._load: Counter[int] = Counter()
         self._replacing: dict[int, asyncio.Task[None]] = {}
@@ -97,6 +89,10 @@ class RewardHosts:
         for host in self._hosts:
             host.kill()
 
+    def _spawn(self, share: int) -> Worker[RewardHost]:
+        name = f"reward-{next(self._numbers)}"
+        return self._cluster.spawn(name, RewardHost, self._setup, share, self._retries)
+
     async def _replace(self, place: int, host: Worker[RewardHost], lost: WorkerLostError) -> None:
         """Start another host in the place of a lost one, or wait until that has been done."""
         if self._hosts[place] is not host:
@@ -105,7 +101,7 @@ class RewardHosts:
             self._replaced, self._in_a_row = self._replaced + 1, self._in_a_row + 1
             if self._in_a_row > MOST_REPLACED:
                 raise RewardError(f"the hosts of reward functions are lost again and again: {lost}")
-            self._on_lost(str(lost))
+            self._on_note(f"{lost}. What it was judging is judged again")
             self._replacing[place] = asyncio.create_task(self._begin(place))
         await asyncio.shield(self._replacing[place])
 

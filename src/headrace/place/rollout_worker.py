@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from headrace.config import Config, ModelSection
+from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.ledger.clock import StageClock
 from headrace.measured import PublishTimes
@@ -36,7 +36,6 @@ class RolloutSpec:
     """What a rollout worker is made from."""
 
     config: Config
-    model: ModelSection
     name: str
     epoch_s: float  # `time.time()` at which the run's clock stood at zero
     longest_prompt: int
@@ -56,7 +55,7 @@ class RolloutWorker:
             assert rank is not None
             self.policy = rank.policy
         else:
-            self.policy = policy_of(device, spec.config, spec.model)
+            self.policy = policy_of(device, spec.config)
             weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
         reserved_bytes = rank.still_wanted_bytes if rank else 0
@@ -75,6 +74,7 @@ class RolloutWorker:
             span=lambda stage: self._clock.span(stage, version=self.engine.version, worker=self._name),
             on_sampled=self._on_sampled,
             on_begun=self._on_begun,
+            on_finished=self._on_finished,
         )
         self._fetching: DeviceThread | None = None  # a thread for weights: one version at a time
         self._running: asyncio.Task[None] | None = None
@@ -86,8 +86,7 @@ class RolloutWorker:
             self._running = asyncio.create_task(self.actor.run())
         try:
             for order in orders:
-                for future in self.actor.start(order):
-                    future.add_done_callback(self._on_finished)
+                self.actor.start(order)
         except Exception as error:
             self._failure = self._failure or error
             self._news.set()
@@ -101,7 +100,10 @@ class RolloutWorker:
         if self._running is not None and self._running.done():
             self._running.result()  # raises what ended it
         self._news.clear()
-        under_way = await self._under_way() if self._asked_under_way else None
+        under_way = None
+        if self._asked_under_way:
+            self._asked_under_way = False
+            under_way = await self._device.run(self.actor.under_way)  # what finished is told already
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
         return News(
@@ -122,12 +124,6 @@ class RolloutWorker:
     async def tell_under_way(self) -> None:
         self._asked_under_way = True
         self._news.set()
-
-    async def _under_way(self) -> dict[int, dict[int, Trajectory]]:
-        self._asked_under_way = False
-        found = await self._device.run(self.actor.under_way)
-        await asyncio.sleep(0)  # what the device finished before that is now in `_finished`
-        return found
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
         return self.engine.greedy(prompt)
@@ -150,9 +146,8 @@ class RolloutWorker:
         self._begun.append((serial, version))
         self._news.set()
 
-    def _on_finished(self, future: asyncio.Future[Trajectory]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._finished.append(future.result())
+    def _on_finished(self, trajectory: Trajectory) -> None:
+        self._finished.append(trajectory)
         self._news.set()
 
     # ---- weights
@@ -179,7 +174,7 @@ class RolloutWorker:
 
 
 def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> Engine:
-    """An engine with a KV cache in all free memory but `reserved_bytes`, or as much as it can use."""
+    """An engine with a KV cache in all free memory but `reserved_bytes`, or what it can use."""
     r, e = spec.config.rollout, spec.config.episode
     kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
     most_tokens, needed = spec.config.prompts.max_tokens + r.max_new_tokens + 64, spec.longest_prompt + r.max_new_tokens

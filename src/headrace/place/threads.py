@@ -19,19 +19,27 @@ SHARE = 0.01  # of all time that measuring may take
 EVERY_S = 5.0  # but not more often than this
 
 
+Measure = Callable[[Callable[[], object]], float]
+
+
+def _seconds_per_call(work: Callable[[], object]) -> float:
+    work()  # the threads of another count have to start
+    begun_s, calls = time.perf_counter(), 0
+    while (now_s := time.perf_counter()) < begun_s + ROUND_S:
+        work()
+        calls += 1
+    return (now_s - begun_s) / calls
+
+
 class ThreadChoice:
-    """The fastest thread count for products of `width` columns. Use it in the thread that computes."""
+    """The fastest thread count for products of `width` columns. For the thread that computes."""
 
     def __init__(
-        self,
-        width: int,
-        *,
-        measure: Callable[[Callable[[], object]], float] | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        self, width: int, *, measure: Measure = _seconds_per_call, now: Callable[[], float] = time.perf_counter
     ) -> None:
         most = torch.get_num_threads()
         self.candidates = sorted({most, *(2**i for i in range(most.bit_length()))})
-        self._measure, self._now = measure or _seconds_per_call, now
+        self._measure, self._now = measure, now
         self._x, self._up = torch.zeros(ROWS, width), torch.zeros(width, 3 * width)
         self._next_s = 0.0
 
@@ -55,12 +63,3 @@ class ThreadChoice:
     @torch.no_grad()
     def _probe(self) -> torch.Tensor:
         return torch.nn.functional.silu(self._x @ self._up) @ self._up.T
-
-
-def _seconds_per_call(work: Callable[[], object]) -> float:
-    work()  # the threads of another count have to start
-    begun_s, calls = time.perf_counter(), 0
-    while (now_s := time.perf_counter()) < begun_s + ROUND_S:
-        work()
-        calls += 1
-    return (now_s - begun_s) / calls

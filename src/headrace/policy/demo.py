@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,18 +36,21 @@ CHAT_TEMPLATE = """\
 
 def build_demo(directory: Path, seed: int, *, chat: bool = False) -> None:
     """Write a Qwen3 model of 0.4 million random weights and its tokenizer: characters, or one for chats with tools."""
-    tokenizer = chat_tokenizer() if chat else character_tokenizer()
+    write_random(directory, seed, chat_tokenizer() if chat else character_tokenizer())
+
+
+def write_random(directory: Path, seed: int, tokenizer: Any, **shape: int) -> None:
+    """Write a random Qwen3 that fits the tokenizer. `shape` overrides fields of its config."""
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     layers = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,
         dtype="float32",
-        **(layers | heads | ends),
+        **(layers | heads | ends | sizes | shape),
     )
     # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -63,14 +67,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+    return _tokenizer(backend, eos_token=EOS, unk_token=UNK)
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -79,21 +76,15 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     numbers = pre_tokenizers.Split(Regex(r"[0-9]{1,2}"), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    special = [PAD, START, END]
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD, START, END]
     trainer = trainers.BpeTrainer(
-        vocab_size=800,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=800, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator([*CHAT_WORDS, *(str(n) for n in range(100))] * 8, trainer)
     backend.add_tokens([CALL, CALLED])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        extra_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+    return _tokenizer(backend, eos_token=END, extra_special_tokens=[START], chat_template=CHAT_TEMPLATE)
+
+
+def _tokenizer(backend: Tokenizer, **special: Any) -> PreTrainedTokenizerFast:
+    exact = {"clean_up_tokenization_spaces": False, "model_max_length": MAX_POSITIONS}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, **special, **exact)

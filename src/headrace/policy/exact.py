@@ -131,7 +131,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 @cache
 def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Whether a GEMM of `rows` rows has the bits of one of ROWS rows, tried once on this machine."""
+    """Whether a GEMM of `rows` rows has the bits of one of ROWS rows, tried once on a machine."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         x = torch.randn(max(rows, ROWS), width, generator=generator, dtype=dtype)

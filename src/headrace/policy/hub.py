@@ -70,7 +70,7 @@ def push(directory: Path, repository: str) -> None:
 
 
 def model_card(config: Config, summary: Mapping[str, Any]) -> str:
-    """What a model was trained from, how, and what came of it; without the directories of this machine."""
+    """What a model was trained from, how, and what came of it; without this machine's directories."""
     path, of_hub = config.model.path, config.model.allow_download and ID.fullmatch(config.model.path)
     base = path if of_hub else Path(path).name
     known = [summary.get(f"score_{when}") for when in ("before", "after")]

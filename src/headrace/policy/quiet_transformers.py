@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from headrace.quiet import quiet
+from headrace.user_code import quiet
 
 
 @contextmanager

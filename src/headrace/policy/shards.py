@@ -80,7 +80,7 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, rounded to `dtype` before they are sent. All ranks must iterate to the end."""
+        """Whole weights, rounded to `dtype` before they are sent. All ranks iterate to the end."""
         for name, parameter in self._named():
             if parameter.requires_grad or not trained_only:
                 yield name, parameter.to(dtype).detach().full_tensor()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math_verify
 
 from headrace.errors import RewardError
-from headrace.quiet import quiet
+from headrace.user_code import quiet
 
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 

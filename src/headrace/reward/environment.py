@@ -71,7 +71,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
     if any(map(inspect.iscoroutinefunction, methods)):
         return EnvironmentFunction(name=make.__name__, call=host.answer, mode=Mode.ASYNC)
 
-    def without_waiting(command: Command) -> Any:  # no event loop runs: the user's code may start one
+    def without_waiting(command: Command) -> Any:  # no event loop runs: user code may start one
         try:
             host.answer(command).send(None)
         except StopIteration as end:

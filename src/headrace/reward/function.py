@@ -5,21 +5,28 @@ Optional libraries of built-in functions are loaded by the files of their names 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import difflib
+import hashlib
 import inspect
 import math
+import os
+import pickle
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError, UnavailableError
 from headrace.types import Command, Completion, DropReason, Group, Score
-from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback
+from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, short_traceback, source_hash
 
 Reward = Callable[[Completion], float]
 Judged = Completion | Group | Command  # by a reward function, a filter or an environment
@@ -71,6 +78,33 @@ class RewardFunction:
         return self.scores(verdict, 1)[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a function is loaded from: its name, and settings of built-in ones. Workers get it first."""
+
+    function: str  # 'exact', or 'rewards.py:score'
+    answer_field: str = "answer"
+    pattern: str = ""
+    timeout_s: float
+    pickled: bytes = b""  # the function itself; its name then says nothing
+    setting: str = "reward.function"  # that names it, or "buffer.filters", "episode.environment", "episode.agent"
+    sandbox: bool = False
+    hidden: tuple[str, ...] = ()  # directories that a sandbox does not show
+
+    def load(self) -> RewardFunction:
+        section, _, kind = self.setting.partition(".")
+        if section == "buffer":
+            return filter_function(self.function)
+        if section == "episode":  # loaded here: what it needs takes longer to load than all the rest
+            return getattr(import_module(f"headrace.reward.{kind}"), f"{kind}_function")(self.function)  # type: ignore[no-any-return]
+        if not self.pickled:
+            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
+        try:
+            return own_function(pickle.loads(self.pickled))
+        except Exception as error:  # unpickling runs the user's code
+            raise RewardError(f"it cannot be unpickled ({error!r})") from error
+
+
 def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
     """The function that `reward.function = spec` names. Imports the user's code."""
     if ":" in spec:
@@ -91,6 +125,41 @@ def own_function(call: Callable[[Any], Any]) -> RewardFunction:
     """A function, or another object that can be called, as it was given."""
     name = getattr(call, "__name__", type(call).__name__)
     return RewardFunction(name=name, call=call, mode=_mode(call, name))
+
+
+def shipped(function: Callable[[Any], Any], setup: Setup) -> tuple[Setup, str]:
+    """The setup for workers that call `function`, or why there can be none."""
+    setup = replace(setup, function=own_function(function).name)
+    if getattr(function, "__module__", "") == "__main__":  # a worker has another main module
+        return _from_script(function, setup)
+    try:
+        return replace(setup, pickled=pickle.dumps(function)), ""
+    except Exception as error:  # pickling runs the object's own code
+        return setup, f"it cannot be pickled ({error})"
+
+
+def _from_script(function: Callable[[Any], Any], setup: Setup) -> tuple[Setup, str]:
+    """A worker imports the script, which must not train again: it needs a main guard."""
+    main = sys.modules["__main__"]
+    path = Path(getattr(main, "__file__", None) or "")
+    names = [name for name, value in vars(main).items() if value is function]
+    if not names or not path.is_file():
+        return setup, "it is in no file that could be imported"
+    tests = [ast.unparse(node.test) for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.If)]
+    if not any("__name__" in test for test in tests):
+        return setup, f"{path} trains when it is imported, as it has no line \"if __name__ == '__main__':\""
+    return replace(setup, function=f"{path.resolve()}:{names[0]}"), ""
+
+
+def digest(setup: Setup, function: Callable[[Any], Any] | None) -> str:
+    """Equal for two runs only if their functions are; of one whose content is not known, never."""
+    if not setup.pickled:
+        return source_hash(setup.function) if function is None or ":" in setup.function else os.urandom(16).hex()
+    source = b""
+    with contextlib.suppress(OSError, TypeError):  # built in, or made at run time
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+        source = Path(file or "").read_bytes()
+    return hashlib.sha256(setup.pickled + source).hexdigest()
 
 
 def filter_function(spec: str) -> RewardFunction:
@@ -134,7 +203,7 @@ def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
 
 
 def failure(detail: str, reason: DropReason = DropReason.REWARD_ERROR) -> Score:
-    shown = detail[-MAX_DETAIL_CHARS:].encode(errors="replace").decode()  # lone surrogates cannot be printed
+    shown = detail[-MAX_DETAIL_CHARS:].encode(errors="replace").decode()  # no lone surrogates
     return Score(failure=reason, detail=shown)
 
 

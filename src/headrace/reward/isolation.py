@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
-from headrace.reward.worker import Setup
+from headrace.reward.function import Setup
 from headrace.sandbox import enclosed
 from headrace.user_code import names_file, search_path, user_folders
 

@@ -25,10 +25,10 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError
-from headrace.reward.function import Judged, Mode, failure
+from headrace.reward.function import Judged, Mode, Setup, failure
 from headrace.reward.isolation import isolated
 from headrace.reward.printed import Printed
-from headrace.reward.worker import HEADER, Setup, frame, score_of
+from headrace.reward.worker import HEADER, frame, score_of
 from headrace.types import Command, Completion, DropReason, Score
 from headrace.user_code import search_path
 
@@ -70,7 +70,7 @@ class JudgeProcess:
 
     def __init__(self, setup: Setup) -> None:
         self.mode, self._setup = Mode.SINGLE, setup
-        self.ended = False  # the process has closed its end of the socket, or is not to be heard any more
+        self.ended = False  # its end of the socket is closed, or it is not heard any more
         self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
         self.replies: deque[dict[str, Any]] = deque()
@@ -230,7 +230,7 @@ class JudgeProcess:
             self.wake.set()
 
     async def _exited(self, timeout_s: float | None) -> None:
-        """Wait until the process has ended. It is not reaped yet, so nothing else can have its id."""
+        """Wait until the process has ended. It is not reaped yet: nothing else can have its id."""
         look: Callable[[], object] = self.process.poll
         if hasattr(os, "waitid"):  # not on macOS before Python 3.13
             look = partial(os.waitid, os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -358,10 +358,12 @@ class JudgePool:
                     await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
                     worker.start_timing(jobs)
                     await asyncio.sleep(0)  # let the other workers take their share first
-                elif worker.going:
-                    await self._book_next(worker)
-                else:
+                elif not worker.going:
                     return True
+                elif (reply := await worker.receive(worker.deadline())) is not None:
+                    self._book(worker, reply)
+                elif asyncio.get_running_loop().time() > worker.deadline():
+                    raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
         except JudgeLostError as lost:
             with contextlib.suppress(JudgeLostError):
                 while worker.replies:  # from before it was lost
@@ -374,14 +376,6 @@ class JudgePool:
                 job.suspect = worker.mode is not Mode.SINGLE
                 self._retry(job, score)
             return False
-
-    async def _book_next(self, worker: JudgeProcess) -> None:
-        """Wait for a reply and book it. Returns without one if there are new jobs to send."""
-        deadline = worker.deadline()
-        if (reply := await worker.receive(deadline)) is not None:
-            self._book(worker, reply)
-        elif asyncio.get_running_loop().time() > deadline:
-            raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
 
     def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
         item = reply.get("item")
@@ -436,7 +430,7 @@ def own_copy(judged: Judged) -> Judged:
 
 
 def pickled(judged: Judged) -> bytes | Score:
-    """What workers are sent, each by itself: a field that cannot be pickled is a failure of this one only."""
+    """What workers are sent, each by itself: a field that cannot be pickled fails this one only."""
     try:
         return pickle.dumps(own_copy(judged))
     except Exception as error:  # pickling runs the fields' own code

@@ -6,23 +6,30 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
-from headrace.reward.function import Judged, RewardFunction, failure_of, own_function
-from headrace.reward.notes import REPLACED, TroubleNotes
-from headrace.reward.own import digest, shipped
+from headrace.reward.function import Judged, RewardFunction, Setup, digest, failure_of, own_function, shipped
 from headrace.reward.pool import JudgePool, own_copy
-from headrace.reward.worker import Setup
 from headrace.roles import Judge
 from headrace.types import Completion, DropReason, FinishReason, Group, Score
 
 MAX_VERDICTS = 500_000  # a few hundred bytes each; the oldest goes first
+NOTE_EVERY_S = 30.0
+REPLACED = "replaced"
+WORDS = {
+    DropReason.REWARD_TIMEOUT: "{num} verdict{s} timed out after {timeout_s:g} s (reward.timeout_s)",
+    DropReason.REWARD_UNAVAILABLE: "{num} verdict{s} could not be had: a service was unavailable",
+    DropReason.REWARD_ERROR: "{num} verdict{s} failed",
+    DropReason.FILTER_ERROR: "{num} group{s} dropped because a filter failed",
+    REPLACED: "{num} worker process{es} replaced",
+}
 
 
 class Scorer:
@@ -44,7 +51,7 @@ class Scorer:
         function: Callable[[Any], Any] | None = None,
         filters: Sequence[str] = (),
         run_dir: Path | None = None,
-        judges: Callable[[Setup], Judge] | None = None,
+        judges: Callable[[Setup], Judge[Completion]] | None = None,
         on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -60,7 +67,7 @@ class Scorer:
         pool = partial(JudgePool, retries=section.retries)
         self._filters: dict[str, JudgePool | InlineJudges] = {}
         for spec in filters:
-            asked = replace(setup, function=spec, is_filter=True)
+            asked = replace(setup, function=spec, setting="buffer.filters")
             self._filters[spec] = pool(asked, num_workers=1) if section.workers else InlineJudges(asked)
         # `_why_here`: why `function` is called in this process, though `section.workers` is not 0
         setup, self._why_here = (setup, "") if function is None else shipped(function, setup)
@@ -68,7 +75,7 @@ class Scorer:
         if self._why_here and section.sandbox:
             raise RewardError(f"reward.sandbox = true, but '{self.function}' cannot be put there: {self._why_here}")
         if self._why_here or not (judges or section.workers):
-            self._pool: Judge = InlineJudges(setup, function)
+            self._pool: Judge[Completion] = InlineJudges(setup, function)
         else:
             self._pool = judges(setup) if judges else pool(setup, num_workers=section.workers)
         self._cache: VerdictCache | None = None
@@ -200,32 +207,24 @@ class InlineJudges:
         """Nothing to end."""
 
 
+@dataclass(eq=False)
 class VerdictCache:
     """Verdicts by content: equal answers to one prompt are judged once, also concurrent ones.
 
     Keeps scores in `verdicts` and calls `on_verdict` for each new one. Failures are not kept.
     """
 
-    def __init__(
-        self,
-        identity: str,
-        verdicts: dict[bytes, Score] | None = None,
-        on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
-        max_verdicts: int = MAX_VERDICTS,
-    ) -> None:
-        self._identity = identity  # of the function and its settings
-        self._verdicts, self._on_verdict = {} if verdicts is None else verdicts, on_verdict
-        self._max_verdicts = max_verdicts
-        self._running: dict[bytes, asyncio.Task[Score]] = {}
-
-    def __len__(self) -> int:
-        return len(self._verdicts)
+    identity: str  # of the function and its settings
+    verdicts: dict[bytes, Score] = field(default_factory=dict)
+    on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
+    max_verdicts: int = MAX_VERDICTS
+    _running: dict[bytes, asyncio.Task[Score]] = field(default_factory=dict, init=False)
 
     def key(self, completion: Completion) -> bytes | None:
         """A digest of all that the function can see; None if the fields have no canonical JSON."""
         seen = [completion.prompt, completion.text, completion.num_tokens, str(completion.finish), completion.fields]
         try:
-            text = json.dumps([self._identity, *seen], sort_keys=True, separators=(",", ":"), default=_plain)
+            text = json.dumps([self.identity, *seen], sort_keys=True, separators=(",", ":"), default=_plain)
         except (TypeError, ValueError, RecursionError):
             return None
         return hashlib.sha256(text.encode()).digest()
@@ -235,11 +234,10 @@ class VerdictCache:
         key = self.key(completion)
         if key is None:
             return await judge(), False
-        if key in self._verdicts:
-            return self._verdicts[key], True
-        running = self._running.get(key)
-        if running is not None:
-            return await asyncio.shield(running), True
+        if key in self.verdicts:
+            return self.verdicts[key], True
+        if key in self._running:
+            return await asyncio.shield(self._running[key]), True
         task = asyncio.ensure_future(self._judge_once(key, judge))
         self._running[key] = task
         # all callers may be cancelled: mark an exception as retrieved
@@ -250,13 +248,54 @@ class VerdictCache:
         try:
             score = await judge()
             if score.failure is None:
-                self._verdicts[key] = replace(score, output="", seconds=0.0)  # of this call, and of no other answer
-                self._on_verdict(key, score)
-                if len(self._verdicts) > self._max_verdicts:
-                    del self._verdicts[next(iter(self._verdicts))]
+                self.verdicts[key] = replace(score, output="", seconds=0.0)  # of this call, and of no other answer
+                self.on_verdict(key, score)
+                if len(self.verdicts) > self.max_verdicts:
+                    del self.verdicts[next(iter(self.verdicts))]
             return score
         finally:
             del self._running[key]
+
+
+class TroubleNotes:
+    """Tells the first trouble at once, then at most every 30 s how much more there was of which kind."""
+
+    def __init__(self, on_note: Callable[[str], None], timeout_s: float) -> None:
+        self._on_note, self._timeout_s = on_note, timeout_s
+        self._untold: Counter[str] = Counter()
+        self._detail = ""  # of the first that is not told
+        self._pause: asyncio.TimerHandle | None = None
+        self._told = False
+
+    def add(self, trouble: Mapping[str, int], detail: str = "") -> None:
+        """Note how much there was of each kind, a key of WORDS."""
+        self._untold.update({kind: num for kind, num in trouble.items() if num})
+        self._detail = self._detail or detail
+        if self._pause is None:
+            self._tell()
+
+    def close(self) -> None:
+        """Tell the rest."""
+        self._tell()
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _tell(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        if not self._untold:
+            return
+        told, total = [], self._untold.total()
+        for kind, num in self._untold.items():
+            several = num > 1
+            told.append(WORDS[kind].format(num=num, s="s" * several, es="es" * several, timeout_s=self._timeout_s))
+        lines = self._detail.splitlines()
+        detail = lines[-1] if self._told and lines else self._detail  # one traceback is enough
+        self._on_note(", ".join(told) + ("; the first" * (total > 1) + f": {detail}") * bool(detail))
+        self._untold.clear()
+        self._detail, self._told = "", True
+        self._pause = asyncio.get_running_loop().call_later(NOTE_EVERY_S, self._tell)
 
 
 def _plain(value: Any) -> Any:

@@ -24,21 +24,11 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import replace
 from typing import Any, BinaryIO
 
-from headrace.errors import HeadraceError, RewardError
-from headrace.reward.function import (
-    Mode,
-    RewardFunction,
-    failure,
-    failure_of,
-    filter_function,
-    own_function,
-    read_verdict,
-    resolve,
-)
+from headrace.errors import HeadraceError
+from headrace.reward.function import Mode, RewardFunction, Setup, failure, failure_of, read_verdict
 from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!Q")
@@ -46,41 +36,6 @@ LAST_WORDS_S = 5.0
 END_OF_CALL = b"\0headrace: end of a call\0"  # written to stdout and stderr: what comes next belongs to the next call
 REASONS = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
 _IN_REPLY = ("reward", "parts", "failure", "detail", "value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The first message to a worker: the function's name, and the settings of built-in functions."""
-
-    function: str  # 'exact', or 'rewards.py:score'
-    answer_field: str = "answer"
-    pattern: str = ""
-    timeout_s: float
-    pickled: bytes = b""  # the function itself; its name then says nothing
-    is_filter: bool = False  # of `buffer.filters`
-    is_environment: bool = False  # of `episode.environment`
-    is_agent: bool = False  # of `episode.agent`
-    sandbox: bool = False
-    hidden: tuple[str, ...] = ()  # directories that a sandbox does not show
-
-    @property
-    def setting(self) -> str:
-        kinds = {"buffer.filters": self.is_filter, "episode.environment": self.is_environment}
-        kinds |= {"episode.agent": self.is_agent}
-        return next((kind for kind, it_is in kinds.items() if it_is), "reward.function")
-
-    def load(self) -> RewardFunction:
-        if self.is_filter:
-            return filter_function(self.function)
-        if self.is_environment or self.is_agent:  # loaded here: what they need takes longer to load than all the rest
-            kind = "environment" if self.is_environment else "agent"
-            return getattr(import_module(f"headrace.reward.{kind}"), f"{kind}_function")(self.function)  # type: ignore[no-any-return]
-        if not self.pickled:
-            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
-        try:
-            return own_function(pickle.loads(self.pickled))
-        except Exception as error:  # unpickling runs the user's code
-            raise RewardError(f"it cannot be unpickled ({error!r})") from error
 
 
 def frame(payload: bytes) -> bytes:

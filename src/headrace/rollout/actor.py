@@ -25,7 +25,6 @@ class _Pending:
 
     order: Order
     before: Trajectory  # the trajectory that the generation continues
-    future: asyncio.Future[Trajectory]
 
 
 @dataclass(eq=False)
@@ -40,6 +39,7 @@ class RolloutActor:
     span: Callable[[str], AbstractContextManager[None]]  # of a stage, around engine work
     on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them, for the ledger
     on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
+    on_finished: Callable[[Trajectory], None]
     _pending: dict[str, _Pending] = field(default_factory=dict, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _booked: int = field(default=0, init=False)
@@ -47,8 +47,8 @@ class RolloutActor:
     _came: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _turn_s: float = field(default=0.0, init=False)  # that a turn takes, on average
 
-    def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
-        """Queue a request per entry of `order.samplings`; returns a future trajectory for each.
+    def start(self, order: Order) -> None:
+        """Queue a request per entry of `order.samplings`.
 
         Requests that are not `counted` (evaluation) draw other noise and stay out of the ledger. A
         further attempt at a group draws the same noise as the first, and continues `order.so_far`.
@@ -61,17 +61,15 @@ class RolloutActor:
                 f"(rollout.max_new_tokens): more than the model's context of {max_context}; "
                 "lower rollout.max_new_tokens or prompts.max_tokens"
             )
-        now_s, requests, futures = self.clock(), [], []
+        now_s, requests = self.clock(), []
         for i, (index, sampling) in enumerate(zip(order.indices, order.samplings, strict=True)):
             id = order.request_id(i)
-            future: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
-            futures.append(future)
             known = (order.so_far or {}).get(index)
             if known is not None and known.finish is not FinishReason.ABORT:
-                future.set_result(replace(known, id=id))
+                self.on_finished(replace(known, id=id))
                 continue
             before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
-            self._pending[id] = _Pending(order, before, future)
+            self._pending[id] = _Pending(order, before)
             parts = [order.turn] if order.turn else []
             if sampling.seed is not None:
                 parts = [0, sampling.seed % 2**64]
@@ -89,7 +87,6 @@ class RolloutActor:
         if requests:
             self.engine.submit(order.prompt.token_ids, requests, order.routes)
         self._work.set()
-        return futures
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
@@ -101,39 +98,28 @@ class RolloutActor:
         return found
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End the rest of these groups; their futures give what was sampled so far."""
         pending = self._pending.items()
         self.engine.abort({id for id, p in pending if p.order.counted and p.order.serial in serials})
         self._work.set()
 
     async def run(self) -> None:
-        """Step the engine while there is work. Its errors go to all pending futures."""
-        try:
-            while True:
-                await self._work.wait()
-                while self.engine.has_work:
-                    counted = any(p.order.counted for p in self._pending.values())
-                    finished = await self.device.run(self._advance, "rollout" if counted else "evaluate")
-                    if fresh_tokens := self.engine.sampled_tokens - self._booked:
-                        self.on_sampled(fresh_tokens)
-                        self._booked += fresh_tokens
-                    for id, version in self.engine.begun():
-                        if id in self._pending and (order := self._pending[id].order).counted:
-                            self.on_begun(order.serial, version)
-                    for generation in finished:
-                        self._deliver(generation)
-                    if finished and self._away:
-                        await self._gather()
-                self._work.clear()
-        except Exception as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: Exception) -> None:
-        for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(error)
-        self._pending.clear()
+        """Step the engine while there is work. Raises its errors."""
+        while True:
+            await self._work.wait()
+            while self.engine.has_work:
+                counted = any(p.order.counted for p in self._pending.values())
+                finished = await self.device.run(self._advance, "rollout" if counted else "evaluate")
+                if fresh_tokens := self.engine.sampled_tokens - self._booked:
+                    self.on_sampled(fresh_tokens)
+                    self._booked += fresh_tokens
+                for id, version in self.engine.begun():
+                    if id in self._pending and (order := self._pending[id].order).counted:
+                        self.on_begun(order.serial, version)
+                for generation in finished:
+                    self._deliver(generation)
+                if finished and self._away:
+                    await self._gather()
+            self._work.clear()
 
     async def _gather(self) -> None:
         """Let turns come back that are replied to at once: a batch of many costs little more than one of few.
@@ -150,7 +136,6 @@ class RolloutActor:
                 return
 
     def forget(self, sessions: Sequence[str]) -> None:
-        """These sessions are over."""
         self._away.difference_update(sessions)
         self.engine.forget(set(sessions))
         self._came.set()
@@ -164,8 +149,7 @@ class RolloutActor:
         if pending.order.turn and generation.finish is not FinishReason.ABORT:
             self._away.add(generation.id.rpartition("#")[0])
             self._turn_s += 0.1 * (generation.finished_s - generation.started_s - self._turn_s)
-        if not pending.future.done():
-            pending.future.set_result(self._trajectory(pending, generation))
+        self.on_finished(self._trajectory(pending, generation))
 
     def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
         before, tokenizer = pending.before, self.engine.policy.tokenizer

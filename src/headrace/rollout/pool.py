@@ -30,7 +30,7 @@ class _Member:
     delivered_tokens: int = 0  # of finished trajectories
     counts: EngineCounts = field(default_factory=EngineCounts)
     leaves: asyncio.Event | None = None  # retiring: no new orders; set when none is left
-    following: asyncio.Task[None] | None = None
+    following: asyncio.Task[None] = field(init=False)  # hears what the worker tells
     under_way: asyncio.Future[Mapping[int, Mapping[int, Trajectory]]] | None = None  # asked for
 
 
@@ -49,7 +49,8 @@ class RolloutPool:
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
     _homes: dict[str, _Member] = field(default_factory=dict, init=False)  # by session: who has its cache
     _past: EngineCounts = field(default_factory=EngineCounts, init=False)  # of former workers
-    _failure: asyncio.Future[None] | None = field(default=None, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+    _failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @property
     def workers(self) -> list[Worker[Sampler]]:
@@ -93,12 +94,11 @@ class RolloutPool:
     def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
         """Give a worker no more orders. The event is set when it has none left: then `dismiss` it."""
         member = self._member(worker)
-        done = asyncio.Event() if member is None or member.leaves is None else member.leaves
-        if member is not None:
-            member.leaves = done
-        if member is None or not member.orders:
-            done.set()
-        return done
+        assert member is not None
+        member.leaves = asyncio.Event()
+        if not member.orders:
+            member.leaves.set()
+        return member.leaves
 
     def dismiss(self, worker: Worker[Sampler]) -> None:
         """Remove a worker without orders."""
@@ -107,9 +107,8 @@ class RolloutPool:
 
     def fail(self, error: Exception) -> None:
         """No worker can continue: every pending future raises `error`."""
-        if not self._failed().done():
-            self._failed().set_exception(error)
-            self._failed().exception()  # mark as retrieved: the futures below raise it, too
+        self._failure = self._failure or error
+        self._failed.set()
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
@@ -117,8 +116,7 @@ class RolloutPool:
 
     def close(self) -> None:
         for member in self._members:
-            if member.following is not None:
-                member.following.cancel()
+            member.following.cancel()
 
     # ---- called by the loop
 
@@ -136,7 +134,6 @@ class RolloutPool:
             home.worker.ask(Sampler.forget, [session])
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End the rest of these groups; their futures give what was sampled so far."""
         for member in self._members:
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
@@ -150,13 +147,14 @@ class RolloutPool:
                 self._futures.pop(id).set_result(unfinished)
 
     async def drain(self) -> None:
-        """Wait until every trajectory in flight is complete."""
         while self._futures:
             await asyncio.wait(list(self._futures.values()))
 
     async def run(self) -> None:
         """Wait for a failure: workers sample by themselves."""
-        await asyncio.shield(self._failed())
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests have sampled. It is booked on return."""
@@ -191,7 +189,7 @@ class RolloutPool:
     def _end(self, member: _Member) -> None:
         self._members.remove(member)
         member.worker.kill()  # nothing that it still sends may be booked
-        if member.following is not None and member.following is not asyncio.current_task():
+        if member.following is not asyncio.current_task():
             member.following.cancel()
         if member.leaves is not None:
             member.leaves.set()
@@ -248,8 +246,3 @@ class RolloutPool:
         if member.under_way is not None and not member.under_way.done():
             member.under_way.set_result(found)
         member.under_way = None
-
-    def _failed(self) -> asyncio.Future[None]:
-        if self._failure is None:
-            self._failure = asyncio.get_running_loop().create_future()
-        return self._failure

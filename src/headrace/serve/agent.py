@@ -22,7 +22,7 @@ from typing import Any
 from headrace.config import EpisodeSection
 from headrace.episode.session import AbortedError, Desk, Session
 from headrace.errors import ConfigError
-from headrace.roles import EnvironmentHost
+from headrace.roles import Judge
 from headrace.serve.conversation import Conversation, Limits
 from headrace.serve.front_desk import FrontDesk, Parts, Seat, parts_of
 from headrace.types import Command, DropReason, FinishReason, Order, Outcome, Prompt
@@ -54,7 +54,7 @@ class Agents:
     section: EpisodeSection
     desk: Desk
     front: FrontDesk
-    hosts: Sequence[EnvironmentHost]
+    hosts: Sequence[Judge[Command]]
     reward_follows: bool = False  # a reward function adds to what the agent says
 
     def __post_init__(self) -> None:
