@@ -400,7 +400,7 @@ class Process:
             Sieve(config.buffer),
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,
-            on_drop=books.drop_group,
+            on_drop=books.dropped,
         )
         self.actor = Actor(world, self.ledger, self.buffer.begin)
         publisher = SimpleNamespace(commit=lambda version: setattr(self.actor, "version", version), moved_bytes=0)

@@ -19,7 +19,6 @@ from played_runs import GOOD, KINDS, SAMPLES, TRAINED, Process, World, delivered
 from headrace.ledger import recovery
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.runs.audit import audit
-from headrace.types import Drop
 
 AT = st.integers(0, 7)
 TURNS = st.integers(1, 8)
@@ -130,16 +129,12 @@ class Recovery(RuleBasedStateMachine):
             return
         attempt = over[-1 - at % len(over)]
         late = delivered(self.world, attempt.serial, attempt.number, attempt.version)
-        drops = [
-            Drop(trajectory_id=f"{t.id}-late", prompt_id=t.prompt_id, reason="stale", num_tokens=0, lag=0)
-            for t in late.trajectories
-        ]
+        drops = [(t, "stale") for t in late.trajectories]
         process = self.process
         before = self.on_disk(), dict(process.buffer.in_flight), list(process.buffer.buffered)
         assert not process.put(late)
         process.do(lambda: self.is_refused(lambda: process.ledger.buffered(late)), turns=0)
-        of = (attempt.serial, attempt.number)
-        process.do(lambda: self.is_refused(lambda: process.ledger.dropped(drops, source="in_flight", of=of)), turns=0)
+        process.do(lambda: self.is_refused(lambda: process.ledger.dropped(late, drops, source="in_flight")), turns=0)
         assert (self.on_disk(), process.buffer.in_flight, process.buffer.buffered) == before
         self.check_whether_gone()
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from headrace.measured import StageTimes
 from headrace.row import Row
-from headrace.types import Drop, FinishReason, Replay, Span, Timing, Trajectory, Turn
+from headrace.types import FinishReason, Replay, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
@@ -62,13 +62,6 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
         "oldest_version": int(t.oldest_version) if t.spans else None,
         **{name: getattr(t.timing, name) for name in (*_TIMES, "scored_s")},
     }
-
-
-def columns_of_drop(drop: Drop) -> dict[str, Any]:
-    """The columns of an aborted trajectory, of which nothing is known but its drop."""
-    known = {"id": drop.trajectory_id, "prompt_id": drop.prompt_id, "num_tokens": int(drop.num_tokens)}
-    reward = None if drop.reward is None else float(drop.reward)
-    return {**known, "reward": reward, "reward_parts": "{}", "spans": "[]"}
 
 
 def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:

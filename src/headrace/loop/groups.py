@@ -122,7 +122,7 @@ class Groups:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
-        self._stages.books.drop_in_flight(failed, prompt, of=of)
+        self._stages.books.dropped(failed, group, False)
         buffered = False
         if scored:
             buffered = await self._stages.buffer.put(group, refusal)

@@ -191,7 +191,7 @@ class Loop:
         with stages.clock.span("publish", version=version + 1):
             stages.publisher.commit(version + 1)
             stages.canary.check(version + 1)
-        stages.books.reached(version + 1)
+        stages.books.version = version + 1
         return stats
 
     async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:
@@ -201,8 +201,8 @@ class Loop:
         score = await self._score(step) if may_evaluate else None
         moved = self.stages.publisher.moved_bytes
         with self.stages.ledger.writing():
-            self.stages.books.trained(taken, step=step, skipped=stats.skipped)
-            row = self.rows.make(step, self.version, taken, stats, end_s=now, moved_bytes=moved, score=score)
+            self.stages.books.trained(taken, skipped=stats.skipped)
+            row = self.rows.make(step, taken, stats, end_s=now, moved_bytes=moved, score=score)
         self.ending.row(row)
         if self.config.loop.keep_best and row.score is not None and self.ending.best_step == step:
             await self.stages.device.run(self.stages.ranks.save, self.stages.ledger.run_dir / BEST)
@@ -297,7 +297,7 @@ class Loop:
 
     def _drop_buffered(self) -> None:
         for group in (*self._taken, *self.stages.buffer.clear()):
-            self.stages.books.drop_buffered([(t, DropReason.RUN_ENDED) for t in group.trajectories])
+            self.stages.books.dropped([(t, DropReason.RUN_ENDED) for t in group.trajectories], group, True)
         self._taken = []
 
     def _explained(self, failure: BaseException) -> BaseException:

@@ -35,7 +35,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     stages.prompts.restore({**checkpoint.facts["prompts"], "serial": next_serial})
     await stages.device.run(stages.ranks.load, checkpoint.tensors, checkpoint.version)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
-    stages.books.reached(checkpoint.version)
+    stages.books.version = checkpoint.version
     if stages.ranks.uses_reference:
         await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)

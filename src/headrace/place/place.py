@@ -195,7 +195,7 @@ class Place:
             self._sieve,
             patience=config.buffer.patience,
             on_buffered=books.buffered,
-            on_drop=books.drop_group,
+            on_drop=books.dropped,
         )
         asked = self.prompts.held_out[0].token_ids
         stages = Stages(
