@@ -29,7 +29,6 @@ from headrace.loop.resume import resume
 from headrace.loop.stages import Stages
 from headrace.measured import EngineCounts, Mismatch, StepStats
 from headrace.place.device import DeviceThread
-from headrace.prompts.stream import Cursor
 from headrace.types import Completion, DropReason, FinishReason, Group, Order, Prompt, Score, Span, Timing, Trajectory
 
 SAMPLES = 3
@@ -169,20 +168,20 @@ class Prompts:
 
     def __init__(self) -> None:
         self.held_out = [self.at(0)]
-        self._cursor = Cursor(10_000, 0, shuffle=False)
+        self._serial = 0
 
     def next(self) -> tuple[int, Prompt]:
-        serial = self._cursor.next().serial
-        return serial, self.at(serial)
+        self._serial += 1
+        return self._serial - 1, self.at(self._serial - 1)
 
     def at(self, serial: int) -> Prompt:
         return Prompt(id=f"p{serial}", text="?", token_ids=np.array([5, 6], np.int32), fields={"serial": serial})
 
     def state(self) -> dict[str, Any]:
-        return self._cursor.state()
+        return {"serial": self._serial}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._cursor = Cursor.restore(state)
+        self._serial = state["serial"]
 
 
 @dataclass

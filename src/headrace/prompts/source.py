@@ -41,7 +41,7 @@ def open_source(
         source: PromptSource = RecordFile(path, prompt_field=prompt_field)
     elif (path.suffix == ".parquet" and os.path.isfile(path)) or os.path.isdir(path):
         room = load_optional("headrace.prompts.source_datasets", "datasets", "data")
-        source = room.DatasetsSource(path, prompt_field=prompt_field)
+        source = room.open_dataset(path, prompt_field)
     else:
         is_there = os.path.exists(path)
         use = "; use 'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
@@ -67,11 +67,6 @@ def _made_by(spec: str, setting: str, prompt_field: str, **given: int) -> Prompt
     if not records:
         raise DataError(f"{setting} = '{spec}' returned no records")
     return records
-
-
-def is_generated(spec: str) -> bool:
-    """Whether a source makes its prompts instead of reading them."""
-    return spec == "arithmetic" or spec.startswith(REASONING_GYM)
 
 
 def default_reward(spec: str) -> str:
