@@ -30,7 +30,7 @@ _PARTIAL = ("id", "prompt_id", "idx", "finish", "spans", *_TIMES)
 _WHOLE = (*_PARTIAL, "scored_s", "reward", "reward_parts")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Restart:
     """What a restart found and did."""
 
@@ -96,19 +96,11 @@ def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterab
     return [_trajectory(_WHOLE, found) for found in connection.execute(query, tuple(values))]
 
 
-def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-    """Replace all stored partial trajectories, by serial and index."""
-    connection.execute("DELETE FROM partials")
-    for serial, by_index in partials.items():
-        for index, t in by_index.items():
-            write_partial(connection, serial, index, t)
-
-
-def write_partial(connection: sqlite3.Connection, serial: int, index: int, t: Trajectory) -> None:
+def write_partial(connection: sqlite3.Connection, serial: int, t: Trajectory) -> None:
     """Store a partial trajectory, in place of an earlier state of it."""
-    known = columns(t) | {"idx": index}
+    known = columns(t)
     values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "data": encode(t)}
-    connection.execute("DELETE FROM partials WHERE serial = ? AND idx = ?", (serial, index))
+    connection.execute("DELETE FROM partials WHERE serial = ? AND idx = ?", (serial, known["idx"]))
     insert(connection, "partials", values)
 
 

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,6 +25,10 @@ from headrace.types import Attempt, DropReason, Group, Prompt, Score, Trajectory
 
 PROMPT = "prompt:"  # key of a prompt in the table `meta`
 MAX_PROMPT_CHARS = 1 << 16  # with its fields
+ROW_COLUMNS = (
+    *("step", "version", "wall_s", "generated_tokens", "trained_tokens", "backlog_tokens"),
+    *("reward_mean", "lag_max", "score"),
+)
 
 Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 
@@ -199,14 +203,10 @@ class Ledger:
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
-        score = None if row.score is None else float(row.score)
-        values: dict[str, Any] = {"wall_s": float(row.wall_s), "reward_mean": float(row.reward_mean)}
-        values |= {"score": score, "data": journal.row_to_json(row)}
-        for name in ("step", "version", "generated_tokens", "trained_tokens", "backlog_tokens", "lag_max"):
-            values[name] = int(getattr(row, name))
+        values = {name: getattr(row, name) for name in ROW_COLUMNS} | {"data": journal.row_to_json(row)}
         with self.writing() as connection:
             journal.insert(connection, "rows", values)
-        self.step = int(row.step) + 1
+        self.step = row.step + 1
 
     def redone(self, num_tokens: int) -> None:
         """`num_tokens` in flight were lost with a worker; another worker samples them again."""
@@ -220,8 +220,12 @@ class Ledger:
         self._turns[serial, episode.index] = episode
 
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-        with self.writing():
-            journal.write_partials(self.connection, partials)
+        """Replace what is stored of unfinished answers; `partials` are by serial and index."""
+        with self.writing() as connection:
+            connection.execute("DELETE FROM partials")
+            for serial, answers in partials.items():
+                for t in answers.values():
+                    journal.write_partial(connection, serial, t)
 
     def flush(self) -> None:
         """Store what waits for the next transaction."""
@@ -272,9 +276,8 @@ class Ledger:
         return {key.removeprefix("run:"): value for key, value in facts}
 
     def restarts(self) -> list[journal.Restart]:
-        names = [field.name for field in fields(journal.Restart)]
-        found = self.read(f"SELECT {', '.join(names)} FROM restarts ORDER BY number")
-        return [journal.Restart(**dict(zip(names, values, strict=True))) for values in found]
+        found = self.read("SELECT * FROM restarts ORDER BY number")
+        return [journal.Restart(*values) for values in found]
 
     def balance(self) -> dict[str, tuple[int, int]]:
         """Tokens and trajectories per account: `generated` is negative, all add up to zero."""
@@ -307,19 +310,15 @@ class Ledger:
             self.connection.executemany(
                 query, [(key, s.reward, json.dumps(dict(s.parts))) for key, s in self._verdicts.items()]
             )
-            for (serial, index), episode in self._turns.items():
-                journal.write_partial(self.connection, serial, index, episode)
+            for (serial, _), episode in self._turns.items():
+                journal.write_partial(self.connection, serial, episode)
             yield self.connection
         self._verdicts.clear()
         self._turns.clear()
 
     def read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        try:
+        with database.explained(self._path):
             return self.connection.execute(query, values).fetchall()
-        except sqlite3.ProgrammingError:
-            raise  # our mistake, not the user's
-        except sqlite3.DatabaseError as error:
-            raise database.explain(error, self._path) from error
 
     def _check_file(self) -> None:
         """A deleted file can still be written: nobody would notice before the end."""
