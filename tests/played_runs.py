@@ -368,8 +368,8 @@ class CheckpointsOnDisk:
         self._world.checkpoints[version] = (weights, facts)
 
     @property
-    def oldest_version(self) -> int:
-        return min(self._world.checkpoints)
+    def versions(self) -> list[int]:
+        return sorted(self._world.checkpoints, reverse=True)
 
     def newest(self, on_damage: Callable[[str], None]) -> Any:
         version = max(self._world.checkpoints)

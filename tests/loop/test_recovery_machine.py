@@ -198,8 +198,8 @@ class Recovery(RuleBasedStateMachine):
     def agrees_with_the_process(self, found: dict[str, list[Any]], newest: dict[int, tuple[int, str]]) -> None:
         process = self.process
         by_state: dict[str, set[int]] = {"open": set(process.buffer.in_flight), "redone": set()}
-        for again in process.loop._again:  # the attempt of what is gone on with is in the books already
-            by_state["redone" if again.so_far is None else "open"].add(again.attempt.serial)
+        for serial, _, so_far in process.loop.again:  # the attempt of what is gone on with is in the books already
+            by_state["redone" if so_far is None else "open"].add(serial)
         for state, serials in by_state.items():
             assert serials == {serial for serial, (_, found_state) in newest.items() if found_state == state}
         waiting = sorted(group.serial for group in (*process.buffer.buffered, *process.taken))

@@ -74,13 +74,8 @@ class Checkpoints:
         return final
 
     @property
-    def oldest_version(self) -> int:
-        """What a resumed run starts from if all newer checkpoints are damaged."""
-        return self.versions[-1]
-
-    @property
     def versions(self) -> list[int]:
-        """Of every complete checkpoint, newest first."""
+        """Of every complete checkpoint, newest first; the last is of use if all newer ones are damaged."""
         return [int(path.name.removeprefix("step-")) for path in self._complete()]
 
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:

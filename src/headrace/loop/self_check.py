@@ -36,49 +36,37 @@ async def self_check(
     prompts: list[Prompt],
     sampling: Sampling,
 ) -> Mismatch:
-    """The mismatch of a few answers, sampled as in training. Raises if it is above `FAR`."""
+    """The mismatch of a few answers, sampled as in training."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
         answer
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
         for answer in pool.start(Order.group(i, prompt, [short] * NUM_SAMPLES, counted=False))
     ]
-    found = await device.run(mismatch, await asyncio.gather(*answers))
-    refuse_far(found)
-    return found
+    return await device.run(mismatch, await asyncio.gather(*answers))
 
 
-def _distance(mismatch: Mismatch) -> str:
-    return (
+def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
+    """What to tell the user; empty while rounding explains the mismatch. Raises if no run may start with it.
+
+    With `exact` (`model.exact`), that is unless engine and learner agree to the last bit.
+    """
+    distance = (
         f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
         f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
     )
-
-
-def refuse_far(mismatch: Mismatch) -> None:
-    if mismatch.mean_abs <= FAR:  # false for NaN
-        return
-    raise ModelError(
-        f"the run does not start: {_distance(mismatch)}, and rounding explains at most "
-        f"{max(LARGE.values())}. Engine and learner compute different things for this model: every "
-        "gradient would be wrong. Try model.dtype=float32; if that does not help, choose another "
-        "model (model.path) and report this one"
-    )
-
-
-def refuse_inexact(mismatch: Mismatch) -> None:
-    """With `model.exact`, a run does not start unless engine and learner agree to the last bit."""
-    if mismatch.mean_abs == 0:  # false for NaN
-        return
-    raise ModelError(
-        f"model.exact = true, but the start-up check found a difference: {_distance(mismatch)}. Set "
-        "model.exact = false, and please report it with the model and the machine"
-    )
-
-
-def warning(mismatch: Mismatch, dtype: str) -> str:
-    """What to tell the user; empty while rounding explains the mismatch."""
-    if mismatch.mean_abs <= LARGE[dtype]:  # false for NaN
+    if not mismatch.mean_abs <= FAR:  # true for NaN
+        raise ModelError(
+            f"the run does not start: {distance}, and rounding explains at most {max(LARGE.values())}. "
+            "Engine and learner compute different things for this model: every gradient would be wrong. "
+            "Try model.dtype=float32; if that does not help, choose another model (model.path) and report this one"
+        )
+    if exact and mismatch.mean_abs:
+        raise ModelError(
+            f"model.exact = true, but the start-up check found a difference: {distance}. Set "
+            "model.exact = false, and please report it with the model and the machine"
+        )
+    if mismatch.mean_abs <= LARGE[dtype]:
         return ""
     advice = (
         "see whether model.dtype=float32 makes it vanish; learner.correction=masked bounds the harm"
@@ -86,7 +74,7 @@ def warning(mismatch: Mismatch, dtype: str) -> str:
         else "engine and learner compute different things for this model; please report it"
     )
     return (
-        f"self-check: {_distance(mismatch)}, and {mismatch.outside_share:.0%} of the ratios are "
+        f"self-check: {distance}, and {mismatch.outside_share:.0%} of the ratios are "
         f"outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {dtype} explains at most {LARGE[dtype]:g}, so "
         f"part of what is trained will be noise: {advice}"
     )
@@ -118,16 +106,13 @@ class Canary:
         for token, sampled_with in self._greedy(self._prompt):
             if token not in known:
                 known[token] = self._logprob(self._prompt, token)
-            self._compare(version, sampled_with, known[token])
-
-    def _compare(self, version: int, sampled_with: float, trained_on: float) -> None:
-        difference = abs(sampled_with - trained_on)
-        if self._usual is None and np.isfinite(difference):
-            self._usual = difference
-        if not difference <= (self._usual or 0.0) + self._rounding:  # true for NaN
-            raise ModelError(
-                f"after step {version} the engine gives a fixed prompt's next token the log-prob "
-                f"{sampled_with:.4g}, and the learner {trained_on:.4g}: what is sampled with is not "
-                "what is trained, or the weights are damaged. The run stops here, and nothing was "
-                "sampled with them"
-            )
+            difference = abs(sampled_with - known[token])
+            if self._usual is None and np.isfinite(difference):
+                self._usual = difference
+            if not difference <= (self._usual or 0.0) + self._rounding:  # true for NaN
+                raise ModelError(
+                    f"after step {version} the engine gives a fixed prompt's next token the log-prob "
+                    f"{sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled with is not "
+                    "what is trained, or the weights are damaged. The run stops here, and nothing was "
+                    "sampled with them"
+                )
