@@ -109,31 +109,24 @@ class LagPolicy:
         return [serial for serial, first in begun if version - first > self.max_lag]
 
 
+@dataclass
 class Sieve:
     """Which trajectories are trained on; every other one is dropped with a reason.
 
-    The filters in order: overlong answers, the user's own, groups without signal. `ask(spec, group)`
-    calls a filter of the user: its reward is 1 to keep the group, 0 to drop it. `by_turn`: turns have
-    credit of their own, so there is a signal where their rewards or numbers differ.
+    The filters in order: overlong answers, the user's own, groups without signal.
     """
 
-    def __init__(
-        self,
-        section: BufferSection,
-        ask: Callable[[str, Group], Awaitable[Score]] | None = None,
-        *,
-        by_turn: bool = False,
-    ) -> None:
-        self._section, self._ask, self._by_turn = section, ask, by_turn
-        assert ask is not None or not section.filters
-        self.first_error = ""
+    section: BufferSection
+    ask: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: reward 1 keeps the group, 0 drops it
+    by_turn: bool = False  # turns have credit of their own: their rewards or numbers are a signal, too
+    first_error: str = ""
 
     async def refusal(self, group: Group) -> str | None:
         """Why the user's filters do not keep the group. They may run in other processes, and take long."""
         group, _ = self._uncut(group)
-        for spec in self._section.filters if group.trajectories else ():
-            assert self._ask is not None
-            name, verdict = spec.rpartition(":")[2], await self._ask(spec, group)
+        for spec in self.section.filters if group.trajectories else ():
+            assert self.ask is not None
+            name, verdict = spec.rpartition(":")[2], await self.ask(spec, group)
             if verdict.failure is not None:
                 told = f"the filter '{name}' failed on prompt '{group.prompt.id}': {verdict.detail}"
                 self.first_error = self.first_error or told
@@ -149,8 +142,8 @@ class Sieve:
         """
         group, dropped = self._uncut(group)
         reason = refusal if group.trajectories else DropReason.INCOMPLETE
-        if reason is None and self._section.drop_no_signal:
-            turns = [tuple(turn.reward for turn in t.turns) if self._by_turn else () for t in group.trajectories]
+        if reason is None and self.section.drop_no_signal:
+            turns = [tuple(turn.reward for turn in t.turns) if self.by_turn else () for t in group.trajectories]
             if len({(t.reward, given) for t, given in zip(group.trajectories, turns, strict=True)}) == 1:
                 reason = DropReason.NO_SIGNAL
         if reason is None:
@@ -159,7 +152,7 @@ class Sieve:
 
     def _uncut(self, group: Group) -> tuple[Group, Dropped]:
         """The group without the answers that `drop_overlong` drops, and those."""
-        if not self._section.drop_overlong:
+        if not self.section.drop_overlong:
             return group, []
         kept = tuple(t for t in group.trajectories if not t.finish.cut)
         return replace(group, trajectories=kept), [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -89,11 +89,20 @@ def encode(trajectory: Trajectory) -> bytes:
 
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
     """Trajectories that the condition `where` on `trajectories t` selects, with tokens."""
-    query = (
-        f"SELECT {', '.join(f't.{name}' for name in _WHOLE)}, j.data FROM trajectories t "
-        f"JOIN journal j ON j.trajectory_id = t.id WHERE {where} ORDER BY t.serial, t.idx"
-    )
-    return [_trajectory(_WHOLE, found) for found in connection.execute(query, tuple(values))]
+    tables = "trajectories t JOIN journal j ON j.trajectory_id = t.id"
+    return _read(connection, _WHOLE, f"{tables} WHERE {where} ORDER BY t.serial, t.idx", values)
+
+
+def read_partials(connection: sqlite3.Connection, serial: int) -> list[Trajectory]:
+    """A group's partial trajectories that were not booked since."""
+    where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
+    return _read(connection, _PARTIAL, f"partials t WHERE {where} ORDER BY idx", (serial,))
+
+
+def _read(connection: sqlite3.Connection, names: Sequence[str], of: str, values: Iterable[Any]) -> list[Trajectory]:
+    query = f"SELECT {', '.join(f't.{name}' for name in names)}, data FROM {of}"
+    found = connection.execute(query, tuple(values))
+    return [_trajectory(dict(zip((*names, "data"), row, strict=True))) for row in found]
 
 
 def write_partial(connection: sqlite3.Connection, serial: int, t: Trajectory) -> None:
@@ -104,19 +113,8 @@ def write_partial(connection: sqlite3.Connection, serial: int, t: Trajectory) ->
     insert(connection, "partials", values)
 
 
-def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:
-    """By index, a group's partial trajectories that were not booked since."""
-    query = (
-        f"SELECT {', '.join(_PARTIAL)}, data FROM partials "
-        "WHERE serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1) ORDER BY idx"
-    )
-    found = [_trajectory(_PARTIAL, values) for values in connection.execute(query, (serial,))]
-    return {trajectory.index: trajectory for trajectory in found}
-
-
-def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
-    """From the columns `names` and, last, the encoded rest."""
-    values = dict(zip((*names, "data"), found, strict=True))
+def _trajectory(values: Mapping[str, Any]) -> Trajectory:
+    """From columns, and the encoded rest as `data`."""
     arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
     kept = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else []

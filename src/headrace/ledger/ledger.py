@@ -133,8 +133,10 @@ class Ledger:
                 self.open_attempt(attempt)
 
     def closed(self, serial: int, number: int) -> None:
-        with self.writing():
-            self._close(serial, number)
+        with self.writing() as connection:
+            self._check_open(serial, number)
+            self.mark_attempt(serial, number, "closed")
+            connection.execute("DELETE FROM partials WHERE serial = ?", (int(serial),))
 
     def sampled(self, num_tokens: int) -> None:
         with self.writing():
@@ -147,7 +149,7 @@ class Ledger:
         """
         of = {"serial": group.serial, "attempt": group.attempt, "state": "buffered"}
         with self.writing() as connection:
-            self._close(group.serial, group.attempt)
+            self.closed(group.serial, group.attempt)
             for t in group.trajectories:
                 journal.insert(connection, "trajectories", journal.columns(t) | of)
                 self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, t.id)
@@ -364,11 +366,6 @@ class Ledger:
         found = self.connection.execute(query, (serial,)).fetchall()
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
-
-    def _close(self, serial: int, number: int) -> None:
-        self._check_open(serial, number)
-        self.mark_attempt(serial, number, "closed")
-        self.connection.execute("DELETE FROM partials WHERE serial = ?", (int(serial),))
 
     def mark_attempt(self, serial: int, number: int, state: str) -> None:
         query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"

@@ -6,6 +6,7 @@ Of each trajectory whether it was trained on or dropped, and of each step one ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -19,22 +20,21 @@ from headrace.row import Row, Sample
 from headrace.types import DropReason, Group, Prompt, Trajectory
 
 
+@dataclass
 class Bookkeeper:
     """Books trajectories as buffered, trained on or dropped, with their lag (staleness) behind `version`.
 
     Of one group in `sample_every`, `on_sample` gets the answers with the highest and lowest reward.
     """
 
-    def __init__(
-        self, ledger: Ledger, *, sample_every: int = 0, on_sample: Callable[[Sample], None] = lambda sample: None
-    ) -> None:
-        self.version = 0
-        self._ledger = ledger
-        self._sample_every, self._on_sample = sample_every, on_sample
-        self._num_groups = 0
+    ledger: Ledger
+    sample_every: int = 0
+    on_sample: Callable[[Sample], None] = lambda sample: None
+    version: int = 0
+    _num_groups: int = 0
 
     def buffered(self, group: Group) -> None:
-        self._ledger.buffered(group)
+        self.ledger.buffered(group)
         self._sample(group.prompt, [(t, "buffered") for t in group.trajectories])
 
     def trained(self, groups: Sequence[Group], *, skipped: bool) -> None:
@@ -43,29 +43,29 @@ class Bookkeeper:
         for group in groups:
             if skipped:
                 drops = [(t, DropReason.SKIPPED_STEP) for t in group.trajectories]
-                self._ledger.dropped(group, drops, source="buffered", version=before)
+                self.ledger.dropped(group, drops, source="buffered", version=before)
             else:
-                self._ledger.trained(group, version=before)
+                self.ledger.trained(group, version=before)
 
     def dropped(self, drops: Dropped, group: Group, was_buffered: bool) -> None:
         """Book trajectories of `group` that are not trained on."""
         if not drops:
             return
         source: Literal["in_flight", "buffered"] = "buffered" if was_buffered else "in_flight"
-        self._ledger.dropped(group, drops, source=source, version=self.version)
+        self.ledger.dropped(group, drops, source=source, version=self.version)
         if not was_buffered:
             whole = [(t, reason) for t, reason in drops if reason != DropReason.RUN_ENDED]
             self._sample(group.prompt, [(t, f"dropped: {reason}") for t, reason in whole])
 
     def _sample(self, prompt: Prompt, answers: Dropped) -> None:
         self._num_groups += bool(answers)
-        if not answers or not self._sample_every or (self._num_groups - 1) % self._sample_every:
+        if not answers or not self.sample_every or (self._num_groups - 1) % self.sample_every:
             return
         ranked = sorted(answers, key=lambda answer: (answer[0].reward is None, -(answer[0].reward or 0.0)))
         shown = [ranked[0]] if ranked[0][0].reward == ranked[-1][0].reward else [ranked[0], ranked[-1]]
         for t, fate in shown:
             step = self.version + 1
-            self._on_sample(Sample(step=step, prompt=prompt.text, answer=t.text, reward=t.reward, fate=fate))
+            self.on_sample(Sample(step=step, prompt=prompt.text, answer=t.text, reward=t.reward, fate=fate))
 
 
 class RowMaker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,36 +80,30 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
     )
 
 
+@dataclass
 class Canary:
     """Compares engines and learner on one fixed prompt, after every update (a health check).
 
     `greedy(prompt)` gives each engine's likeliest next token and its log-prob, except of engines
-    whose cache is full. `logprob(prompt, token)` is the learner's. The first comparison sets how
-    large a difference is usual.
+    whose cache is full. `logprob(prompt, token)` is the learner's.
     """
 
-    def __init__(
-        self,
-        greedy: Callable[[IntArray], Sequence[tuple[int, float]]],
-        logprob: Callable[[IntArray, int], float],
-        prompt: IntArray,
-        *,
-        dtype: str,
-    ) -> None:
-        self._greedy, self._logprob, self._prompt = greedy, logprob, prompt
-        self._rounding = LARGE[dtype]
-        self._usual: float | None = None
+    greedy: Callable[[IntArray], Sequence[tuple[int, float]]]
+    logprob: Callable[[IntArray, int], float]
+    prompt: IntArray
+    dtype: str
+    _usual: float | None = None  # how large a difference is: the first comparison sets it
 
     def check(self, version: int) -> None:
         """Raise if the two disagree. Runs in the device thread, between two decode steps."""
         known: dict[int, float] = {}
-        for token, sampled_with in self._greedy(self._prompt):
+        for token, sampled_with in self.greedy(self.prompt):
             if token not in known:
-                known[token] = self._logprob(self._prompt, token)
+                known[token] = self.logprob(self.prompt, token)
             difference = abs(sampled_with - known[token])
             if self._usual is None and np.isfinite(difference):
                 self._usual = difference
-            if not difference <= (self._usual or 0.0) + self._rounding:  # true for NaN
+            if not difference <= (self._usual or 0.0) + LARGE[self.dtype]:  # true for NaN
                 raise ModelError(
                     f"after step {version} the engine gives a fixed prompt's next token the log-prob "
                     f"{sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled with is not "

@@ -130,9 +130,9 @@ class Publisher:
 class Subscriber:
     """A rollout worker's side of publishing. `live` are the engine's weights."""
 
-    def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor], version: int | None = None) -> None:
+    def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor]) -> None:
         self._end, self._live = end, live
-        self.version = version  # None: nothing was committed here yet
+        self.version: int | None = None  # nothing was committed here yet
         self._staged: Update | None = None
         self.times = PublishTimes()  # of the version staged last
 
