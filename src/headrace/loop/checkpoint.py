@@ -25,11 +25,7 @@ LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, its checksums verified.
-
-    Example:
-        Checkpoint(path=Path("runs/a/checkpoints/step-000020"), version=20, facts={"prompts": {...}})
-    """
+    """A complete checkpoint, its checksums verified."""
 
     path: Path
     version: int

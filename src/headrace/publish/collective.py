@@ -148,10 +148,6 @@ class CollectiveSender:
     def forget(self, version: int) -> None:
         self._staged.pop(version, None)
 
-    def close(self) -> None:
-        self._chain = None
-        self._staged.clear()
-
 
 class CollectiveReceiver:
     """A link of the chain. Payloads arrive on `device`."""
@@ -173,9 +169,6 @@ class CollectiveReceiver:
             ) from error
         verify(payload)
         return payload
-
-    def close(self) -> None:
-        self._chain = None
 
     def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
         if self._chain is None or self._chain.meeting != meeting:

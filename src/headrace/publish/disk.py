@@ -79,10 +79,6 @@ class DiskSender:
         if self._staged.pop(version, None) is not None:
             _remove(self._path(version))
 
-    def close(self) -> None:
-        for version in list(self._staged):
-            self.forget(version)
-
     def _path(self, version: int) -> Path:
         return self._directory.resolve() / f"version-{version:08}"
 
@@ -108,9 +104,6 @@ class DiskReceiver:
             raise PublishError(f"{version} cannot be read from {path}: {error}") from error
         verify(payload)
         return payload
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _header(manifest: Manifest) -> bytes:

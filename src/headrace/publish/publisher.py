@@ -116,9 +116,6 @@ class Publisher:
             self._keep_only(self._end.ticket(base.manifest.version))
         return [self._end.ticket(version) for version in self._kept]
 
-    def close(self) -> None:
-        self._end.close()
-
     def _keep_only(self, base: Ticket | None) -> None:
         for version in self._kept:
             if base is None or version != base.version:
@@ -158,13 +155,6 @@ class Subscriber:
     def abandon(self, version: int) -> None:
         if self._staged is not None and self._staged.version == version:
             self._staged = None
-
-    def restart(self) -> None:
-        """Accept any full version next: the learner was restarted from an older version."""
-        self.version, self._staged = None, None
-
-    def close(self) -> None:
-        self._end.close()
 
 
 class _Timed:
