@@ -163,7 +163,8 @@ class Groups:
         """By serial and index, what the answers of unfinished groups have sampled so far."""
         found = await self._stages.answers.under_way()
         for serial, answers in self._running.items():
-            complete = {i: _trajectory(a) for i, a in enumerate(answers) if _is_complete(a)}
+            done = {i: a for i, a in enumerate(answers) if a.done() and not a.cancelled()}
+            complete = {i: _trajectory(a) for i, a in done.items() if not a.exception()}
             found[serial] = found.get(serial, {}) | complete
         return {serial: found[serial] for serial in self._running}
 
@@ -174,10 +175,6 @@ class Groups:
             for judging in self._judging:
                 judging.cancel()
             await asyncio.sleep(0.01)
-
-
-def _is_complete(answer: Answer) -> bool:
-    return answer.done() and not answer.cancelled() and not answer.exception()
 
 
 def _trajectory(answer: Answer) -> Trajectory:

@@ -107,10 +107,10 @@ class _Chain:
 
 
 class CollectiveSender:
-    """The head of the chain. `host` is this machine's address for the receivers."""
+    """The head of the chain."""
 
-    def __init__(self, *, host: str = "", device: torch.device | str = "cpu") -> None:
-        self._host, self._device = host or own_address(), torch.device(device)
+    def __init__(self, *, device: torch.device | str = "cpu") -> None:
+        self._host, self._device = own_address(), torch.device(device)
         self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count(1)
         self._staged: dict[int, Payload] = {}

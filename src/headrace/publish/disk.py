@@ -121,7 +121,7 @@ def _header(manifest: Manifest) -> bytes:
 
 
 def _read(file: io.FileIO, size: int) -> torch.Tensor:
-    bucket, end = new_bucket(size, torch.device("cpu")), 0
+    bucket, end = new_bucket(size), 0
     while num_bytes := file.readinto(bucket.numpy()[end:].data):  # a read may stop early
         end += num_bytes
     return bucket[:end]
