@@ -27,13 +27,9 @@ LAYOUT = 1
 class Checkpoint:
     """A complete checkpoint, its checksums verified."""
 
-    path: Path
+    tensors: Path  # a directory
     version: int
     facts: Mapping[str, Any]
-
-    @property
-    def tensors(self) -> Path:
-        return (self.path / TENSORS).absolute()
 
 
 class Checkpoints:
@@ -99,7 +95,7 @@ def _checked(path: Path) -> Checkpoint:
             raise RunError(f"its manifest names a file outside: {name}")
         if _checksum(file) != expected:
             raise RunError(f"{name} is not what was written")
-    return Checkpoint(path, manifest["version"], manifest["facts"])
+    return Checkpoint((path / TENSORS).absolute(), manifest["version"], manifest["facts"])
 
 
 def _files(directory: Path) -> list[Path]:
