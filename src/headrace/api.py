@@ -445,7 +445,8 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
         return None
     mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
     found = await self_check(place.pool, mismatch, place.device, prompts, sampling_of(place.config))
-    for text in (verdict(found, place.facts.dtype, exact=place.config.model.exact), place.facts.unchecked):
+    told = verdict(found, place.facts.dtype, exact=place.config.model.exact)
+    for text in (told, place.facts.unchecked):
         if text:
             watcher.note(text)
     return found.mean_abs

@@ -117,8 +117,8 @@ class Sieve:
     """
 
     section: BufferSection
-    ask: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: reward 1 keeps the group, 0 drops it
-    by_turn: bool = False  # turns have credit of their own: their rewards or numbers are a signal, too
+    ask: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter; reward 1 keeps
+    by_turn: bool = False  # turns have credit of their own: they are a signal, too
     first_error: str = ""
 
     async def refusal(self, group: Group) -> str | None:
@@ -173,9 +173,9 @@ class Buffer:
     on_drop: OnDrop
     version: int = 0
     wave: int = 0  # a new one begins when a group is started while none is in flight
-    in_flight: dict[int, int | None] = field(default_factory=dict)  # serial -> version of the first token
+    in_flight: dict[int, int | None] = field(default_factory=dict)  # serial -> its first token's version
     buffered: list[Group] = field(default_factory=list)  # sorted by `policy.order`
-    _attempts: dict[int, int] = field(default_factory=dict)  # serial -> attempt, of the groups in flight
+    _attempts: dict[int, int] = field(default_factory=dict)  # serial -> attempt, in flight
     _held: bool = False
     _committed: int = 0  # groups admitted and not dropped, plus those that steps did without
     _taken: int = 0  # groups of the current step

@@ -175,13 +175,13 @@ def _claim(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         os.close(os.open(run_dir / FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed into the new one
+        for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed
             (run_dir / name).unlink(missing_ok=True)
     except OSError as error:
-        told, another = f"Cannot write into {run_dir}: {error.strerror}", "Choose another run.dir"
+        told = f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir"
         if (run_dir / FILE_NAME).exists():
-            told, another = f"{run_dir} already holds a run", f"{another}, or set run.overwrite=true to replace it"
-        raise RunError(f"{told}. {another}.") from error
+            told = f"{run_dir} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it"
+        raise RunError(f"{told}.") from error
 
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:

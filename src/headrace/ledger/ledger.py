@@ -177,8 +177,8 @@ class Ledger:
     ) -> None:
         """Book trajectories of `group` as dropped, with their lag behind `version`.
 
-        If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it was
-        generated again only because of a restart.
+        If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it
+        was generated again only because of a restart.
         """
         of = {"serial": group.serial, "attempt": group.attempt, "state": "dropped"}
         with self.writing() as connection:
@@ -205,9 +205,9 @@ class Ledger:
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
-        values = {name: getattr(row, name) for name in ROW_COLUMNS} | {"data": journal.row_to_json(row)}
+        values = {name: getattr(row, name) for name in ROW_COLUMNS}
         with self.writing() as connection:
-            journal.insert(connection, "rows", values)
+            journal.insert(connection, "rows", values | {"data": journal.row_to_json(row)})
         self.step = row.step + 1
 
     def redone(self, num_tokens: int) -> None:
@@ -290,9 +290,9 @@ class Ledger:
         return Books.of(self.balance())
 
     def moved_since_row(self) -> dict[str, int]:
-        """Tokens that came into each account since the last row; into `in_flight` all that were generated."""
-        last = "SELECT id FROM transfers WHERE step < ? ORDER BY id DESC LIMIT 1"
-        query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > COALESCE(({last}), 0) GROUP BY credit"
+        """Tokens that came into each account since the last row; generated ones into `in_flight`."""
+        last = "COALESCE((SELECT id FROM transfers WHERE step < ? ORDER BY id DESC LIMIT 1), 0)"
+        query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > {last} GROUP BY credit"
         return dict(self.read(query, (self.step,)))
 
     def rows(self, *, after_step: int = -1) -> list[Row]:

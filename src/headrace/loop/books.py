@@ -97,6 +97,7 @@ class RowMaker:
         running, finished = self._clock.running(), self._clock.drain()
         busy = busy_s([*running, *finished], self._start_s, end_s)
         moved, counts, before = self._ledger.moved_since_row(), self._pool.counts, self._counts
+        dropped = {name: n for name, n in moved.items() if name.startswith(DROPPED)}
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
@@ -109,9 +110,7 @@ class RowMaker:
             num_trajectories=len(trajectories),
             generated_tokens=moved.get("in_flight", 0),
             trained_tokens=moved.get("trained", 0),
-            dropped_tokens={
-                name.removeprefix(DROPPED): n for name, n in moved.items() if n and name.startswith(DROPPED)
-            },
+            dropped_tokens={name.removeprefix(DROPPED): n for name, n in dropped.items() if n},
             backlog_tokens=self._ledger.totals().backlog_tokens,
             preemptions=counts.preemptions - before.preemptions,
             parks=counts.parks - before.parks,

@@ -67,7 +67,7 @@ class Checkpoints:
 
     @property
     def versions(self) -> list[int]:
-        """Of every complete checkpoint, newest first; the last is of use if all newer ones are damaged."""
+        """Of every complete checkpoint, newest first; the others serve if that is damaged."""
         return [int(path.name.removeprefix("step-")) for path in self._complete()]
 
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:

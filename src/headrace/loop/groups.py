@@ -36,8 +36,8 @@ from headrace.types import (
 R = TypeVar("R")
 Answer = asyncio.Future[Any]  # a trajectory of the engines alone, or an episode's outcome
 SoFar = Mapping[int, Trajectory]  # by index, what the answers of a group have sampled
-# A group that a resumed run starts again: serial, attempt, and what it goes on from. Without that, it
-# starts from its prompt, and the ledger does not know the attempt yet.
+# A group that a resumed run starts again: serial, attempt, and what it goes on from. Without that,
+# it starts from its prompt, and the ledger does not know the attempt yet.
 Again = tuple[int, int, SoFar | None]
 
 
@@ -114,7 +114,7 @@ class Groups:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
-        self._stages.books.dropped(failed, group, False)
+        self._stages.books.dropped(failed, group, was_buffered=False)
         buffered = False
         if scored:
             buffered = await self._stages.buffer.put(group, refusal)
@@ -200,7 +200,7 @@ def redoes_waves(config: Config) -> bool:
 
 def sampling_of(config: Config) -> Sampling:
     """How training answers are sampled."""
-    return Sampling(**{field.name: getattr(config.rollout, field.name) for field in fields(Sampling)})
+    return Sampling(**{f.name: getattr(config.rollout, f.name) for f in fields(Sampling)})
 
 
 async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:

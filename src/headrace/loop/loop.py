@@ -287,7 +287,8 @@ class Loop:
 
     def _drop_buffered(self) -> None:
         for group in (*self._taken, *self.stages.buffer.clear()):
-            self.stages.books.dropped([(t, DropReason.RUN_ENDED) for t in group.trajectories], group, True)
+            drops = [(t, DropReason.RUN_ENDED) for t in group.trajectories]
+            self.stages.books.dropped(drops, group, was_buffered=True)
         self._taken = []
 
     def _explained(self, failure: BaseException) -> BaseException:

@@ -47,9 +47,9 @@ async def self_check(
 
 
 def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
-    """What to tell the user; empty while rounding explains the mismatch. Raises if no run may start with it.
+    """What to tell the user: nothing while rounding explains the mismatch.
 
-    With `exact` (`model.exact`), that is unless engine and learner agree to the last bit.
+    Raises if no run may start; with `exact`, that is unless engine and learner agree to the last bit.
     """
     distance = (
         f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
@@ -57,9 +57,10 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
     )
     if not mismatch.mean_abs <= FAR:  # true for NaN
         raise ModelError(
-            f"the run does not start: {distance}, and rounding explains at most {max(LARGE.values())}. "
-            "Engine and learner compute different things for this model: every gradient would be wrong. "
-            "Try model.dtype=float32; if that does not help, choose another model (model.path) and report this one"
+            f"the run does not start: {distance}, and rounding explains at most "
+            f"{max(LARGE.values())}. Engine and learner compute different things for this model: every "
+            "gradient would be wrong. Try model.dtype=float32; if that does not help, choose another "
+            "model (model.path) and report this one"
         )
     if exact and mismatch.mean_abs:
         raise ModelError(
@@ -105,8 +106,8 @@ class Canary:
                 self._usual = difference
             if not difference <= (self._usual or 0.0) + LARGE[self.dtype]:  # true for NaN
                 raise ModelError(
-                    f"after step {version} the engine gives a fixed prompt's next token the log-prob "
-                    f"{sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled with is not "
-                    "what is trained, or the weights are damaged. The run stops here, and nothing was "
-                    "sampled with them"
+                    f"after step {version} the engine gives a fixed prompt's next token the "
+                    f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled "
+                    "with is not what is trained, or the weights are damaged. The run stops here, and "
+                    "nothing was sampled with them"
                 )

@@ -120,8 +120,8 @@ class Place:
         self._player = self._make_player() if config.episode.environment else None
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
-        give_up, timeout_s = self.elastic.give_up, config.publish.timeout_s
-        self.publisher = WeightPublisher(self.ranks, self.clock, timeout_s, lambda: self.pool.workers, give_up)
+        timeout_s, workers = config.publish.timeout_s, lambda: self.pool.workers
+        self.publisher = WeightPublisher(self.ranks, self.clock, timeout_s, workers, self.elastic.give_up)
         self._names = itertools.count()
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []

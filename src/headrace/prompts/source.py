@@ -1,7 +1,7 @@
 """Prompt sources: the built-in task, a file of records, a data set or a reasoning-gym task.
 
-A file of records (JSON lines, JSON or CSV, compressed with gzip or not) is checked when it is opened,
-then read by an index of offsets.
+A file of records (JSON lines, JSON or CSV, compressed with gzip or not) is checked when it is
+opened, then read by an index of offsets.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:
 
 
 class RecordFile:
-    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}, or what `open_lines` makes so."""
+    """One JSON object per line, as {"prompt": "12+9=", "answer": "21"}, or what is made so."""
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
         self._path, self._prompt_field = path, prompt_field

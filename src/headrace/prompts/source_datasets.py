@@ -17,7 +17,7 @@ def open_dataset(path: Path, prompt_field: str) -> Any:
     """One split, memory-mapped, or one Parquet file, in memory in Arrow's compact columns."""
     loaded = _directory(path) if path.is_dir() else _parquet(path)
     key = prompt_key(loaded.column_names, prompt_field, str(path))
-    rows = loaded.with_format(None)  # plain Python values, whatever format the data set was saved with
+    rows = loaded.with_format(None)  # plain Python values, however it was saved
     if loaded.data.column(key).null_count:
         raise DataError(f"{path}, row {rows[key][:].index(None) + 1}: field '{key}' is empty")
     return rows

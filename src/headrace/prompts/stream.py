@@ -1,6 +1,6 @@
 """Prompts to train on in a resumable order, and held-out prompts that are never among them.
 
-`PromptStream` draws a record, `Renderer` makes it a Prompt: its text or chat becomes token ids, once.
+`PromptStream` draws a record, `Renderer` makes it a Prompt: its text or chat as token ids.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """JSON that `restore` continues from; with another `serial`, the state before that draw."""
-        source = {"num_prompts": self.num_train, "fingerprint": self._fingerprint}
-        return {**source, "seed": self._seed, "shuffle": self._section.shuffle, "serial": self._serial}
+        order = {"seed": self._seed, "shuffle": self._section.shuffle, "serial": self._serial}
+        return {"num_prompts": self.num_train, "fingerprint": self._fingerprint, **order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was taken; other prompts or another order are refused."""
@@ -183,8 +183,8 @@ class PromptStream:
         if not name:
             # An id of the record's own stays: ids are unique within one source.
             return [self._prompt(i, "eval") for i in range(num_train, num_train + held)]
-        seed, field = self._seed + EVAL_SEED_OFFSET, section.prompt_field
-        source = open_source(name, count=held, seed=seed, prompt_field=field, setting="prompts.eval_source")
+        seed, field, setting = self._seed + EVAL_SEED_OFFSET, section.prompt_field, "prompts.eval_source"
+        source = open_source(name, count=held, seed=seed, prompt_field=field, setting=setting)
         if len(source) < held:
             raise DataError(
                 f"prompts.eval_source = '{name}' has {len(source)} records, fewer than prompts.eval_count = {held}"
@@ -201,7 +201,8 @@ class PromptStream:
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
         """Positions to train on, and their checksum. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
-        is_builtin, is_slow = section.source == "arithmetic", section.source.startswith(REASONING_GYM)
+        is_builtin = section.source == "arithmetic"
+        is_slow = section.source.startswith(REASONING_GYM)
         # Small problems come up twice in a random task: one that is held out is not trained on.
         held_texts = {prompt.text for prompt in self.held_out} if is_builtin else set()
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
