@@ -349,7 +349,8 @@ class Ledger:
         told = json.dumps({"text": prompt.text, "fields": dict(prompt.fields)}, default=str)
         if len(told) > MAX_PROMPT_CHARS:
             told = json.dumps({"text": prompt.text})
-        self.connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"{PROMPT}{prompt.id}", told))
+        key = f"{PROMPT}{prompt.id}"
+        self.connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, told))
 
     def prompt(self, id: str) -> dict[str, Any]:
         """The `text` and `fields` of a prompt that was answered; empty if they were not kept."""

@@ -205,11 +205,11 @@ class Loop:
 
     async def _score(self, step: int) -> float | None:
         """The held-out score after every `loop.eval_every` steps, else None."""
-        stages, every = self.stages, self.config.loop.eval_every
-        if not every or step % every or step == self.config.loop.steps or self.ending.orderly:
+        stages, config, every = self.stages, self.config, self.config.loop.eval_every
+        if not every or step % every or step == config.loop.steps or self.ending.orderly:
             return None
         try:
-            return await evaluate(stages.answers, stages.scorer, stages.prompts.held_out, self.config)
+            return await evaluate(stages.answers, stages.scorer, stages.prompts.held_out, config)
         except asyncio.CancelledError:
             if not self.ending.orderly:
                 raise
