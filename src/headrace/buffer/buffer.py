@@ -117,7 +117,7 @@ class Sieve:
     """
 
     section: BufferSection
-    ask: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter; reward 1 keeps
+    keeps: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: its reward is 1 or 0
     by_turn: bool = False  # turns have credit of their own: they are a signal, too
     first_error: str = ""
 
@@ -125,8 +125,8 @@ class Sieve:
         """Why the user's filters do not keep the group. They may run in other processes, and take long."""
         group, _ = self._uncut(group)
         for spec in self.section.filters if group.trajectories else ():
-            assert self.ask is not None
-            name, verdict = spec.rpartition(":")[2], await self.ask(spec, group)
+            assert self.keeps is not None
+            name, verdict = spec.rpartition(":")[2], await self.keeps(spec, group)
             if verdict.failure is not None:
                 told = f"the filter '{name}' failed on prompt '{group.prompt.id}': {verdict.detail}"
                 self.first_error = self.first_error or told

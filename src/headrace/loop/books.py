@@ -33,6 +33,9 @@ class Bookkeeper:
     version: int = 0
     _num_groups: int = 0
 
+    def reached(self, version: int) -> None:
+        self.version = version
+
     def buffered(self, group: Group) -> None:
         self.ledger.buffered(group)
         self._sample(group.prompt, [(t, "buffered") for t in group.trajectories])
@@ -75,20 +78,27 @@ class RowMaker:
         self._ledger, self._clock, self._pool = ledger, clock, pool
         self._start_s = clock.now()
         self._counts = pool.counts
-        # reward, tokens and whether truncated, of all that was scored since the last row
-        self.scores: list[tuple[float, int, bool]] = []
+        self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self._turns: list[int] = []  # of the same trajectories
-        self.first_reward_failure = ""  # for the summary and for error messages
+        self.first_reward_failure = ""
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
         self._start_s, self._counts = self._clock.now(), self._pool.counts
 
+    def restore(self, scored: list[tuple[float, int, bool]]) -> None:
+        """Continue after the last row of a resumed run; `scored` was scored after that row."""
+        self._scored = scored
+
     def scored(self, trajectory: Trajectory) -> None:
         assert trajectory.reward is not None
         scored = (trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut)
-        self.scores.append(scored)
+        self._scored.append(scored)
         self._turns.append(max(1, len(trajectory.turns)))
+
+    def reward_failed(self, detail: str) -> None:
+        """Keep the first failure's `detail`, for the summary and for error messages."""
+        self.first_reward_failure = self.first_reward_failure or detail
 
     def make(
         self, step: int, taken: list[Group], stats: StepStats, *, end_s: float, moved_bytes: int, score: float | None
@@ -101,7 +111,7 @@ class RowMaker:
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
-        rewards, lengths, truncated = np.array(sorted(self.scores) or [(0.0, 0, False)], np.float64).T
+        rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
         row = Row(
             step=step,
             version=step,
@@ -145,7 +155,7 @@ class RowMaker:
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._counts, self.scores, self._turns, self._start_s = counts, [], [], self._clock.now()
+        self._counts, self._scored, self._turns, self._start_s = counts, [], [], self._clock.now()
         return row
 
     def flush(self) -> None:

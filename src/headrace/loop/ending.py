@@ -54,6 +54,9 @@ class Ending:
         if self.state is State.TRAINING:
             self.state = State.INTERRUPTED
 
+    def become(self, state: State) -> None:
+        self.state = state
+
     def begin(self) -> None:
         """A task of the run ended. If nothing else explains it, the run failed."""
         if self.state is State.TRAINING:

@@ -137,7 +137,7 @@ class Groups:
         elif outcome.failure is DropReason.STALE and self._ending.orderly:
             return replace(outcome, failure=DropReason.RUN_ENDED)
         elif outcome.detail:
-            self._rows.first_reward_failure = self._rows.first_reward_failure or outcome.detail
+            self._rows.reward_failed(outcome.detail)
         return outcome
 
     async def _score(self, completion: Completion) -> Score:

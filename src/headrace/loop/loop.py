@@ -83,7 +83,7 @@ class Loop:
             await self._end(sampling, producing)
             await self._written()
         except asyncio.CancelledError:
-            self.ending.state = State.ABANDONED
+            self.ending.become(State.ABANDONED)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -128,7 +128,7 @@ class Loop:
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             if last:
-                self.ending.state = State.COMPLETE
+                self.ending.become(State.COMPLETE)
             if self.ending.orderly:
                 return
 
@@ -186,7 +186,7 @@ class Loop:
         with stages.clock.span("publish", version=version + 1):
             stages.publisher.commit(version + 1)
             stages.canary.check(version + 1)
-        stages.books.version = version + 1
+        stages.books.reached(version + 1)
         return stats
 
     async def conclude(self, step: int, taken: list[Group], stats: StepStats, *, may_evaluate: bool = True) -> Row:

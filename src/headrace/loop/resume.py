@@ -34,12 +34,13 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     stages.prompts.restore({**checkpoint.facts["prompts"], "serial": next_serial})
     await stages.device.run(stages.ranks.load, checkpoint.tensors, checkpoint.version)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
-    stages.books.version = checkpoint.version
+    stages.books.reached(checkpoint.version)
     if stages.ranks.uses_reference:
         await _load_reference(loop, on_note)
     redone = await _redo_steps(loop, on_note)
     rule = in_flight_rule(loop.config)
-    loop.again, lost = _take_up(loop, "drop" if loop.over else rule)
+    again, lost = _take_up(loop, "drop" if loop.over else rule)
+    loop.again.extend(again)
     restart = Restart(
         number=len(ledger.restarts()) + 1,
         at_s=stages.clock.now(),
@@ -68,7 +69,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     """Take the steps after the checkpoint again; returns the groups of each."""
     ledger, recovery = loop.stages.ledger, Recovery(loop.stages.ledger)
     rows = {row.step: row for row in ledger.rows()}
-    loop.rows.scores = recovery.scored_since_row()
+    loop.rows.restore(recovery.scored_since_row())
     for known in rows.values():
         loop.ending.row(known)
     redone = []
@@ -105,7 +106,7 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
         lost = recovery.lose(under_way, DropReason.REDONE)
     else:
         lost = recovery.lose([], DropReason.CRASHED)
-    loop.rows.scores = recovery.scored_since_row()  # without what will be scored again
+    loop.rows.restore(recovery.scored_since_row())  # without what will be scored again
     # also those that an earlier restart did not get to start
     newest = {a.serial: a for a in sorted(recovery.attempts(), key=lambda a: a.number)}
     redone = set(recovery.attempts(state="redone"))
