@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -146,12 +146,12 @@ def ends(transport: str, shapes: Any, receivers: int, *, spread_out: bool) -> It
             made = STORES.get(max(FAN_OUT), 500 << 20) if spread_out else STORES.get(0, 4 << 30)
             nodes = made.others[:receivers] if spread_out else [made.here] * receivers
             takers: list[Any] = [stack.enter_context(RayTaker(node, shapes)) for node in nodes]
-            yield stack.enter_context(closing(made.sender())), takers, nodes, made.sent_bytes
+            yield made.sender(), takers, nodes, made.sent_bytes
             return
         room = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         end: SendingEnd = DiskSender(room) if transport == "disk" else CollectiveSender()
         takers = [stack.enter_context(ProcessTaker(transport, shapes)) for _ in range(receivers)]
-        yield stack.enter_context(closing(end)), takers, [""] * receivers, tcp_sent_bytes
+        yield end, takers, [""] * receivers, tcp_sent_bytes
 
 
 def publish(

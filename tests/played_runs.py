@@ -29,7 +29,6 @@ from headrace.loop.resume import resume
 from headrace.loop.stages import Stages
 from headrace.measured import EngineCounts, Mismatch, StepStats
 from headrace.place.device import DeviceThread
-from headrace.prompts.stream import Cursor
 from headrace.types import Completion, DropReason, FinishReason, Group, Order, Prompt, Score, Span, Timing, Trajectory
 
 SAMPLES = 3
@@ -169,20 +168,20 @@ class Prompts:
 
     def __init__(self) -> None:
         self.held_out = [self.at(0)]
-        self._cursor = Cursor(10_000, 0, shuffle=False)
+        self._serial = 0
 
     def next(self) -> tuple[int, Prompt]:
-        serial = self._cursor.next().serial
-        return serial, self.at(serial)
+        self._serial += 1
+        return self._serial - 1, self.at(self._serial - 1)
 
     def at(self, serial: int) -> Prompt:
         return Prompt(id=f"p{serial}", text="?", token_ids=np.array([5, 6], np.int32), fields={"serial": serial})
 
     def state(self) -> dict[str, Any]:
-        return self._cursor.state()
+        return {"serial": self._serial}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._cursor = Cursor.restore(state)
+        self._serial = state["serial"]
 
 
 @dataclass
@@ -370,8 +369,8 @@ class CheckpointsOnDisk:
         self._world.checkpoints[version] = (weights, facts)
 
     @property
-    def oldest_version(self) -> int:
-        return min(self._world.checkpoints)
+    def versions(self) -> list[int]:
+        return sorted(self._world.checkpoints, reverse=True)
 
     def newest(self, on_damage: Callable[[str], None]) -> Any:
         version = max(self._world.checkpoints)
@@ -401,7 +400,7 @@ class Process:
             Sieve(config.buffer),
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,
-            on_drop=books.drop_group,
+            on_drop=books.dropped,
         )
         self.actor = Actor(world, self.ledger, self.buffer.begin)
         publisher = SimpleNamespace(commit=lambda version: setattr(self.actor, "version", version), moved_bytes=0)

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hand_made import group, trajectory
+from hand_made import group, group_of, trajectory
 from test_cli import headrace, problem
 from tiny_runs import Workshop, select
 from tokenizers import Tokenizer, decoders, models
@@ -24,7 +24,7 @@ from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
 from headrace.runs.show import DROP_WORDS, TokenTexts, newest_ids, read_trajectory
 from headrace.testing import tiny_model
-from headrace.types import Attempt, Drop, DropReason, Span
+from headrace.types import Attempt, DropReason, Span
 
 
 class Clumsy(api.Watcher):
@@ -216,12 +216,7 @@ def test_a_trajectory_of_two_versions_an_attempt_that_was_lost_and_one_under_way
         ledger.started(2, Attempt(serial=0, number=2, prompt_id="p0", wave=0, version=0))
         ledger.started(1)
         ledger.sampled(3)
-        ledger.dropped(
-            [Drop(trajectory_id=two.id, prompt_id="p1", reason="filter:mine", num_tokens=3, lag=2)],
-            source="in_flight",
-            trajectories=[two],
-            of=(1, 1),
-        )
+        ledger.dropped(group_of(two, serial=1), [(two, "filter:mine")], source="in_flight", version=5)
     dump(api.files.run_config(runs / "finished"), run / "config.toml")
     shown = " ".join(headrace("show", run, "--trajectory", two.id).output.split())
     assert "version 3 sampled 1 token, then version 4 sampled 2 tokens" in shown

@@ -28,7 +28,7 @@ from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, sampling_of
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
-from headrace.loop.self_check import refuse_inexact, self_check, warning
+from headrace.loop.self_check import self_check, verdict
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
@@ -446,9 +446,8 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
         return None
     mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
     found = await self_check(place.pool, mismatch, place.device, prompts, sampling_of(place.config))
-    if place.config.model.exact:
-        refuse_inexact(found)
-    for text in (warning(found, place.facts.dtype), place.facts.unchecked):
+    told = verdict(found, place.facts.dtype, exact=place.config.model.exact)
+    for text in (told, place.facts.unchecked):
         if text:
             watcher.note(text)
     return found.mean_abs

@@ -299,18 +299,12 @@ class SendingEnd(Protocol):
     def forget(self, version: int) -> None:
         """Nobody will fetch the version any more."""
 
-    def close(self) -> None:
-        """Release everything."""
-
 
 class ReceivingEnd(Protocol):
     """A sampler's side of a transport for weights."""
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         """The payload, whole and verified, or a `PublishError`."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 # ---- in and out

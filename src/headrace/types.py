@@ -236,21 +236,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
-    """One trajectory that was generated and is not trained on.
-
-    Example: Drop(trajectory_id="40:train-17/3", reason="stale", num_tokens=212, lag=5, ...)
-    """
-
-    trajectory_id: str
-    prompt_id: str
-    reason: str  # a DropReason, or "filter:<name>"
-    num_tokens: int
-    lag: int
-    reward: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What a reward function sees of one trajectory.
 

@@ -50,7 +50,7 @@ def broken_runs(runs: Path, real_run: Path) -> Iterator[None]:
         ledger.started(4)
         ledger.sampled(9)
         ledger.buffered(taken)
-        ledger.trained(taken, step=1, lag_of=lambda _: 0)
+        ledger.trained(taken, version=0)
         ledger.spans([StageSpan(stage="train", start_s=0.5, end_s=1.0, version=0)])
         ledger.row(row(1, generated_tokens=9, trained_tokens=6))
         yield

@@ -93,7 +93,7 @@ def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
             ledger.started(len(taken.trajectories))
             ledger.sampled(sum(t.num_sampled_tokens for t in taken.trajectories))
             ledger.buffered(taken)
-            ledger.trained(taken, step=step, lag_of=lambda _, lag=step: lag)
+            ledger.trained(taken, version=step)
             ledger.row(row(step))
             in_pieces.update(tmp_path, LAGS)
     at_once = Tally()

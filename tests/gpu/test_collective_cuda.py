@@ -125,4 +125,3 @@ def test_the_same_bytes_arrive_and_a_death_is_an_error_not_a_hang(receivers: Rec
     publisher.expect(["here"] * (NUM_RECEIVERS - 1))
     ticket = publisher.stage(4, on_device(4))
     assert receivers.get(publisher, ticket, FIRST_S) == [as_bytes(on_device(4))]
-    sender.close()

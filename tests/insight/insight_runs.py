@@ -15,7 +15,7 @@ from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageSpan
 from headrace.row import Row
-from headrace.types import Attempt, Drop, FinishReason, Group, Timing
+from headrace.types import Attempt, FinishReason, Group, Timing
 
 STEP_S, EVALUATION_S = 10.0, 5.0
 BEGINS_S = (0.0, 10.0, 25.0)  # of the steps: an evaluation lies before the third
@@ -70,16 +70,11 @@ def _write_step(ledger: Ledger, clock: SetClock, step: int) -> None:
         ledger.sampled(group.num_sampled_tokens)
     clock.now_s = begin_s + 8.0
     for dull in groups[1:]:
-        ledger.dropped(
-            [_drop(t) for t in dull.trajectories],
-            source="in_flight",
-            trajectories=dull.trajectories,
-            of=(dull.serial, 1),
-        )
+        _drop(ledger, dull)
         ledger.closed(dull.serial, 1)
     ledger.buffered(groups[0])
     clock.now_s = begin_s + STEP_S
-    ledger.trained(groups[0], step=step, lag_of=lambda t: step - 1 - t.oldest_version)
+    ledger.trained(groups[0], version=step - 1)
     ledger.spans(sorted(_spans(step, begin_s), key=lambda span: span.end_s))
     ledger.row(_row(step, sum(group.num_sampled_tokens for group in groups)))
 
@@ -98,8 +93,9 @@ def _group(serial: int, version: int, begin_s: float, answers: tuple[tuple[int, 
     return group_of(*made, serial=serial, version=version)
 
 
-def _drop(t: object) -> Drop:
-    return Drop(trajectory_id=t.id, prompt_id=t.prompt_id, reason="no_signal", num_tokens=5, lag=0, reward=0.0)  # type: ignore[attr-defined]
+def _drop(ledger: Ledger, group: Group) -> None:
+    drops = [(t, "no_signal") for t in group.trajectories]
+    ledger.dropped(group, drops, source="in_flight", version=group.version)
 
 
 def _spans(step: int, begin_s: float) -> list[StageSpan]:
@@ -188,8 +184,7 @@ def made_up_run(
                 ledger.sampled(group.num_sampled_tokens)
             clock.now_s = max(scored_s)
             for group in dropped:
-                drops = [replace(_drop(t), num_tokens=t.num_sampled_tokens) for t in group.trajectories]
-                ledger.dropped(drops, source="in_flight", trajectories=group.trajectories, of=(group.serial, 1))
+                _drop(ledger, group)
                 ledger.closed(group.serial, 1)
             spans = [StageSpan(stage="rollout", start_s=begin_s, end_s=max(ends_s), version=step - 1)]
             for end_s, at_s in zip(ends_s, scored_s, strict=True):
@@ -201,7 +196,7 @@ def made_up_run(
             spans.append(_next_span(clock, "train", 1e-3, step - 1))
             spans += [_next_span(clock, "publish", publish_s / publish_parts, step) for _ in range(publish_parts)]
             for group in trained:
-                ledger.trained(group, step=step, lag_of=lambda t: 0)
+                ledger.trained(group, version=group.version)
             ledger.spans(sorted(spans, key=lambda span: span.end_s))
             row = _row(step, sum(group.num_sampled_tokens for group in groups))
             tokens = sum(group.num_sampled_tokens for group in trained)

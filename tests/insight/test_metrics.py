@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hand_made import group_of, trajectory
 from insight_runs import hand_made_run
 from tiny_runs import rows_of
 
 from headrace.insight.metrics import family_text, metrics_text
 from headrace.ledger.ledger import Ledger
 from headrace.measured import STAGES
-from headrace.types import Drop
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(,|$)')
@@ -119,8 +119,8 @@ def test_names_that_users_gave_are_escaped(tmp_path: Path):
     with Ledger.reopen(run) as ledger:
         ledger.started(1)
         ledger.sampled(4)
-        drop = Drop(trajectory_id="x", prompt_id="p", reason=nasty, num_tokens=4, lag=0)
-        ledger.dropped([drop], source="in_flight")
+        answer = trajectory(serial=99, answer=(7, 8, 9, 1))
+        ledger.dropped(group_of(answer, serial=99), [(answer, nasty)], source="in_flight")
     found = parsed(metrics_text(run))
     assert value(found, "headrace_dropped_tokens_total", reason=nasty) == 4
     assert value(found, "headrace_info", run='a "b" \\n', state="stopped", version="0.1.0") == 1

@@ -11,7 +11,7 @@ from hand_made import row
 
 from headrace.ledger.ledger import Ledger
 from headrace.row import Row
-from headrace.types import Drop, FinishReason, Group, Prompt, Span, Timing, Trajectory
+from headrace.types import FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 
 def _trajectory(
@@ -60,21 +60,6 @@ def make_group() -> Callable[..., Group]:
 
 
 @pytest.fixture(scope="session")
-def make_drop() -> Callable[..., Drop]:
-    def make(trajectory: Trajectory, reason: str, lag: int = 0) -> Drop:
-        return Drop(
-            trajectory_id=trajectory.id,
-            prompt_id=trajectory.prompt_id,
-            reason=reason,
-            num_tokens=trajectory.num_sampled_tokens,
-            lag=lag,
-            reward=trajectory.reward,
-        )
-
-    return make
-
-
-@pytest.fixture(scope="session")
 def make_row() -> Callable[..., Row]:
     return row
 
@@ -83,9 +68,7 @@ def make_row() -> Callable[..., Row]:
 def played_run(
     tmp_path: Path,
     make_group: Callable[..., Group],
-    make_drop: Callable[..., Drop],
     make_row: Callable[..., Row],
-    make_trajectory: Callable[..., Trajectory],
 ) -> Path:
     """Two steps: 7 then 9 tokens trained, 5 dropped as no_signal, 4 thrown away after the last row. 25 generated."""
     with Ledger.create(tmp_path) as ledger:
@@ -94,13 +77,14 @@ def played_run(
         ledger.sampled(21)
         for group in (first, second, dull):
             ledger.buffered(group)
-        ledger.trained(first, step=1, lag_of=lambda _: 0)
+        ledger.trained(first, version=0)
         ledger.row(make_row(1, generated_tokens=21, trained_tokens=7, backlog_tokens=14))
-        ledger.dropped([make_drop(t, "no_signal", 1) for t in dull.trajectories], source="buffered")
-        ledger.trained(second, step=2, lag_of=lambda _: 1)
+        ledger.dropped(dull, [(t, "no_signal") for t in dull.trajectories], source="buffered", version=1)
+        ledger.trained(second, version=1)
         ledger.row(make_row(2, generated_tokens=0, trained_tokens=9, dropped_tokens={"no_signal": 5}))
         ledger.started(1)
         ledger.sampled(4)
-        ledger.dropped([make_drop(make_trajectory("p3/0", 4), "run_ended")], source="in_flight")
+        cut = make_group(3, [4])
+        ledger.dropped(cut, [(t, "run_ended") for t in cut.trajectories], source="in_flight")
     (tmp_path / "summary.json").write_text('{"finished": true}')
     return tmp_path

@@ -121,10 +121,10 @@ def test_a_run_that_stopped_in_the_middle_of_a_step_is_sound(tmp_path, make_grou
         ledger.started(3)
         ledger.sampled(9)
         ledger.buffered(one)
-        ledger.trained(one, step=1, lag_of=lambda _: 0)
+        ledger.trained(one, version=0)
         ledger.row(make_row(1, generated_tokens=9, trained_tokens=3))
         ledger.buffered(two)
-        ledger.trained(two, step=2, lag_of=lambda _: 1)
+        ledger.trained(two, version=1)
         ledger.sampled(5)
         assert audit(tmp_path) == []  # also while the writer has it open
     assert audit(tmp_path) == []

@@ -20,8 +20,8 @@ LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 class Model:
     """What the accounts should hold, kept by hand beside the ledger."""
 
-    def __init__(self, ledger, make_group, make_drop):
-        self.ledger, self.make_group, self.make_drop = ledger, make_group, make_drop
+    def __init__(self, ledger, make_group):
+        self.ledger, self.make_group = ledger, make_group
         self.waiting, self.in_flight, self.buffered, self.gone = [], [], [], []
         self.num_started = self.num_sampled = self.num_groups = self.num_trained = 0
         self.dropped = {}
@@ -47,16 +47,14 @@ class Model:
 
     def train(self, _):
         if self.buffered:
-            self.ledger.trained(self.buffered[0], step=1, lag_of=lambda _: 0)
+            self.ledger.trained(self.buffered[0], version=0)
             self.num_trained += self.buffered[0].num_sampled_tokens
             self.gone.append(self.buffered.pop(0))
 
     def _drop(self, source, groups, data):
         if groups:
             group, reason = groups.pop(0), data.draw(st.sampled_from(["stale", "filter:mine"]))
-            records = group.trajectories if data.draw(st.booleans()) else ()
-            drops = [self.make_drop(trajectory, reason) for trajectory in group.trajectories]
-            self.ledger.dropped(drops, source=source, trajectories=records)
+            self.ledger.dropped(group, [(t, reason) for t in group.trajectories], source=source)
             self.dropped[reason] = self.dropped.get(reason, 0) + group.num_sampled_tokens
             self.gone.append(group)
 
@@ -74,11 +72,11 @@ class Model:
 
     def train_again(self, _):
         if self.gone:
-            self._refused(lambda: self.ledger.trained(self.gone[-1], step=1, lag_of=lambda _: 0))
+            self._refused(lambda: self.ledger.trained(self.gone[-1], version=0))
 
     def train_unbuffered(self, _):
         if self.in_flight:
-            self._refused(lambda: self.ledger.trained(self.in_flight[0], step=1, lag_of=lambda _: 0))
+            self._refused(lambda: self.ledger.trained(self.in_flight[0], version=0))
 
     def overdraw(self, _):
         (in_flight, _), serial = self.ledger.balance()["in_flight"], 10_000
@@ -102,10 +100,10 @@ class Model:
 
 @settings(max_examples=40, deadline=None)
 @given(events=st.lists(st.sampled_from(EVENTS), max_size=40), data=st.data())
-def test_the_books_balance_after_every_event(events, data, make_group, make_drop):
+def test_the_books_balance_after_every_event(events, data, make_group):
     with tempfile.TemporaryDirectory() as directory:
         with Ledger.create(Path(directory)) as ledger:
-            model = Model(ledger, make_group, make_drop)
+            model = Model(ledger, make_group)
             for event in events:
                 getattr(model, event)(data)
                 model.check()

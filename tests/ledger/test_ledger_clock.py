@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ledger.clock import StageClock, busy_s, union_length
-from headrace.measured import StageSpan, StageTimes
+from headrace.ledger.clock import StageClock, busy_s
+from headrace.measured import StageSpan
+
+
+def union_length(intervals):
+    spans = [StageSpan(stage="train", start_s=start, end_s=end) for start, end in intervals]
+    return busy_s(spans, -100.0, 100.0).get("train", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_busy_seconds_are_clipped_and_overlaps_count_once():
         StageSpan(stage="train", start_s=1.0, end_s=2.0),
         StageSpan(stage="evaluate", start_s=10.0, end_s=20.0),
     ]
-    assert busy_s(spans, 10.0, 20.0) == StageTimes(rollout=2.0, reward=4.0, train=1.0)
+    assert busy_s(spans, 10.0, 20.0) == {"rollout": 2.0, "reward": 4.0, "train": 1.0, "evaluate": 10.0}
 
 
 def test_spans_are_measured_also_when_the_body_raises():
@@ -66,7 +71,7 @@ def test_a_span_that_goes_on_is_split_between_two_intervals():
         first = busy_s([*clock.running(), *clock.drain()], 0.0, border)
     (whole,) = clock.drain()
     second = busy_s([whole], border, whole.end_s)
-    assert first.rollout + second.rollout == pytest.approx(whole.end_s - whole.start_s)
+    assert first["rollout"] + second["rollout"] == pytest.approx(whole.end_s - whole.start_s)
 
 
 def test_spans_measured_elsewhere_are_drained_too():

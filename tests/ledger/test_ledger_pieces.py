@@ -22,7 +22,6 @@ from headrace.runs.audit import audit
 from headrace.types import (
     Attempt,
     BoolArray,
-    Drop,
     FinishReason,
     Group,
     Prompt,
@@ -145,13 +144,9 @@ def test_what_is_booked_is_read_back_whole(members: list[tuple[BoolArray, int]],
         start(ledger, group)
         ledger.buffered(group)
         if trained:
-            ledger.trained(group, step=1, lag_of=lambda t: 0)
+            ledger.trained(group, version=0)
         else:
-            drops = [
-                Drop(trajectory_id=t.id, prompt_id="p3", reason="stale", num_tokens=t.num_sampled_tokens, lag=1)
-                for t in group.trajectories
-            ]
-            ledger.dropped(drops, source="buffered")
+            ledger.dropped(group, [(t, "stale") for t in group.trajectories], source="buffered")
         found = Recovery(ledger).trajectories(3, 1)
         totals = ledger.totals()
         assert audit(run_dir) == []
@@ -195,7 +190,7 @@ def test_a_killed_run_goes_on_from_the_pieces_that_were_kept(members: list[tuple
             again = group_of(0, members, attempt=2)
             ledger.sampled(again.num_sampled_tokens - num_kept)
             ledger.buffered(again)
-            ledger.trained(again, step=1, lag_of=lambda t: 0)
+            ledger.trained(again, version=0)
             assert recovery.partials(0) == {}, "they were booked since"
             totals = ledger.totals()
         assert audit(run_dir) == []

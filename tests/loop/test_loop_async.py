@@ -19,7 +19,6 @@ from headrace.place.place import Place
 from headrace.policy.policy import Policy
 from headrace.rollout.pages import PAGE
 from headrace.runs.audit import audit, books
-from headrace.types import Drop
 
 LONG_TAILED = (
     "rollout.max_new_tokens=100",
@@ -124,19 +123,17 @@ async def test_late_groups_are_dropped_as_stale(workshop: Workshop):
         loop.on_row = on_row
 
     await play(workshop.config("late", *extra, "reward.timeout_s=1000", reward="tardy"), meddle)
-    names = ("trajectory_id", "prompt_id", "reason", "num_tokens", "lag", "reward")
-    found = select(run, f"SELECT {', '.join(names)} FROM drops WHERE reason = 'stale'")
-    stale = [Drop(**dict(zip(names, values, strict=True))) for values in found]
-    late = [drop for drop in stale if drop.prompt_id == "p2"]
+    stale = select(run, "SELECT trajectory_id, prompt_id, num_tokens, lag, reward FROM drops WHERE reason = 'stale'")
+    late = [drop for drop in stale if drop[1] == "p2"]
     assert len(late) == 4
     lengths = dict(select(run, "SELECT id, num_tokens FROM trajectories"))
-    for drop in late:
-        assert drop.lag >= 3
-        assert drop.num_tokens == lengths[drop.trajectory_id] > 0
-        assert drop.reward is not None
+    for id, _, num_tokens, lag, reward in late:
+        assert lag >= 3
+        assert num_tokens == lengths[id] > 0
+        assert reward is not None
     assert max(t.lag for t in trained_in(run)) <= 1
     assert len(rows_of(run)) == 10  # its place was given back
-    assert sum(row.dropped_tokens.get("stale", 0) for row in rows_of(run)) == sum(d.num_tokens for d in stale)
+    assert sum(row.dropped_tokens.get("stale", 0) for row in rows_of(run)) == sum(drop[2] for drop in stale)
     assert audit(run) == []
 
 

@@ -278,14 +278,16 @@ async def test_an_interrupt_in_the_middle_of_the_update_books_what_was_trained(w
     assert_all_accounted_for(run, interrupted=True)
 
 
-async def test_an_interrupt_in_the_middle_of_an_evaluation_keeps_the_row_of_the_step(workshop: Workshop):
+async def test_an_interrupt_in_the_middle_of_an_evaluation_keeps_the_row_of_the_step(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
     def meddle(place: Place, loop: Loop) -> None:
-        async def endless() -> float:
+        async def endless(*_: object) -> float:
             loop.interrupt()
             await asyncio.sleep(3600)
             return 1.0
 
-        loop.evaluate = endless  # type: ignore[method-assign]
+        monkeypatch.setattr("headrace.loop.loop.evaluate", endless)
 
     async with asyncio.timeout(PATIENT_S):
         loop = await play(workshop.config("examined", "loop.steps=5", "loop.eval_every=1", reward="dense"), meddle)

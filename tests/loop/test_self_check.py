@@ -66,10 +66,10 @@ def test_a_learner_far_from_the_engine_does_not_train(workshop: Workshop, monkey
 
 
 def test_no_run_starts_beyond_the_limit_and_none_is_refused_below():
-    self_check.refuse_far(Mismatch(count=10, mean_abs=self_check.FAR))
+    assert self_check.verdict(Mismatch(count=10, mean_abs=self_check.FAR), "float32")
     for distance in (1.01 * self_check.FAR, math.inf, math.nan):
         with pytest.raises(ModelError, match="10 sampled tokens"):
-            self_check.refuse_far(Mismatch(count=10, mean_abs=distance))
+            self_check.verdict(Mismatch(count=10, mean_abs=distance), "float32")
     assert max(self_check.LARGE.values()) < self_check.FAR
 
 
@@ -101,10 +101,10 @@ def test_an_exact_run_that_is_not_does_not_start(workshop: Workshop, monkeypatch
 
 
 def test_the_least_difference_is_refused_in_exact_mode():
-    self_check.refuse_inexact(Mismatch(count=10))
+    assert self_check.verdict(Mismatch(count=10), "float32", exact=True) == ""
     for distance in (1e-12, math.nan):
         with pytest.raises(ModelError, match="10 sampled tokens"):
-            self_check.refuse_inexact(Mismatch(count=10, mean_abs=distance))
+            self_check.verdict(Mismatch(count=10, mean_abs=distance), "float32", exact=True)
 
 
 def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
@@ -126,8 +126,7 @@ def test_the_check_leaves_no_trace_in_the_run(workshop: Workshop, monkeypatch: p
 
 @pytest.mark.parametrize(("dtype", "limit"), self_check.LARGE.items())
 def test_the_warning_begins_where_rounding_ends(dtype: str, limit: float):
-    assert self_check.warning(Mismatch(count=10, mean_abs=0.99 * limit), dtype) == ""
-    text = self_check.warning(Mismatch(count=10, mean_abs=2 * limit), dtype)
+    assert self_check.verdict(Mismatch(count=10, mean_abs=0.99 * limit), dtype) == ""
+    text = self_check.verdict(Mismatch(count=10, mean_abs=2 * limit), dtype)
     assert "10 sampled tokens" in text
     assert ("model.dtype=float32" in text) == (dtype in ("bfloat16", "float16"))
-    assert self_check.warning(Mismatch(count=1, mean_abs=math.nan), dtype), "what is no number is not small"

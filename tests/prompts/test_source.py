@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.errors import DataError, MissingExtraError
-from headrace.prompts.source import default_reward, is_generated, open_source
+from headrace.prompts.source import default_reward, open_source
 
 RECORDS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "note": "ä\u2028ö" * i} for i in range(5)]
 
@@ -236,7 +236,7 @@ def test_datasets_directory(tmp_path):
     assert everything(source) == RECORDS
     assert type(source[1]["answer"]) is str
     with pytest.raises(IndexError):
-        source[-1]
+        source[5]
     with pytest.raises(DataError, match=r"no field 'question' .*has: answer, note, prompt"):
         opened(tmp_path / "one", prompt_field="question")
 
@@ -296,4 +296,3 @@ def test_default_reward():
     assert default_reward("arithmetic") == "headrace.prompts.arithmetic:score"
     assert default_reward("reasoning-gym:leg_counting") == "reasoning-gym"
     assert default_reward("a.jsonl") == default_reward("folder") == "exact"
-    assert [is_generated(s) for s in ("arithmetic", "reasoning-gym:x", "a.jsonl")] == [True, True, False]

@@ -56,13 +56,23 @@ def test_an_id_used_twice(tmp_path, plain, ids, other):
         stream(plain, source=path)
 
 
-@pytest.mark.parametrize("stop", [0, 3, 7, 9])
-def test_resume(tmp_path, plain, stop):
+def test_every_record_once_per_epoch_in_a_new_order(tmp_path, plain):
+    path = numbered(tmp_path, 53)
+    drawn = [id for _, id, *_ in take(stream(plain, source=path), 150)]
+    epochs = [drawn[:50], drawn[50:100], drawn[100:]]
+    assert all(set(order) == {f"train-{i}" for i in range(50)} for order in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [id for _, id, *_ in take(stream(plain, seed=1, source=path), 50)] != epochs[0]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("stop", [0, 1, 6, 7, 8, 20])
+def test_resume(tmp_path, plain, stop, shuffle):
     path = numbered(tmp_path, 10)
-    expected = take(stream(plain, source=path), 20)
-    first = stream(plain, source=path)
+    expected = take(stream(plain, source=path, shuffle=shuffle), 20)
+    first = stream(plain, source=path, shuffle=shuffle)
     before = take(first, stop)
-    second = stream(plain, source=path)
+    second = stream(plain, source=path, shuffle=shuffle)
     second.restore(json.loads(json.dumps(first.state())))
     assert before + take(second, 20 - stop) == expected
     second.restore({**second.state(), "serial": 5})

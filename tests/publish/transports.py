@@ -91,8 +91,6 @@ class _Local:
         return self._children[-1]
 
     def close(self) -> None:
-        for end in self._ends:
-            end.close()
         for child in self._children:
             child.kill()
 

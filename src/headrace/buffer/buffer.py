@@ -6,7 +6,7 @@ import asyncio
 from bisect import insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from headrace.config import BufferSection
@@ -109,31 +109,24 @@ class LagPolicy:
         return [serial for serial, first in begun if version - first > self.max_lag]
 
 
+@dataclass
 class Sieve:
     """Which trajectories are trained on; every other one is dropped with a reason.
 
-    The filters in order: overlong answers, the user's own, groups without signal. `ask(spec, group)`
-    calls a filter of the user: its reward is 1 to keep the group, 0 to drop it. `by_turn`: turns have
-    credit of their own, so there is a signal where their rewards or numbers differ.
+    The filters in order: overlong answers, the user's own, groups without signal.
     """
 
-    def __init__(
-        self,
-        section: BufferSection,
-        ask: Callable[[str, Group], Awaitable[Score]] | None = None,
-        *,
-        by_turn: bool = False,
-    ) -> None:
-        self._section, self._ask, self._by_turn = section, ask, by_turn
-        assert ask is not None or not section.filters
-        self.first_error = ""
+    section: BufferSection
+    keeps: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: its reward is 1 or 0
+    by_turn: bool = False  # turns have credit of their own: they are a signal, too
+    first_error: str = ""
 
     async def refusal(self, group: Group) -> str | None:
         """Why the user's filters do not keep the group. They may run in other processes, and take long."""
         group, _ = self._uncut(group)
-        for spec in self._section.filters if group.trajectories else ():
-            assert self._ask is not None
-            name, verdict = spec.rpartition(":")[2], await self._ask(spec, group)
+        for spec in self.section.filters if group.trajectories else ():
+            assert self.keeps is not None
+            name, verdict = spec.rpartition(":")[2], await self.keeps(spec, group)
             if verdict.failure is not None:
                 told = f"the filter '{name}' failed on prompt '{group.prompt.id}': {verdict.detail}"
                 self.first_error = self.first_error or told
@@ -149,8 +142,8 @@ class Sieve:
         """
         group, dropped = self._uncut(group)
         reason = refusal if group.trajectories else DropReason.INCOMPLETE
-        if reason is None and self._section.drop_no_signal:
-            turns = [tuple(turn.reward for turn in t.turns) if self._by_turn else () for t in group.trajectories]
+        if reason is None and self.section.drop_no_signal:
+            turns = [tuple(turn.reward for turn in t.turns) if self.by_turn else () for t in group.trajectories]
             if len({(t.reward, given) for t, given in zip(group.trajectories, turns, strict=True)}) == 1:
                 reason = DropReason.NO_SIGNAL
         if reason is None:
@@ -159,12 +152,13 @@ class Sieve:
 
     def _uncut(self, group: Group) -> tuple[Group, Dropped]:
         """The group without the answers that `drop_overlong` drops, and those."""
-        if not self._section.drop_overlong:
+        if not self.section.drop_overlong:
             return group, []
         kept = tuple(t for t in group.trajectories if not t.finish.cut)
         return replace(group, trajectories=kept), [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]
 
 
+@dataclass(eq=False)
 class Buffer:
     """Groups on their way from generation to training.
 
@@ -172,32 +166,28 @@ class Buffer:
     drop `on_drop(trajectories with reasons, their group, was_buffered)` is called.
     """
 
-    def __init__(
-        self,
-        policy: LagPolicy,
-        sieve: Sieve,
-        *,
-        patience: int,
-        on_buffered: Callable[[Group], None],
-        on_drop: OnDrop,
-    ) -> None:
-        self.policy = policy
-        self.version = 0
-        self.wave = 0  # a new one begins when a group is started while none is in flight
-        self.in_flight: dict[int, int | None] = {}  # serial -> version of the first token
-        self.buffered: list[Group] = []  # sorted by `policy.order`
-        self._attempts: dict[int, int] = {}  # serial -> attempt, of the groups in flight
-        self._held = False
-        self.sieve, self._patience = sieve, patience
-        self._on_buffered, self._on_drop = on_buffered, on_drop
-        self._committed = 0  # groups admitted and not dropped, plus those that steps did without
-        self._taken = 0  # groups of the current step
-        self._missing = 0  # groups that the current step does without
-        self._wave_left = 0
-        self._window = policy.least_window  # groups that may be in flight or buffered
-        self._idle: int | None = None  # fewest buffered groups since the step began
-        self._barren: Counter[str] = Counter()  # drop reasons since the last good group
-        self._changed = asyncio.Condition()
+    policy: LagPolicy
+    sieve: Sieve
+    patience: int
+    on_buffered: Callable[[Group], None]
+    on_drop: OnDrop
+    version: int = 0
+    wave: int = 0  # a new one begins when a group is started while none is in flight
+    in_flight: dict[int, int | None] = field(default_factory=dict)  # serial -> its first token's version
+    buffered: list[Group] = field(default_factory=list)  # sorted by `policy.order`
+    _attempts: dict[int, int] = field(default_factory=dict)  # serial -> attempt, in flight
+    _held: bool = False
+    _committed: int = 0  # groups admitted and not dropped, plus those that steps did without
+    _taken: int = 0  # groups of the current step
+    _missing: int = 0  # groups that the current step does without
+    _wave_left: int = 0
+    _window: int = 0  # groups that may be in flight or buffered
+    _idle: int | None = None  # fewest buffered groups since the step began
+    _barren: Counter[str] = field(default_factory=Counter)  # drop reasons since the last good group
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def __post_init__(self) -> None:
+        self._window = self.policy.least_window
 
     def restore(self, *, version: int, wave: int, buffered: list[Group], num_again: int) -> None:
         """Continue a run that ended too soon, before `num_again` groups are started again."""
@@ -253,17 +243,17 @@ class Buffer:
             kept, dropped = self.sieve.sift(group, refusal)
             waits = False
             if dropped:
-                self._on_drop(dropped, group, False)
+                self.on_drop(dropped, group, False)
             if kept is None:
                 self._committed -= 1
                 self._barren[dropped[-1][1] if dropped else DropReason.INCOMPLETE] += 1
             elif kept.lag(self.version) > self.policy.max_lag:
                 self._committed -= 1
-                self._on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
+                self.on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
             else:
                 self._barren.clear()
                 insort(self.buffered, kept, key=self.policy.order)
-                self._on_buffered(kept)
+                self.on_buffered(kept)
                 waits = True
             self._do_without()
             self._changed.notify_all()
@@ -338,13 +328,13 @@ class Buffer:
         for group in old:
             self.buffered.remove(group)
             self._committed -= 1
-            self._on_drop([(t, DropReason.STALE) for t in group.trajectories], group, True)
+            self.on_drop([(t, DropReason.STALE) for t in group.trajectories], group, True)
         if old:
             self._do_without()
             self._changed.notify_all()
 
     def _check_progress(self) -> None:
-        if self._barren.total() >= self._patience * self.policy.groups_per_step:
+        if self._barren.total() >= self.patience * self.policy.groups_per_step:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
             hint = "no_signal means that all answers to a prompt got the same reward: the task is too hard "
             hint += "or too easy, or the reward does not distinguish answers. "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from headrace.measured import STAGES, StageSpan, StageTimes
+from headrace.measured import StageSpan
 
 STALL = "training waits"  # detail of a `checkpoint` span that holds up training
 
@@ -79,20 +79,13 @@ class StageClock:
             return [replace(span, end_s=now_s) for span in self._running.values()]
 
 
-def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> StageTimes:
-    """Seconds in which each stage was busy; overlapping spans count once."""
-    clipped: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
-    for span in spans:
-        if span.stage in clipped:
-            clipped[span.stage].append((max(span.start_s, start_s), min(span.end_s, end_s)))
-    return StageTimes(**{stage: union_length(intervals) for stage, intervals in clipped.items()})
-
-
-def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals; one that ends before it starts is empty."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > max(start, reached):
-            total += end - max(start, reached)
-            reached = end
+def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> dict[str, float]:
+    """By stage, the seconds in which it was busy; overlapping spans count once."""
+    total: dict[str, float] = defaultdict(float)
+    reached: dict[str, float] = defaultdict(lambda: start_s)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        begin, end = max(span.start_s, reached[span.stage]), min(span.end_s, end_s)
+        if end > begin:
+            total[span.stage] += end - begin
+            reached[span.stage] = end
     return total

@@ -33,12 +33,12 @@ def create_database(run_dir: Path) -> sqlite3.Connection:
         connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
         connection.execute("COMMIT")
 
-    path = run_dir / FILE_NAME
-    _claim(path)
+    _claim(run_dir)
     try:
-        return _connect(path, prepare)
+        return _connect(run_dir / FILE_NAME, prepare)
     except RunError:
-        remove_database(run_dir)
+        for name in DATABASE:
+            (run_dir / name).unlink(missing_ok=True)
         raise
 
 
@@ -68,11 +68,6 @@ def is_complete(run_dir: Path) -> bool:
             return True  # damaged: `open_database` will say so
 
 
-def remove_database(run_dir: Path) -> None:
-    for name in DATABASE:
-        (run_dir / name).unlink(missing_ok=True)
-
-
 def close_database(connection: sqlite3.Connection) -> None:
     """Close a written database, leaving one file without WAL, for read-only directories."""
     with contextlib.suppress(sqlite3.OperationalError):  # a reader has it open
@@ -97,7 +92,7 @@ def rescue_database(connection: sqlite3.Connection, path: Path) -> RunError:
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
     """All or nothing. A full disk raises RunError, a broken rule of the books IntegrityError."""
-    try:
+    with explained(path):
         connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -106,9 +101,16 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
             if connection.in_transaction:  # on a full disk SQLite has rolled back by itself
                 connection.execute("ROLLBACK")
             raise
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Errors of the database at `path` in the user's words, except those that are our mistake."""
+    try:
+        yield
     except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
-        raise  # our mistake, not the user's
-    except sqlite3.DatabaseError as error:
+        raise
+    except sqlite3.Error as error:
         raise explain(error, path) from error
 
 
@@ -134,23 +136,20 @@ def claimed(run_dir: Path) -> IO[str]:
     The operating system closes it with the process.
     """
     try:
-        lock = (run_dir / LOCK_NAME).open("a+")
-        try:
+        with contextlib.ExitStack() as undo:
+            lock = undo.enter_context((run_dir / LOCK_NAME).open("a+"))
+            lock.seek(0)
+            owner = lock.read().strip() or "?"
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-        except BlockingIOError as error:
-            with lock:
-                lock.seek(0)
-                owner = lock.read().strip() or "?"
-            raise RunError(f"{run_dir} is in use: process {owner} is training there") from error
-        except OSError:
-            lock.close()
-            raise
+            undo.pop_all()
+            return lock
+    except BlockingIOError as error:
+        raise RunError(f"{run_dir} is in use: process {owner} is training there") from error
     except OSError as error:
         raise RunError(f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir.") from error
-    return lock
 
 
 def _connect(
@@ -158,16 +157,12 @@ def _connect(
 ) -> sqlite3.Connection:
     """A connection on which `prepare` succeeded."""
     where = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
-    try:
+    with explained(path), contextlib.ExitStack() as undo:
         connection = sqlite3.connect(where, uri=True, isolation_level=None, timeout=LOCK_WAIT_S)
-        try:
-            prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.Error as error:
-        raise explain(error, path) from error
-    return connection
+        undo.callback(connection.close)
+        prepare(connection)
+        undo.pop_all()
+        return connection
 
 
 def _log_ahead(connection: sqlite3.Connection) -> None:
@@ -175,20 +170,18 @@ def _log_ahead(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
 
 
-def _claim(path: Path) -> None:
+def _claim(run_dir: Path) -> None:
     """Create the file exclusively, so that two runs cannot start in one directory."""
-    doing, another = f"make the run directory {path.parent}", "Choose another run.dir"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        doing = f"write into {path.parent}"
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(run_dir / FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed
+            (run_dir / name).unlink(missing_ok=True)
     except OSError as error:
-        if isinstance(error, FileExistsError) and path.exists():
-            told = f"{path.parent} already holds a run. {another}, or set run.overwrite=true"
-            raise RunError(f"{told} to replace it.") from error
-        raise RunError(f"Cannot {doing}: {error.strerror}. {another}.") from error
-    for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed into the new one
-        path.with_name(name).unlink(missing_ok=True)
+        told = f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir"
+        if (run_dir / FILE_NAME).exists():
+            told = f"{run_dir} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it"
+        raise RunError(f"{told}.") from error
 
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:

@@ -145,10 +145,6 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def says_finished(run_dir: Path) -> bool:
-    return read_summary(run_dir).get("finished") is True
-
-
 def is_run(path: Path) -> bool:
     """Whether a run was ever started here: there is a ledger, or settings and a lock."""
     return (path / FILE_NAME).is_file() or ((path / SETTINGS).is_file() and (path / LOCK_NAME).is_file())
@@ -175,7 +171,7 @@ def scale(run_dir: Path, workers: int) -> str:
             f"'{config.place.layout}': the number of rollout workers changes only on a cluster, with "
             "devices of their own (disaggregated)"
         )
-    if says_finished(run_dir):
+    if read_summary(run_dir).get("finished") is True:
         raise RunError(f"{run_dir} has finished")
     if workers < 1:
         raise RunError(f"{workers} rollout workers cannot sample anything: at least 1 is needed")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from headrace.measured import StageTimes
 from headrace.row import Row
-from headrace.types import Drop, FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
+from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
@@ -31,7 +31,7 @@ _PARTIAL = ("id", "prompt_id", "idx", "finish", "spans", *_TIMES)
 _WHOLE = (*_PARTIAL, "scored_s", "reward", "reward_parts")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Restart:
     """What a restart found and did."""
 
@@ -65,13 +65,6 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def columns_of_drop(drop: Drop) -> dict[str, Any]:
-    """The columns of an aborted trajectory, of which nothing is known but its drop."""
-    known = {"id": drop.trajectory_id, "prompt_id": drop.prompt_id, "num_tokens": int(drop.num_tokens)}
-    reward = None if drop.reward is None else float(drop.reward)
-    return {**known, "reward": reward, "reward_parts": "{}", "spans": "[]"}
-
-
 def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
     names = ", ".join(values)
     marks = ", ".join(f":{name}" for name in values)
@@ -101,42 +94,32 @@ def encode(trajectory: Trajectory) -> bytes:
 
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
     """Trajectories that the condition `where` on `trajectories t` selects, with tokens."""
-    query = (
-        f"SELECT {', '.join(f't.{name}' for name in _WHOLE)}, j.data FROM trajectories t "
-        f"JOIN journal j ON j.trajectory_id = t.id WHERE {where} ORDER BY t.serial, t.idx"
-    )
-    return [_trajectory(_WHOLE, found) for found in connection.execute(query, tuple(values))]
+    tables = "trajectories t JOIN journal j ON j.trajectory_id = t.id"
+    return _read(connection, _WHOLE, f"{tables} WHERE {where} ORDER BY t.serial, t.idx", values)
 
 
-def write_partials(connection: sqlite3.Connection, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-    """Replace all stored partial trajectories, by serial and index."""
-    connection.execute("DELETE FROM partials")
-    for serial, by_index in partials.items():
-        for index, t in by_index.items():
-            write_partial(connection, serial, index, t)
+def read_partials(connection: sqlite3.Connection, serial: int) -> list[Trajectory]:
+    """A group's partial trajectories that were not booked since."""
+    where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
+    return _read(connection, _PARTIAL, f"partials t WHERE {where} ORDER BY idx", (serial,))
 
 
-def write_partial(connection: sqlite3.Connection, serial: int, index: int, t: Trajectory) -> None:
+def _read(connection: sqlite3.Connection, names: Sequence[str], of: str, values: Iterable[Any]) -> list[Trajectory]:
+    query = f"SELECT {', '.join(f't.{name}' for name in names)}, data FROM {of}"
+    found = connection.execute(query, tuple(values))
+    return [_trajectory(dict(zip((*names, "data"), row, strict=True))) for row in found]
+
+
+def write_partial(connection: sqlite3.Connection, serial: int, t: Trajectory) -> None:
     """Store a partial trajectory, in place of an earlier state of it."""
-    known = columns(t) | {"idx": index}
+    known = columns(t)
     values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "data": encode(t)}
-    connection.execute("DELETE FROM partials WHERE serial = ? AND idx = ?", (serial, index))
+    connection.execute("DELETE FROM partials WHERE serial = ? AND idx = ?", (serial, known["idx"]))
     insert(connection, "partials", values)
 
 
-def read_partials(connection: sqlite3.Connection, serial: int) -> dict[int, Trajectory]:
-    """By index, a group's partial trajectories that were not booked since."""
-    query = (
-        f"SELECT {', '.join(_PARTIAL)}, data FROM partials "
-        "WHERE serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1) ORDER BY idx"
-    )
-    found = [_trajectory(_PARTIAL, values) for values in connection.execute(query, (serial,))]
-    return {trajectory.index: trajectory for trajectory in found}
-
-
-def _trajectory(names: tuple[str, ...], found: tuple[Any, ...]) -> Trajectory:
-    """From the columns `names` and, last, the encoded rest."""
-    values = dict(zip((*names, "data"), found, strict=True))
+def _trajectory(values: Mapping[str, Any]) -> Trajectory:
+    """From columns, and the encoded rest as `data`."""
     arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
     kept = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else []

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,10 +21,16 @@ from headrace.ledger.clock import StageClock
 from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.measured import StageSpan
 from headrace.row import Row
-from headrace.types import Attempt, Drop, DropReason, Group, Prompt, Score, Trajectory
+from headrace.types import Attempt, DropReason, Group, Prompt, Score, Trajectory
 
 PROMPT = "prompt:"  # key of a prompt in the table `meta`
 MAX_PROMPT_CHARS = 1 << 16  # with its fields
+ROW_COLUMNS = (
+    *("step", "version", "wall_s", "generated_tokens", "trained_tokens", "backlog_tokens"),
+    *("reward_mean", "lag_max", "score"),
+)
+
+Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +133,10 @@ class Ledger:
                 self.open_attempt(attempt)
 
     def closed(self, serial: int, number: int) -> None:
-        with self.writing():
-            self._close(serial, number)
+        with self.writing() as connection:
+            self._check_open(serial, number)
+            self.mark_attempt(serial, number, "closed")
+            connection.execute("DELETE FROM partials WHERE serial = ?", (int(serial),))
 
     def sampled(self, num_tokens: int) -> None:
         with self.writing():
@@ -141,7 +149,7 @@ class Ledger:
         """
         of = {"serial": group.serial, "attempt": group.attempt, "state": "buffered"}
         with self.writing() as connection:
-            self._close(group.serial, group.attempt)
+            self.closed(group.serial, group.attempt)
             for t in group.trajectories:
                 journal.insert(connection, "trajectories", journal.columns(t) | of)
                 self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, t.id)
@@ -155,49 +163,39 @@ class Ledger:
         with self.writing():
             self.connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
 
-    def trained(self, group: Group, *, step: int, lag_of: Callable[[Trajectory], int]) -> None:
+    def trained(self, group: Group, *, version: int) -> None:
+        """The present step trained on a group, with the policy `version`."""
         query = "UPDATE trajectories SET state = 'trained', lag = ?, trained_step = ? WHERE id = ?"
         with self.writing():
             for t in group.trajectories:
-                lag = int(lag_of(t))
-                self.transfer("buffered", "trained", t.num_sampled_tokens, 1, t.id, lag=lag, step=step)
-                self.connection.execute(query, (lag, step, t.id))
+                lag = _lag(t, version)
+                self.transfer("buffered", "trained", t.num_sampled_tokens, 1, t.id, lag=lag)
+                self.connection.execute(query, (lag, self.step, t.id))
 
     def dropped(
-        self,
-        drops: Sequence[Drop],
-        *,
-        source: Literal["in_flight", "buffered"],
-        trajectories: Sequence[Trajectory] = (),
-        prompt: Prompt | None = None,
-        of: tuple[int, int] | None = None,
+        self, group: Group, drops: Dropped, *, source: Literal["in_flight", "buffered"], version: int = 0
     ) -> None:
-        """Book `drops`. `trajectories` are those that were finished but never buffered.
+        """Book trajectories of `group` as dropped, with their lag behind `version`.
 
-        `of` is the serial and attempt of their group, `prompt` what they answer. If an earlier
-        attempt at the same trajectory was dropped, this one is booked as redone: it was generated
-        again only because of a restart.
+        If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it
+        was generated again only because of a restart.
         """
-        records = {trajectory.id: trajectory for trajectory in trajectories}
-        with self.writing():
-            if of is not None and source == "in_flight":
-                self._check_open(*of)
-            for drop in drops:
-                id, lag = drop.trajectory_id, int(drop.lag)
+        of = {"serial": group.serial, "attempt": group.attempt, "state": "dropped"}
+        with self.writing() as connection:
+            if source == "in_flight":
+                self._check_open(group.serial, group.attempt)
+                self._ask(group.prompt)
+            for t, reason in drops:
+                lag = _lag(t, version)
                 if source == "buffered":
-                    self.drop_buffered(id, drop.num_tokens, drop.reason, lag)
+                    self.drop_buffered(t.id, t.num_sampled_tokens, reason, lag)
                     continue
-                known = records.get(id)
-                if self._dropped_before(known, of):
-                    drop = replace(drop, reason=DropReason.REDONE)
-                values = journal.columns(known) if known else journal.columns_of_drop(drop)
-                values |= {"state": "dropped", "drop_reason": str(drop.reason), "lag": lag}
-                values |= {} if of is None else {"serial": of[0], "attempt": of[1]}
-                journal.insert(self.connection, "trajectories", values)
-                self.transfer(source, f"{DROPPED}{drop.reason}", drop.num_tokens, 1, id, lag=lag)
-                if known:  # to be read by people: no restart needs it
-                    self._keep(replace(known, replay=None))
-            self._ask(prompt)
+                if self._dropped_before(group, t.index):
+                    reason = DropReason.REDONE
+                values = journal.columns(t) | of | {"drop_reason": str(reason), "lag": lag}
+                journal.insert(connection, "trajectories", values)
+                self.transfer(source, f"{DROPPED}{reason}", t.num_sampled_tokens, 1, t.id, lag=lag)
+                self._keep(replace(t, replay=None))  # to be read by people: no restart needs it
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
         names = "stage, start_s, end_s, worker, version, detail"
@@ -207,14 +205,10 @@ class Ledger:
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
-        score = None if row.score is None else float(row.score)
-        values: dict[str, Any] = {"wall_s": float(row.wall_s), "reward_mean": float(row.reward_mean)}
-        values |= {"score": score, "data": journal.row_to_json(row)}
-        for name in ("step", "version", "generated_tokens", "trained_tokens", "backlog_tokens", "lag_max"):
-            values[name] = int(getattr(row, name))
+        values = {name: getattr(row, name) for name in ROW_COLUMNS}
         with self.writing() as connection:
-            journal.insert(connection, "rows", values)
-        self.step = int(row.step) + 1
+            journal.insert(connection, "rows", values | {"data": journal.row_to_json(row)})
+        self.step = row.step + 1
 
     def redone(self, num_tokens: int) -> None:
         """`num_tokens` in flight were lost with a worker; another worker samples them again."""
@@ -228,8 +222,12 @@ class Ledger:
         self._turns[serial, episode.index] = episode
 
     def keep_partials(self, partials: Mapping[int, Mapping[int, Trajectory]]) -> None:
-        with self.writing():
-            journal.write_partials(self.connection, partials)
+        """Replace what is stored of unfinished answers; `partials` are by serial and index."""
+        with self.writing() as connection:
+            connection.execute("DELETE FROM partials")
+            for serial, answers in partials.items():
+                for t in answers.values():
+                    journal.write_partial(connection, serial, t)
 
     def flush(self) -> None:
         """Store what waits for the next transaction."""
@@ -280,9 +278,8 @@ class Ledger:
         return {key.removeprefix("run:"): value for key, value in facts}
 
     def restarts(self) -> list[journal.Restart]:
-        names = [field.name for field in fields(journal.Restart)]
-        found = self.read(f"SELECT {', '.join(names)} FROM restarts ORDER BY number")
-        return [journal.Restart(**dict(zip(names, values, strict=True))) for values in found]
+        found = self.read("SELECT * FROM restarts ORDER BY number")
+        return [journal.Restart(*values) for values in found]
 
     def balance(self) -> dict[str, tuple[int, int]]:
         """Tokens and trajectories per account: `generated` is negative, all add up to zero."""
@@ -291,6 +288,12 @@ class Ledger:
 
     def totals(self) -> Books:
         return Books.of(self.balance())
+
+    def moved_since_row(self) -> dict[str, int]:
+        """Tokens that came into each account since the last row; generated ones into `in_flight`."""
+        last = "COALESCE((SELECT id FROM transfers WHERE step < ? ORDER BY id DESC LIMIT 1), 0)"
+        query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > {last} GROUP BY credit"
+        return dict(self.read(query, (self.step,)))
 
     def rows(self, *, after_step: int = -1) -> list[Row]:
         found = self.read("SELECT data FROM rows WHERE step > ? ORDER BY step", (after_step,))
@@ -309,19 +312,15 @@ class Ledger:
             self.connection.executemany(
                 query, [(key, s.reward, json.dumps(dict(s.parts))) for key, s in self._verdicts.items()]
             )
-            for (serial, index), episode in self._turns.items():
-                journal.write_partial(self.connection, serial, index, episode)
+            for (serial, _), episode in self._turns.items():
+                journal.write_partial(self.connection, serial, episode)
             yield self.connection
         self._verdicts.clear()
         self._turns.clear()
 
     def read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        try:
+        with database.explained(self._path):
             return self.connection.execute(query, values).fetchall()
-        except sqlite3.ProgrammingError:
-            raise  # our mistake, not the user's
-        except sqlite3.DatabaseError as error:
-            raise database.explain(error, self._path) from error
 
     def _check_file(self) -> None:
         """A deleted file can still be written: nobody would notice before the end."""
@@ -330,14 +329,12 @@ class Ledger:
                 return
         raise database.rescue_database(self.connection, self._path)
 
-    def _dropped_before(self, trajectory: Trajectory | None, of: tuple[int, int] | None) -> bool:
-        if trajectory is None or of is None or of[1] == 1:
-            return False
+    def _dropped_before(self, group: Group, index: int) -> bool:
         query = (
             "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? "
             "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
         )
-        return self.connection.execute(query, (*of, int(trajectory.index))).fetchone() is not None
+        return bool(self.read(query, (group.serial, group.attempt, int(index))))
 
     def drop_buffered(self, id: str, num_tokens: int, reason: str, lag: int) -> None:
         self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=lag)
@@ -347,13 +344,13 @@ class Ledger:
     def _keep(self, trajectory: Trajectory) -> None:
         self.connection.execute("INSERT INTO journal VALUES (?, ?)", (trajectory.id, journal.encode(trajectory)))
 
-    def _ask(self, prompt: Prompt | None) -> None:
+    def _ask(self, prompt: Prompt) -> None:
         """Keep a prompt's text and fields, the expected answer among them, for people to read."""
-        if prompt is not None:
-            told = json.dumps({"text": prompt.text, "fields": dict(prompt.fields)}, default=str)
-            if len(told) > MAX_PROMPT_CHARS:
-                told = json.dumps({"text": prompt.text})
-            self.connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"{PROMPT}{prompt.id}", told))
+        told = json.dumps({"text": prompt.text, "fields": dict(prompt.fields)}, default=str)
+        if len(told) > MAX_PROMPT_CHARS:
+            told = json.dumps({"text": prompt.text})
+        key = f"{PROMPT}{prompt.id}"
+        self.connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, told))
 
     def prompt(self, id: str) -> dict[str, Any]:
         """The `text` and `fields` of a prompt that was answered; empty if they were not kept."""
@@ -371,11 +368,6 @@ class Ledger:
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
 
-    def _close(self, serial: int, number: int) -> None:
-        self._check_open(serial, number)
-        self.mark_attempt(serial, number, "closed")
-        self.connection.execute("DELETE FROM partials WHERE serial = ?", (int(serial),))
-
     def mark_attempt(self, serial: int, number: int, state: str) -> None:
         query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"
         self.connection.execute(query, (str(state), int(serial), int(number)))
@@ -389,12 +381,14 @@ class Ledger:
         trajectory_id: str | None = None,
         *,
         lag: int | None = None,
-        step: int | None = None,
     ) -> None:
         at_s = self._clock.now() if self._clock else 0.0
-        step = self.step if step is None else int(step)
         self.connection.execute(
             "INSERT INTO transfers (at_s, step, debit, credit, tokens, trajectories, trajectory_id, lag) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (at_s, step, debit, credit, int(num_tokens), int(num_trajectories), trajectory_id, lag),
+            (at_s, self.step, debit, credit, int(num_tokens), int(num_trajectories), trajectory_id, lag),
         )
+
+
+def _lag(trajectory: Trajectory, version: int) -> int:
+    return int(version - trajectory.oldest_version) if trajectory.spans else 0

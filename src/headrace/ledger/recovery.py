@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 
 from headrace.ledger.journal import Restart, read_partials, read_trajectories
 from headrace.ledger.ledger import Amount, Ledger
@@ -12,18 +12,18 @@ from headrace.ledger.schema import DROPPED, SOURCE
 from headrace.types import Attempt, DropReason, FinishReason, Trajectory
 
 
+@dataclass(frozen=True)
 class Recovery:
     """The ledger of a run that ended too soon, as `loop/resume.py` needs it."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    ledger: Ledger
 
     # What there is.
 
     def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
         """All attempts, or those with this `state` or `wave`, in the order of their start."""
         names = ("serial", "number", "prompt_id", "wave", "version")
-        found = self._ledger.read(
+        found = self.ledger.read(
             f"SELECT {', '.join(names)} FROM attempts "
             "WHERE state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial",
             (state, wave),
@@ -32,31 +32,31 @@ class Recovery:
 
     def buffered_groups(self) -> list[tuple[int, int]]:
         query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered'"
-        return [(serial, n) for serial, n in self._ledger.read(f"{query} ORDER BY serial")]
+        return [(serial, n) for serial, n in self.ledger.read(f"{query} ORDER BY serial")]
 
     def trajectories(self, serial: int, attempt: int) -> list[Trajectory]:
         """The trajectories of an attempt that reached the buffer, with their tokens."""
         came = "SELECT 1 FROM transfers x WHERE x.trajectory_id = t.id AND x.debit = 'in_flight'"
         where = f"t.serial = ? AND t.attempt = ? AND EXISTS ({came} AND x.credit = 'buffered')"
-        return read_trajectories(self._ledger.connection, where, (serial, attempt))
+        return read_trajectories(self.ledger.connection, where, (serial, attempt))
 
     def partials(self, serial: int) -> dict[int, Trajectory]:
-        return read_partials(self._ledger.connection, serial)
+        return {t.index: t for t in read_partials(self.ledger.connection, serial)}
 
     def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
         """The steps begun after `step`, each with the serials and attempts of its groups."""
         query = "SELECT step, groups FROM steps WHERE step > ? ORDER BY step"
-        found = self._ledger.read(query, (step,))
+        found = self.ledger.read(query, (step,))
         return [(number, [(serial, n) for serial, n in json.loads(groups)]) for number, groups in found]
 
     def scored_since_row(self) -> list[tuple[float, int, bool]]:
         """Reward, tokens and whether truncated, of what was scored since the last row."""
-        found = self._ledger.read(
+        found = self.ledger.read(
             "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x "
             "ON x.trajectory_id = t.id WHERE x.debit = 'in_flight' AND x.step = ? "
             "AND t.reward IS NOT NULL AND NOT EXISTS (SELECT 1 FROM attempts a "
             "WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
-            (self._ledger.step,),
+            (self.ledger.step,),
         )
         return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
 
@@ -64,7 +64,7 @@ class Recovery:
 
     def lose(self, redo: Sequence[Attempt], reason: DropReason) -> Amount:
         """Drop everything in flight, and the attempts `redo` with whatever of them is buffered."""
-        ledger, held = self._ledger, self._ledger.totals().in_flight
+        ledger, held = self.ledger, self.ledger.totals().in_flight
         columns, of = "id, num_tokens", "serial = ? AND attempt = ? AND state = 'buffered'"
         buffered = f"SELECT {columns} FROM trajectories WHERE {of}"
         with ledger.writing() as connection:
@@ -80,7 +80,7 @@ class Recovery:
 
     def carry_on(self, attempts: Sequence[Attempt], kept_tokens: int) -> Amount:
         """Continue `attempts` under the next number; all but `kept_tokens` in flight is lost."""
-        ledger, lost = self._ledger, self._ledger.totals().in_flight.tokens - kept_tokens
+        ledger, lost = self.ledger, self.ledger.totals().in_flight.tokens - kept_tokens
         with ledger.writing():
             if lost:
                 ledger.transfer("in_flight", f"{DROPPED}{DropReason.REDONE}", lost, 0)
@@ -93,5 +93,5 @@ class Recovery:
         return Amount(tokens=lost)
 
     def restarted(self, restart: Restart) -> None:
-        with self._ledger.writing() as connection:
+        with self.ledger.writing() as connection:
             connection.execute("INSERT INTO restarts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(restart))

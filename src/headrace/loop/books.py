@@ -5,95 +5,70 @@ Of each trajectory whether it was trained on or dropped, and of each step one ro
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from headrace.ledger.clock import StageClock, busy_s, union_length
-from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.measured import EngineCounts, StageSpan, StepStats
+from headrace.ledger.clock import StageClock, busy_s
+from headrace.ledger.ledger import Dropped, Ledger
+from headrace.ledger.schema import DROPPED
+from headrace.measured import STAGES, StageTimes, StepStats
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
-from headrace.types import Drop, DropReason, Group, Prompt, Trajectory
-
-Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
+from headrace.types import DropReason, Group, Prompt, Trajectory
 
 
+@dataclass
 class Bookkeeper:
     """Books trajectories as buffered, trained on or dropped, with their lag (staleness) behind `version`.
 
     Of one group in `sample_every`, `on_sample` gets the answers with the highest and lowest reward.
     """
 
-    def __init__(
-        self, ledger: Ledger, *, sample_every: int = 0, on_sample: Callable[[Sample], None] = lambda sample: None
-    ) -> None:
-        self.version = 0
-        self._ledger = ledger
-        self._sample_every, self._on_sample = sample_every, on_sample
-        self._num_groups = 0
+    ledger: Ledger
+    sample_every: int = 0
+    on_sample: Callable[[Sample], None] = lambda sample: None
+    version: int = 0
+    _num_groups: int = 0
 
     def reached(self, version: int) -> None:
         self.version = version
 
     def buffered(self, group: Group) -> None:
-        self._ledger.buffered(group)
+        self.ledger.buffered(group)
         self._sample(group.prompt, [(t, "buffered") for t in group.trajectories])
 
-    def trained(self, groups: Sequence[Group], *, step: int, skipped: bool) -> None:
+    def trained(self, groups: Sequence[Group], *, skipped: bool) -> None:
         """Book the groups of the step that led to `version`; if it was `skipped`, as dropped."""
         before = self.version - 1
         for group in groups:
             if skipped:
                 drops = [(t, DropReason.SKIPPED_STEP) for t in group.trajectories]
-                self._ledger.dropped(_drops(drops, before), source="buffered")
+                self.ledger.dropped(group, drops, source="buffered", version=before)
             else:
-                self._ledger.trained(group, step=step, lag_of=lambda t: before - t.oldest_version)
+                self.ledger.trained(group, version=before)
 
-    def drop_group(self, dropped: Dropped, group: Group, was_buffered: bool) -> None:
-        """Book trajectories of `group` that the buffer dropped."""
-        if was_buffered:
-            self.drop_buffered(dropped)
-        else:
-            self.drop_in_flight(dropped, group.prompt, of=(group.serial, group.attempt))
-
-    def drop_buffered(self, dropped: Dropped) -> None:
-        if dropped:
-            self._ledger.dropped(_drops(dropped, self.version), source="buffered")
-
-    def drop_in_flight(self, dropped: Dropped, prompt: Prompt, *, of: tuple[int, int]) -> None:
-        """Book answers to `prompt` that never reached the buffer, `of` a group's serial and attempt."""
-        if dropped:
-            drops, trajectories = _drops(dropped, self.version), [t for t, _ in dropped]
-            self._ledger.dropped(drops, source="in_flight", trajectories=trajectories, prompt=prompt, of=of)
-            whole = [(t, reason) for t, reason in dropped if reason != DropReason.RUN_ENDED]
-            self._sample(prompt, [(t, f"dropped: {reason}") for t, reason in whole])
+    def dropped(self, drops: Dropped, group: Group, was_buffered: bool) -> None:
+        """Book trajectories of `group` that are not trained on."""
+        if not drops:
+            return
+        source: Literal["in_flight", "buffered"] = "buffered" if was_buffered else "in_flight"
+        self.ledger.dropped(group, drops, source=source, version=self.version)
+        if not was_buffered:
+            whole = [(t, reason) for t, reason in drops if reason != DropReason.RUN_ENDED]
+            self._sample(group.prompt, [(t, f"dropped: {reason}") for t, reason in whole])
 
     def _sample(self, prompt: Prompt, answers: Dropped) -> None:
         self._num_groups += bool(answers)
-        if not answers or not self._sample_every or (self._num_groups - 1) % self._sample_every:
+        if not answers or not self.sample_every or (self._num_groups - 1) % self.sample_every:
             return
         ranked = sorted(answers, key=lambda answer: (answer[0].reward is None, -(answer[0].reward or 0.0)))
         shown = [ranked[0]] if ranked[0][0].reward == ranked[-1][0].reward else [ranked[0], ranked[-1]]
         for t, fate in shown:
             step = self.version + 1
-            self._on_sample(Sample(step=step, prompt=prompt.text, answer=t.text, reward=t.reward, fate=fate))
-
-
-def _drops(dropped: Dropped, version: int) -> list[Drop]:
-    return [
-        Drop(
-            trajectory_id=t.id,
-            prompt_id=t.prompt_id,
-            reason=str(reason),
-            num_tokens=t.num_sampled_tokens,
-            lag=version - t.oldest_version if t.spans else 0,
-            reward=t.reward,
-        )
-        for t, reason in dropped
-    ]
+            self.on_sample(Sample(step=step, prompt=prompt.text, answer=t.text, reward=t.reward, fate=fate))
 
 
 class RowMaker:
@@ -102,7 +77,6 @@ class RowMaker:
     def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
         self._ledger, self._clock, self._pool = ledger, clock, pool
         self._start_s = clock.now()
-        self._books = ledger.totals()
         self._counts = pool.counts
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self._turns: list[int] = []  # of the same trajectories
@@ -114,17 +88,6 @@ class RowMaker:
 
     def restore(self, scored: list[tuple[float, int, bool]]) -> None:
         """Continue after the last row of a resumed run; `scored` was scored after that row."""
-        rows = self._ledger.rows()
-        dropped: Counter[str] = Counter()
-        for row in rows:
-            dropped.update(row.dropped_tokens)
-        self._books = Books(
-            generated=Amount(tokens=sum(row.generated_tokens for row in rows)),
-            trained=Amount(tokens=sum(row.trained_tokens for row in rows)),
-            buffered=Amount(),
-            in_flight=Amount(),
-            dropped={reason: Amount(tokens=tokens) for reason, tokens in dropped.items()},
-        )
         self._scored = scored
 
     def scored(self, trajectory: Trajectory) -> None:
@@ -138,38 +101,35 @@ class RowMaker:
         self.first_reward_failure = self.first_reward_failure or detail
 
     def make(
-        self,
-        step: int,
-        version: int,
-        taken: list[Group],
-        stats: StepStats,
-        *,
-        end_s: float,
-        moved_bytes: int,
-        score: float | None,
+        self, step: int, taken: list[Group], stats: StepStats, *, end_s: float, moved_bytes: int, score: float | None
     ) -> Row:
         """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation."""
         running, finished = self._clock.running(), self._clock.drain()
-        books, before, counts = self._ledger.totals(), self._books, self._pool.counts
+        busy = busy_s([*running, *finished], self._start_s, end_s)
+        moved, counts, before = self._ledger.moved_since_row(), self._pool.counts, self._counts
+        dropped = {name: n for name, n in moved.items() if name.startswith(DROPPED)}
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
         row = Row(
             step=step,
-            version=version,
+            version=step,
             wall_s=end_s - self._start_s,
             num_groups=len(taken),
             num_trajectories=len(trajectories),
-            generated_tokens=books.generated.tokens - before.generated.tokens,
-            trained_tokens=books.trained.tokens - before.trained.tokens,
-            dropped_tokens=_dropped_tokens(before, books),
-            backlog_tokens=books.backlog_tokens,
-            preemptions=counts.preemptions - self._counts.preemptions,
-            parks=counts.parks - self._counts.parks,
-            **self._of_turns(counts, [*running, *finished], end_s),
-            lag_mean=float(((version - 1 - oldest) * tokens).sum() / tokens.sum()),
-            lag_max=int(version - 1 - oldest.min()),
+            generated_tokens=moved.get("in_flight", 0),
+            trained_tokens=moved.get("trained", 0),
+            dropped_tokens={name.removeprefix(DROPPED): n for name, n in dropped.items() if n},
+            backlog_tokens=self._ledger.totals().backlog_tokens,
+            preemptions=counts.preemptions - before.preemptions,
+            parks=counts.parks - before.parks,
+            cached_share=(counts.cached_tokens - before.cached_tokens)
+            / max(1, counts.prompt_tokens - before.prompt_tokens),
+            turns_mean=float(np.mean(self._turns or [1])),
+            environment_s=busy["environment"],
+            lag_mean=float(((step - 1 - oldest) * tokens).sum() / tokens.sum()),
+            lag_max=int(step - 1 - oldest.min()),
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),
             length_mean=float(lengths.mean()),
@@ -189,31 +149,15 @@ class RowMaker:
             ratio_outside=stats.mismatch.outside_share,
             clipped_share=stats.clipped_share,
             effective_samples=stats.mismatch.effective_samples,
-            stage_s=busy_s([*running, *finished], self._start_s, end_s),
+            stage_s=StageTimes(**{stage: busy[stage] for stage in STAGES}),
             publish_bytes=moved_bytes,
             score=score,
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._books, self._counts, self._scored, self._start_s = books, counts, [], self._clock.now()
+        self._counts, self._scored, self._turns, self._start_s = counts, [], [], self._clock.now()
         return row
-
-    def _of_turns(self, counts: EngineCounts, spans: Sequence[StageSpan], end_s: float) -> dict[str, Any]:
-        new, working = max(1, counts.prompt_tokens - self._counts.prompt_tokens), []
-        for span in spans:
-            if span.stage == "environment":
-                working.append((max(span.start_s, self._start_s), min(span.end_s, end_s)))
-        turns, self._turns = self._turns or [1], []
-        cached_share = (counts.cached_tokens - self._counts.cached_tokens) / new
-        environment_s = union_length(working)
-        return {"cached_share": cached_share, "turns_mean": float(np.mean(turns)), "environment_s": environment_s}
 
     def flush(self) -> None:
         """Book the spans measured after the last row."""
         self._ledger.spans(self._clock.drain())
-
-
-def _dropped_tokens(before: Books, books: Books) -> dict[str, int]:
-    known = {reason: amount.tokens for reason, amount in before.dropped.items()}
-    more = {reason: a.tokens - known.get(reason, 0) for reason, a in books.dropped.items()}
-    return {reason: tokens for reason, tokens in more.items() if tokens}

@@ -25,19 +25,11 @@ LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, its checksums verified.
+    """A complete checkpoint, its checksums verified."""
 
-    Example:
-        Checkpoint(path=Path("runs/a/checkpoints/step-000020"), version=20, facts={"prompts": {...}})
-    """
-
-    path: Path
+    tensors: Path  # a directory
     version: int
     facts: Mapping[str, Any]
-
-    @property
-    def tensors(self) -> Path:
-        return (self.path / TENSORS).absolute()
 
 
 class Checkpoints:
@@ -74,13 +66,8 @@ class Checkpoints:
         return final
 
     @property
-    def oldest_version(self) -> int:
-        """What a resumed run starts from if all newer checkpoints are damaged."""
-        return self.versions[-1]
-
-    @property
     def versions(self) -> list[int]:
-        """Of every complete checkpoint, newest first."""
+        """Of every complete checkpoint, newest first; the others serve if that is damaged."""
         return [int(path.name.removeprefix("step-")) for path in self._complete()]
 
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
@@ -108,7 +95,7 @@ def _checked(path: Path) -> Checkpoint:
             raise RunError(f"its manifest names a file outside: {name}")
         if _checksum(file) != expected:
             raise RunError(f"{name} is not what was written")
-    return Checkpoint(path, manifest["version"], manifest["facts"])
+    return Checkpoint((path / TENSORS).absolute(), manifest["version"], manifest["facts"])
 
 
 def _files(directory: Path) -> list[Path]:

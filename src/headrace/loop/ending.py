@@ -54,11 +54,8 @@ class Ending:
         if self.state is State.TRAINING:
             self.state = State.INTERRUPTED
 
-    def complete(self) -> None:
-        self.state = State.COMPLETE
-
-    def abandon(self) -> None:
-        self.state = State.ABANDONED
+    def become(self, state: State) -> None:
+        self.state = state
 
     def begin(self) -> None:
         """A task of the run ended. If nothing else explains it, the run failed."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from headrace.config import Config
 from headrace.loop.books import RowMaker
@@ -33,7 +33,12 @@ from headrace.types import (
     Trajectory,
 )
 
+R = TypeVar("R")
 Answer = asyncio.Future[Any]  # a trajectory of the engines alone, or an episode's outcome
+SoFar = Mapping[int, Trajectory]  # by index, what the answers of a group have sampled
+# A group that a resumed run starts again: serial, attempt, and what it goes on from. Without that,
+# it starts from its prompt, and the ledger does not know the attempt yet.
+Again = tuple[int, int, SoFar | None]
 
 
 async def episode(
@@ -64,19 +69,6 @@ async def episode(
     return Outcome(trajectory=replace(trajectory, reward=reward, reward_parts=parts, timing=timing))
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """A group that a resumed run starts again: from its prompt, or from `so_far`.
-
-    Example:
-        Again(Attempt(serial=40, number=2, ...), so_far={0: Trajectory(...), 3: Trajectory(...)})
-    """
-
-    attempt: Attempt
-    # by index, what its answers had sampled; None: the ledger does not know the attempt yet
-    so_far: Mapping[int, Trajectory] | None = None
-
-
 class Groups:
     """The groups in flight: generated, scored, and then put into the buffer."""
 
@@ -85,10 +77,10 @@ class Groups:
         self._filtered = bool(config.buffer.filters)
         self._samplings = [sampling_of(config)] * config.rollout.samples
         self._running: dict[int, Sequence[Answer]] = {}  # serial -> its answers
-        self._scoring: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
+        self._judging: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
 
     def start(
-        self, serial: int, prompt: Prompt, attempt: int = 1, so_far: Mapping[int, Trajectory] | None = None
+        self, serial: int, prompt: Prompt, attempt: int = 1, so_far: SoFar | None = None
     ) -> Coroutine[None, None, None]:
         """Queue a group's answers; the coroutine that is returned brings the group to the buffer.
 
@@ -123,7 +115,7 @@ class Groups:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
-        self._stages.books.drop_in_flight(failed, prompt, of=of)
+        self._stages.books.dropped(failed, group, was_buffered=False)
         buffered = False
         if scored:
             buffered = await self._stages.buffer.put(group, refusal)
@@ -151,29 +143,29 @@ class Groups:
 
     async def _score(self, completion: Completion) -> Score:
         with self._stages.clock.span("reward", version=self._stages.books.version):
-            scoring = asyncio.create_task(self._stages.scorer.score(completion))
-            self._scoring.add(scoring)
-            try:
-                return await scoring
-            finally:
-                self._scoring.discard(scoring)
+            return await self._abortable(self._stages.scorer.score(completion))
 
     async def _refusal(self, group: Group) -> str | None:
         """Why the user's filters do not keep the group; RUN_ENDED if the end of the run cut them off."""
-        asking = asyncio.create_task(self._stages.buffer.sieve.refusal(group))
-        self._scoring.add(asking)
+        asking = self._abortable(self._stages.buffer.sieve.refusal(group))
         try:
             await asyncio.wait([asking])
             return DropReason.RUN_ENDED if asking.cancelled() else asking.result()
         finally:
             asking.cancel()
-            self._scoring.discard(asking)
+
+    def _abortable(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        task = asyncio.create_task(work)
+        self._judging.add(task)
+        task.add_done_callback(self._judging.discard)
+        return task
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have sampled so far."""
         found = await self._stages.answers.under_way()
         for serial, answers in self._running.items():
-            complete = {i: _trajectory(a) for i, a in enumerate(answers) if _is_complete(a)}
+            done = {i: a for i, a in enumerate(answers) if a.done() and not a.cancelled()}
+            complete = {i: _trajectory(a) for i, a in done.items() if not a.exception()}
             found[serial] = found.get(serial, {}) | complete
         return {serial: found[serial] for serial in self._running}
 
@@ -181,13 +173,9 @@ class Groups:
         """End what is in flight. Returns once all of it is booked, or one of `tasks` is done."""
         self._stages.answers.abort(list(self._running))
         while self._running and not any(task.done() for task in tasks):
-            for scoring in self._scoring:
-                scoring.cancel()
+            for judging in self._judging:
+                judging.cancel()
             await asyncio.sleep(0.01)
-
-
-def _is_complete(answer: Answer) -> bool:
-    return answer.done() and not answer.cancelled() and not answer.exception()
 
 
 def _trajectory(answer: Answer) -> Trajectory:
@@ -213,15 +201,7 @@ def redoes_waves(config: Config) -> bool:
 
 def sampling_of(config: Config) -> Sampling:
     """How training answers are sampled."""
-    r = config.rollout
-    return Sampling(
-        max_new_tokens=r.max_new_tokens,
-        temperature=r.temperature,
-        top_k=r.top_k,
-        top_p=r.top_p,
-        min_p=r.min_p,
-        stop=r.stop,
-    )
+    return Sampling(**{f.name: getattr(config.rollout, f.name) for f in fields(Sampling)})
 
 
 async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:

@@ -50,7 +50,7 @@ class Loop:
         self.ending = Ending(config.loop)
         self.rows = RowMaker(stages.ledger, stages.clock, stages.pool)
         self.groups = Groups(config, stages, self.rows, self.ending)
-        self._again: list[Again] = []  # groups that a resumed run starts first
+        self.again: list[Again] = []  # groups that a resumed run starts first
         self._taken: list[Group] = []  # the groups of the present step
         self._learning: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class Loop:
             await self._end(sampling, producing)
             await self._written()
         except asyncio.CancelledError:
-            self.ending.abandon()
+            self.ending.become(State.ABANDONED)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -91,10 +91,6 @@ class Loop:
         for failure in [t.exception() for t in tasks if not t.cancelled()]:
             if failure is not None:
                 raise self._explained(failure)
-
-    def start_first(self, again: list[Again]) -> None:
-        """Groups that `produce` starts before any other."""
-        self._again = again
 
     def interrupt(self) -> None:
         """Stop soon, as on Ctrl-C; an optimizer step under way is finished."""
@@ -106,10 +102,9 @@ class Loop:
         """Start groups whenever the buffer has room."""
         prompts = self.stages.prompts
         async with asyncio.TaskGroup() as tasks:
-            while self._again:
-                a = self._again.pop(0)
-                serial, number = a.attempt.serial, a.attempt.number
-                tasks.create_task(self.groups.start(serial, prompts.at(serial), number, a.so_far))
+            while self.again:
+                serial, number, so_far = self.again.pop(0)
+                tasks.create_task(self.groups.start(serial, prompts.at(serial), number, so_far))
             while True:
                 for _ in range(await self.stages.buffer.admit()):
                     tasks.create_task(self.groups.start(*prompts.next()))
@@ -133,7 +128,7 @@ class Loop:
             if last or step % self.config.recovery.every_steps == 0:
                 await self.checkpoint()
             if last:
-                self.ending.complete()
+                self.ending.become(State.COMPLETE)
             if self.ending.orderly:
                 return
 
@@ -201,8 +196,8 @@ class Loop:
         score = await self._score(step) if may_evaluate else None
         moved = self.stages.publisher.moved_bytes
         with self.stages.ledger.writing():
-            self.stages.books.trained(taken, step=step, skipped=stats.skipped)
-            row = self.rows.make(step, self.version, taken, stats, end_s=now, moved_bytes=moved, score=score)
+            self.stages.books.trained(taken, skipped=stats.skipped)
+            row = self.rows.make(step, taken, stats, end_s=now, moved_bytes=moved, score=score)
         self.ending.row(row)
         if self.config.loop.keep_best and row.score is not None and self.ending.best_step == step:
             await self.stages.device.run(self.stages.ranks.save, self.stages.ledger.run_dir / BEST)
@@ -210,20 +205,15 @@ class Loop:
 
     async def _score(self, step: int) -> float | None:
         """The held-out score after every `loop.eval_every` steps, else None."""
-        every = self.config.loop.eval_every
-        if not every or step % every or step == self.config.loop.steps or self.ending.orderly:
+        stages, config, every = self.stages, self.config, self.config.loop.eval_every
+        if not every or step % every or step == config.loop.steps or self.ending.orderly:
             return None
         try:
-            return await self.evaluate()
+            return await evaluate(stages.answers, stages.scorer, stages.prompts.held_out, config)
         except asyncio.CancelledError:
             if not self.ending.orderly:
                 raise
             return None  # the run is ending: the step's row has no score
-
-    async def evaluate(self) -> float | None:
-        """The held-out score of the present policy."""
-        stages = self.stages
-        return await evaluate(stages.answers, stages.scorer, stages.prompts.held_out, self.config)
 
     def _check_skipped(self, row: Row) -> None:
         self._skipped = self._skipped + 1 if row.skipped else 0
@@ -260,7 +250,7 @@ class Loop:
                 with stages.clock.span("checkpoint", version=version):
                     await beside(stages.checkpoints.write, version, write_tensors, facts)
                 if kept := self.config.recovery.journal_steps:  # older answers may go
-                    before = min(stages.checkpoints.oldest_version + 1, version + 1 - kept)
+                    before = min(stages.checkpoints.versions[-1] + 1, version + 1 - kept)
                     stages.ledger.prune(before=before, max_verdicts=MAX_VERDICTS)
             except RunError as error:
                 self._on_note(f"{error}. Training goes on; the last complete checkpoint stays")
@@ -297,7 +287,8 @@ class Loop:
 
     def _drop_buffered(self) -> None:
         for group in (*self._taken, *self.stages.buffer.clear()):
-            self.stages.books.drop_buffered([(t, DropReason.RUN_ENDED) for t in group.trajectories])
+            drops = [(t, DropReason.RUN_ENDED) for t in group.trajectories]
+            self.stages.books.dropped(drops, group, was_buffered=True)
         self._taken = []
 
     def _explained(self, failure: BaseException) -> BaseException:

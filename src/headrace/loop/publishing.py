@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headrace.config import PublishSection
 from headrace.errors import PublishError, WorkerLostError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.clock import StageClock
@@ -28,24 +28,18 @@ Failed = dict[Worker[Sampler], Exception]
 GRACE_S = 10.0  # beyond the workers' own time limit, so that they can say what is wrong
 
 
+@dataclass(eq=False)
 class WeightPublisher:
     """Publishes in the device thread. Workers join or leave in other threads, between commits."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        section: PublishSection,
-        clock: StageClock,
-        *,
-        workers: Callable[[], list[Worker[Sampler]]],
-        give_up: Callable[[Worker[Sampler], str], None],
-    ) -> None:
-        self.moved_bytes = 0
-        self.version: int | None = None
-        self._ranks, self._clock = ranks, clock
-        self._timeout_s, self._limit_s = section.timeout_s, section.timeout_s + GRACE_S
-        self._workers, self._give_up = workers, give_up
-        self._lock = threading.Lock()
+    ranks: Ranks
+    clock: StageClock
+    timeout_s: float
+    workers: Callable[[], list[Worker[Sampler]]]
+    give_up: Callable[[Worker[Sampler], str], None]  # and why
+    version: int | None = None
+    moved_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def commit(self, version: int) -> None:
         """Publish the learner's weights as `version`; returns once all workers sample with it."""
@@ -53,8 +47,8 @@ class WeightPublisher:
             workers, failed = self._staged_by_all(version), Failed()
             received = self._results({w: w.ask(Sampler.commit, version) for w in workers}, failed)
             for worker, why in failed.items():
-                self._give_up(worker, str(why))
-            (times,) = self._ranks.gather([self._ranks.first.ask(Trainer.offered, version)])
+                self.give_up(worker, str(why))
+            (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version)])
             self.version = version
         self._book(version, with_receivers(times, received), len(workers))
 
@@ -65,10 +59,10 @@ class WeightPublisher:
         """
         with self._lock:
             if self.version is not None:
-                (tickets,) = self._ranks.gather([self._ranks.first.ask(Trainer.catch_up, [worker.node])])
+                (tickets,) = self.ranks.gather([self.ranks.first.ask(Trainer.catch_up, [worker.node])])
                 for ticket in tickets:
                     self._deliver(ticket, [worker])
-                    worker.ask(Sampler.commit, ticket.version).result(self._limit_s)
+                    worker.ask(Sampler.commit, ticket.version).result(self.timeout_s + GRACE_S)
             admit(worker)
 
     def remove_receiver(self, worker: Worker[Sampler], leave: Callable[[Worker[Sampler]], None]) -> None:
@@ -79,36 +73,36 @@ class WeightPublisher:
     def _staged_by_all(self, version: int) -> list[Worker[Sampler]]:
         """The workers that hold `version`, verified. None may be left: new ones catch up."""
         for _ in range(TRIES):
-            workers = self._workers()
+            workers = self.workers()
             nodes = [worker.node for worker in workers]
-            offers = [rank.ask(Trainer.offer, version, nodes) for rank in self._ranks.ranks]
-            ticket = self._ranks.gather(offers)[0]
+            offers = [rank.ask(Trainer.offer, version, nodes) for rank in self.ranks.ranks]
+            ticket = self.ranks.gather(offers)[0]
             if ticket is None:  # engine and learner share one copy of the weights
                 return workers
             failed = self._deliver(ticket, workers)
             dead = {w: why for w, why in failed.items() if isinstance(why, WorkerLostError)}
             for worker, why in (dead or failed).items():  # a dead worker makes others fail, too
-                self._give_up(worker, str(why))
+                self.give_up(worker, str(why))
             if not workers or (len(failed) < len(workers) and not (dead and len(failed) > len(dead))):
                 return [worker for worker in workers if worker not in failed]
-            self._ranks.gather([self._ranks.first.ask(Trainer.withdraw, version)])
-            for worker in self._workers():
+            self.ranks.gather([self.ranks.first.ask(Trainer.withdraw, version)])
+            for worker in self.workers():
                 worker.ask(Sampler.abandon, version)
         reasons = "; ".join(f"{worker.name}: {why}" for worker, why in failed.items())
         raise PublishError(f"version {version} was not published, and the old one stays: {reasons}")
 
     def _deliver(self, ticket: Ticket, workers: Sequence[Worker[Sampler]]) -> Failed:
         """Send the ticket's version to `workers`; returns those that did not get it, and why."""
-        sending = self._ranks.first.ask(Trainer.send, ticket, self._timeout_s)
+        sending = self.ranks.first.ask(Trainer.send, ticket, self.timeout_s)
         failed: Failed = {}
-        self._results({w: w.ask(Sampler.stage, ticket, self._timeout_s) for w in workers}, failed)
+        self._results({w: w.ask(Sampler.stage, ticket, self.timeout_s) for w in workers}, failed)
         try:
-            sending.result(self._limit_s)
+            sending.result(self.timeout_s + GRACE_S)
         except PublishError as error:
             if not failed:
                 raise PublishError(f"version {ticket.version}: {error}") from error
         except WorkerLostError as lost:
-            raise self._ranks.gone(str(lost)) from lost
+            raise self.ranks.gone(str(lost)) from lost
         return failed
 
     def _results(self, replies: dict[Worker[Sampler], Reply[R]], failed: Failed) -> list[R]:
@@ -116,7 +110,7 @@ class WeightPublisher:
         found = []
         for worker, reply in replies.items():
             try:
-                found.append(reply.result(self._limit_s))
+                found.append(reply.result(self.timeout_s + GRACE_S))
             except (WorkerLostError, PublishError) as error:
                 failed[worker] = error
         return found
@@ -125,11 +119,11 @@ class WeightPublisher:
         self.moved_bytes = times.transfer_bytes * num_workers
         if not times.total_s:  # engine and learner share one copy of the weights
             return
-        end_s = self._clock.now() - times.total_s
+        end_s = self.clock.now() - times.total_s
         for operation in OPERATIONS[:-1]:  # the last is `apply`: workers book it themselves
             start_s, end_s = end_s, end_s + getattr(times, f"{operation}_s")
             detail = f"{operation}, {getattr(times, f'{operation}_bytes')} bytes"
             span = StageSpan(
                 stage="publish", start_s=start_s, end_s=end_s, version=version, worker=LEADER, detail=detail
             )
-            self._clock.add(span)
+            self.clock.add(span)

@@ -10,7 +10,6 @@ tokens that are lost with them are booked as redone or crashed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from headrace.errors import RunError
@@ -41,7 +40,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     redone = await _redo_steps(loop, on_note)
     rule = in_flight_rule(loop.config)
     again, lost = _take_up(loop, "drop" if loop.over else rule)
-    loop.start_first(again)
+    loop.again.extend(again)
     restart = Restart(
         number=len(ledger.restarts()) + 1,
         at_s=stages.clock.now(),
@@ -93,7 +92,8 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
 def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     """Buffer the groups that waited; returns the groups to start again, and what was lost."""
     recovery = Recovery(loop.stages.ledger)
-    under_way, again = recovery.attempts(state="open"), []
+    under_way = recovery.attempts(state="open")
+    again: list[Again] = []
     if rule == "requeue" and redoes_waves(loop.config):
         waves = sorted({attempt.wave for attempt in under_way})
         under_way = [attempt for wave in waves for attempt in recovery.attempts(wave=wave)]
@@ -101,7 +101,7 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
         so_far = {attempt.serial: recovery.partials(attempt.serial) for attempt in under_way}
         kept = [t for answers in so_far.values() for t in answers.values()]
         lost = recovery.carry_on(under_way, sum(t.num_sampled_tokens for t in kept))
-        again = [Again(replace(a, number=a.number + 1), so_far[a.serial]) for a in under_way]
+        again = [(a.serial, a.number + 1, so_far[a.serial]) for a in under_way]
     elif rule == "requeue":
         lost = recovery.lose(under_way, DropReason.REDONE)
     else:
@@ -109,13 +109,11 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     loop.rows.restore(recovery.scored_since_row())  # without what will be scored again
     # also those that an earlier restart did not get to start
     newest = {a.serial: a for a in sorted(recovery.attempts(), key=lambda a: a.number)}
-    redone = {(a.serial, a.number) for a in recovery.attempts(state="redone")}
-    to_redo = [a for _, a in sorted(newest.items()) if (a.serial, a.number) in redone]
-    again += [Again(replace(a, number=a.number + 1)) for a in to_redo]
+    redone = set(recovery.attempts(state="redone"))
+    again += [(serial, a.number + 1, None) for serial, a in sorted(newest.items()) if a in redone]
     buffered = [_group(loop, serial, attempt) for serial, attempt in recovery.buffered_groups()]
     wave = max((attempt.wave for attempt in recovery.attempts()), default=0)
-    num_again = len(again)
-    loop.stages.buffer.restore(version=loop.version, wave=wave, buffered=buffered, num_again=num_again)
+    loop.stages.buffer.restore(version=loop.version, wave=wave, buffered=buffered, num_again=len(again))
     return again, lost
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,49 +36,38 @@ async def self_check(
     prompts: list[Prompt],
     sampling: Sampling,
 ) -> Mismatch:
-    """The mismatch of a few answers, sampled as in training. Raises if it is above `FAR`."""
+    """The mismatch of a few answers, sampled as in training."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
         answer
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
         for answer in pool.start(Order.group(i, prompt, [short] * NUM_SAMPLES, counted=False))
     ]
-    found = await device.run(mismatch, await asyncio.gather(*answers))
-    refuse_far(found)
-    return found
+    return await device.run(mismatch, await asyncio.gather(*answers))
 
 
-def _distance(mismatch: Mismatch) -> str:
-    return (
+def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
+    """What to tell the user: nothing while rounding explains the mismatch.
+
+    Raises if no run may start; with `exact`, that is unless engine and learner agree to the last bit.
+    """
+    distance = (
         f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
         f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
     )
-
-
-def refuse_far(mismatch: Mismatch) -> None:
-    if mismatch.mean_abs <= FAR:  # false for NaN
-        return
-    raise ModelError(
-        f"the run does not start: {_distance(mismatch)}, and rounding explains at most "
-        f"{max(LARGE.values())}. Engine and learner compute different things for this model: every "
-        "gradient would be wrong. Try model.dtype=float32; if that does not help, choose another "
-        "model (model.path) and report this one"
-    )
-
-
-def refuse_inexact(mismatch: Mismatch) -> None:
-    """With `model.exact`, a run does not start unless engine and learner agree to the last bit."""
-    if mismatch.mean_abs == 0:  # false for NaN
-        return
-    raise ModelError(
-        f"model.exact = true, but the start-up check found a difference: {_distance(mismatch)}. Set "
-        "model.exact = false, and please report it with the model and the machine"
-    )
-
-
-def warning(mismatch: Mismatch, dtype: str) -> str:
-    """What to tell the user; empty while rounding explains the mismatch."""
-    if mismatch.mean_abs <= LARGE[dtype]:  # false for NaN
+    if not mismatch.mean_abs <= FAR:  # true for NaN
+        raise ModelError(
+            f"the run does not start: {distance}, and rounding explains at most "
+            f"{max(LARGE.values())}. Engine and learner compute different things for this model: every "
+            "gradient would be wrong. Try model.dtype=float32; if that does not help, choose another "
+            "model (model.path) and report this one"
+        )
+    if exact and mismatch.mean_abs:
+        raise ModelError(
+            f"model.exact = true, but the start-up check found a difference: {distance}. Set "
+            "model.exact = false, and please report it with the model and the machine"
+        )
+    if mismatch.mean_abs <= LARGE[dtype]:
         return ""
     advice = (
         "see whether model.dtype=float32 makes it vanish; learner.correction=masked bounds the harm"
@@ -86,48 +75,39 @@ def warning(mismatch: Mismatch, dtype: str) -> str:
         else "engine and learner compute different things for this model; please report it"
     )
     return (
-        f"self-check: {_distance(mismatch)}, and {mismatch.outside_share:.0%} of the ratios are "
+        f"self-check: {distance}, and {mismatch.outside_share:.0%} of the ratios are "
         f"outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {dtype} explains at most {LARGE[dtype]:g}, so "
         f"part of what is trained will be noise: {advice}"
     )
 
 
+@dataclass
 class Canary:
     """Compares engines and learner on one fixed prompt, after every update (a health check).
 
     `greedy(prompt)` gives each engine's likeliest next token and its log-prob, except of engines
-    whose cache is full. `logprob(prompt, token)` is the learner's. The first comparison sets how
-    large a difference is usual.
+    whose cache is full. `logprob(prompt, token)` is the learner's.
     """
 
-    def __init__(
-        self,
-        greedy: Callable[[IntArray], Sequence[tuple[int, float]]],
-        logprob: Callable[[IntArray, int], float],
-        prompt: IntArray,
-        *,
-        dtype: str,
-    ) -> None:
-        self._greedy, self._logprob, self._prompt = greedy, logprob, prompt
-        self._rounding = LARGE[dtype]
-        self._usual: float | None = None
+    greedy: Callable[[IntArray], Sequence[tuple[int, float]]]
+    logprob: Callable[[IntArray, int], float]
+    prompt: IntArray
+    dtype: str
+    _usual: float | None = None  # how large a difference is: the first comparison sets it
 
     def check(self, version: int) -> None:
         """Raise if the two disagree. Runs in the device thread, between two decode steps."""
         known: dict[int, float] = {}
-        for token, sampled_with in self._greedy(self._prompt):
+        for token, sampled_with in self.greedy(self.prompt):
             if token not in known:
-                known[token] = self._logprob(self._prompt, token)
-            self._compare(version, sampled_with, known[token])
-
-    def _compare(self, version: int, sampled_with: float, trained_on: float) -> None:
-        difference = abs(sampled_with - trained_on)
-        if self._usual is None and np.isfinite(difference):
-            self._usual = difference
-        if not difference <= (self._usual or 0.0) + self._rounding:  # true for NaN
-            raise ModelError(
-                f"after step {version} the engine gives a fixed prompt's next token the log-prob "
-                f"{sampled_with:.4g}, and the learner {trained_on:.4g}: what is sampled with is not "
-                "what is trained, or the weights are damaged. The run stops here, and nothing was "
-                "sampled with them"
-            )
+                known[token] = self.logprob(self.prompt, token)
+            difference = abs(sampled_with - known[token])
+            if self._usual is None and np.isfinite(difference):
+                self._usual = difference
+            if not difference <= (self._usual or 0.0) + LARGE[self.dtype]:  # true for NaN
+                raise ModelError(
+                    f"after step {version} the engine gives a fixed prompt's next token the "
+                    f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled "
+                    "with is not what is trained, or the weights are damaged. The run stops here, and "
+                    "nothing was sampled with them"
+                )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,30 +31,29 @@ MOST_S = 5.0  # between two looks
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Watches the task that starts it. While `progress()` stays the same, nothing was done."""
 
-    def __init__(
-        self,
-        limit_s: float,
-        progress: Callable[[], object],
-        clock: StageClock,
-        run_dir: Path,
-        on_note: Callable[[str], None],
-    ) -> None:
-        self.hung = ""  # what is wrong, once nothing has moved for `limit_s`
-        self._limit_s, self._progress, self._clock = limit_s, progress, clock
-        self._run_dir, self._on_note = run_dir, on_note
-        self._pause_s = min(limit_s / ROUNDS, MOST_S)
-        self._watching: asyncio.Task[None] | None = None
-        self._looked_s = time.monotonic()
-        self._over = threading.Event()
+    limit_s: float
+    progress: Callable[[], object]
+    clock: StageClock
+    run_dir: Path
+    on_note: Callable[[str], None]
+    hung: str = ""  # what is wrong, once nothing has moved for `limit_s`
+    _watching: asyncio.Task[None] | None = None
+    _looked_s: float = field(default_factory=time.monotonic)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def _pause_s(self) -> float:
+        return min(self.limit_s / ROUNDS, MOST_S)
 
     def start(self) -> None:
         """Watch from here on; a limit of 0 watches nothing."""
         task = asyncio.current_task()
         assert task is not None
-        if self._limit_s:
+        if self.limit_s:
             self._looked_s = time.monotonic()
             self._watching = asyncio.create_task(self._watch(task))
             watch = partial(self._watch_event_loop, asyncio.get_running_loop())
@@ -71,37 +71,37 @@ class Watchdog:
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
         """Count looks, not seconds: a machine that slept or a busy event loop is not a hang."""
-        quiet_s, before = 0.0, self._progress()
-        while quiet_s < self._limit_s:
+        quiet_s, before = 0.0, self.progress()
+        while quiet_s < self.limit_s:
             await asyncio.sleep(self._pause_s)
             self._looked_s = time.monotonic()
-            now = self._progress()
+            now = self.progress()
             quiet_s, before = (quiet_s + self._pause_s if now == before else 0.0), now
         self.hung = (
-            f"nothing has moved for {self._limit_s:g} s (recovery.hang_s + reward.timeout_s): "
-            f"{self._at_work()}. The stacks of all threads are in {self._run_dir / STACKS}. Nothing is "
-            f"lost: `headrace resume {self._run_dir}` goes on with the run"
+            f"nothing has moved for {self.limit_s:g} s (recovery.hang_s + reward.timeout_s): "
+            f"{self._at_work()}. The stacks of all threads are in {self.run_dir / STACKS}. Nothing is "
+            f"lost: `headrace resume {self.run_dir}` goes on with the run"
         )
         with suppress(OSError):
-            write_stacks(self._run_dir / STACKS, asyncio.get_running_loop())
+            write_stacks(self.run_dir / STACKS, asyncio.get_running_loop())
         task.cancel()
 
     def _watch_event_loop(self, events: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: tell the user, once, when the event loop is blocked for too long."""
         while not self._over.wait(self._pause_s):
-            if time.monotonic() - self._looked_s > self._limit_s:
+            if time.monotonic() - self._looked_s > self.limit_s:
                 with suppress(OSError):
-                    write_stacks(self._run_dir / STACKS, events)
-                self._on_note(
-                    f"something has held up the whole run for {self._limit_s:g} s (recovery.hang_s) and "
-                    f"cannot be ended from here; {self._run_dir / STACKS} says what. If it does not "
-                    f"return, kill the process: `headrace resume {self._run_dir}` goes on with the run"
+                    write_stacks(self.run_dir / STACKS, events)
+                self.on_note(
+                    f"something has held up the whole run for {self.limit_s:g} s (recovery.hang_s) and "
+                    f"cannot be ended from here; {self.run_dir / STACKS} says what. If it does not "
+                    f"return, kill the process: `headrace resume {self.run_dir}` goes on with the run"
                 )
                 return
 
     def _at_work(self) -> str:
         # of each stage the span that began first
-        spans = sorted(self._clock.running(), key=lambda span: span.start_s)
+        spans = sorted(self.clock.running(), key=lambda span: span.start_s)
         first = {span.stage: span.end_s - span.start_s for span in reversed(spans)}
         busy = ", ".join(f"{stage} has been at work for {s:.0f} s" for stage, s in first.items())
         return busy or "no stage is at work, all wait for each other"

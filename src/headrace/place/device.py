@@ -66,15 +66,6 @@ class DeviceThread:
             self._between()
 
 
-async def run_beside(work: Callable[..., Result], *args: Any) -> Result:
-    """The result of `work(*args)`, in a thread of its own beside the device thread."""
-    thread = DeviceThread()
-    try:
-        return await thread.run(work, *args)
-    finally:
-        thread.close(wait=False)
-
-
 def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return

@@ -17,9 +17,10 @@ from headrace.config import Config
 from headrace.learner.learner import Learner, Sharding
 from headrace.learner.supervised import WarmStart
 from headrace.learner.tensor_files import copies, read_tensors, write_tensors
+from headrace.loop.watchdog import beside
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.network import own_address
-from headrace.place.device import LEARNER, MODEL, DeviceThread, memory_for, run_beside
+from headrace.place.device import LEARNER, MODEL, DeviceThread, memory_for
 from headrace.place.threads import ThreadChoice
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Lora, Policy, load_policy
@@ -136,7 +137,7 @@ class LearnerRank:
     async def write(self, directory: Path) -> None:
         tensors, self._copies = self._copies, {}
         group = None if self._sharding is None else self._sharding.writers
-        await run_beside(write_tensors, directory, tensors, group)
+        await beside(write_tensors, directory, tensors, group)
 
     def load(self, directory: Path, version: int, *, reference: bool = False) -> None:
         read_tensors(directory, self._tensors(reference))
@@ -172,7 +173,7 @@ class LearnerRank:
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         assert self._publisher is not None
-        await run_beside(self._publisher.send, ticket, timeout_s)
+        await beside(self._publisher.send, ticket, timeout_s)
 
     def offered(self, version: int) -> PublishTimes:
         if self._publisher is None:

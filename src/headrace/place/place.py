@@ -129,8 +129,8 @@ class Place:
         self._player = self._make_player()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
-        give_up, workers, clock = self.elastic.give_up, lambda: self.pool.workers, self.clock
-        self.publisher = WeightPublisher(self.ranks, config.publish, clock, workers=workers, give_up=give_up)
+        timeout_s, workers = config.publish.timeout_s, lambda: self.pool.workers
+        self.publisher = WeightPublisher(self.ranks, self.clock, timeout_s, workers, self.elastic.give_up)
         self._names = itertools.count()
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
@@ -212,7 +212,7 @@ class Place:
             self._sieve,
             patience=config.buffer.patience,
             on_buffered=books.buffered,
-            on_drop=books.drop_group,
+            on_drop=books.dropped,
         )
         asked = self.prompts.held_out[0].token_ids
         stages = Stages(

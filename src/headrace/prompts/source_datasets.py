@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import pyarrow
@@ -14,25 +13,14 @@ from headrace.errors import DataError
 from headrace.prompts.source import prompt_key
 
 
-class DatasetsSource:
+def open_dataset(path: Path, prompt_field: str) -> Any:
     """One split, memory-mapped, or one Parquet file, in memory in Arrow's compact columns."""
-
-    def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
-        loaded = _directory(path) if path.is_dir() else _parquet(path)
-        key = prompt_key(loaded.column_names, prompt_field, str(path))
-        if loaded.data.column(key).null_count:
-            row = loaded.with_format(None)[key][:].index(None)
-            raise DataError(f"{path}, row {row + 1}: field '{key}' is empty")
-        # Plain Python values, whatever format the data set was saved with.
-        self._rows = loaded.with_format(None)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        return cast(Mapping[str, Any], self._rows[i])
+    loaded = _directory(path) if path.is_dir() else _parquet(path)
+    key = prompt_key(loaded.column_names, prompt_field, str(path))
+    rows = loaded.with_format(None)  # plain Python values, however it was saved
+    if loaded.data.column(key).null_count:
+        raise DataError(f"{path}, row {rows[key][:].index(None) + 1}: field '{key}' is empty")
+    return rows
 
 
 def _directory(path: Path) -> Any:

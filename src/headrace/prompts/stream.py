@@ -1,21 +1,21 @@
 """Prompts to train on in a resumable order, and held-out prompts that are never among them.
 
-`Cursor` draws a record, `Renderer` makes it a Prompt: its text or chat becomes token ids, once.
+`PromptStream` draws a record, `Renderer` makes it a Prompt: its text or chat as token ids.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.source import default_reward, is_generated, open_source, prompt_key
+from headrace.prompts.source import REASONING_GYM, default_reward, open_source, prompt_key
 from headrace.types import Prompt
 from headrace.user_code import time_limit
 
@@ -24,54 +24,6 @@ Message = Mapping[str, Any]
 EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
 NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
-CURSOR_STATE = ("num_prompts", "seed", "shuffle", "serial")
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The draw number `serial` of a run, which takes the record at `index`."""
-
-    serial: int
-    epoch: int
-    index: int
-
-
-@dataclass
-class Cursor:
-    """Draws every record once per epoch, in an order that follows from `seed` and the epoch.
-
-    Example:
-        Cursor(num_prompts=100, seed=0, shuffle=False).next() == Drawn(serial=0, epoch=0, index=0)
-    """
-
-    num_prompts: int
-    seed: int
-    shuffle: bool
-    serial: int = 0  # of the next draw
-    _order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # of an epoch
-
-    def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ValueError("a cursor needs at least one prompt")
-
-    def next(self) -> Drawn:
-        self.serial += 1
-        return self.at(self.serial - 1)
-
-    def at(self, serial: int) -> Drawn:
-        """What the draw with this serial is or will be; the cursor stays where it is."""
-        epoch, position = divmod(serial, self.num_prompts)
-        if self.shuffle and self._order[0] != epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            self._order = epoch, rng.permutation(self.num_prompts)
-        return Drawn(serial, epoch, int(self._order[1][position]) if self.shuffle else position)
-
-    def state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in CURSOR_STATE}
-
-    @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Self:
-        return cls(**{name: state[name] for name in CURSOR_STATE})
 
 
 class Renderer:
@@ -155,18 +107,21 @@ class Renderer:
 
 
 class PromptStream:
-    """All prompts of a run. Every record is checked before the first is drawn."""
+    """All prompts of a run. Every record is checked before the first is drawn.
+
+    A record is drawn once per epoch, in an order that follows from `seed` and the epoch.
+    """
 
     def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
-        self._section = section
+        self._section, self._seed = section, seed
         self._renderer = Renderer(tokenizer, section, room_tokens)
         name, field = section.source, section.prompt_field
         self._source = open_source(name, count=section.count, seed=seed, prompt_field=field)
         self.default_reward = default_reward(name)
         num_train = self._num_train()
-        self.held_out = self._hold_out(num_train, seed)
+        self.held_out = self._hold_out(num_train)
         self._train, self._fingerprint = self._check(num_train)
-        self._cursor = Cursor(len(self._train), seed, section.shuffle)
+        self._serial = 0  # of the next draw
 
     @property
     def num_train(self) -> int:
@@ -174,12 +129,15 @@ class PromptStream:
 
     def next(self) -> tuple[int, Prompt]:
         """The next prompt to train on and its serial."""
-        draw = self._cursor.next()
-        return draw.serial, self._prompt(int(self._train[draw.index]))
+        self._serial += 1
+        return self._serial - 1, self.at(self._serial - 1)
 
     def at(self, serial: int) -> Prompt:
         """The prompt that was or will be drawn with this serial; the stream stays where it is."""
-        return self._prompt(int(self._train[self._cursor.at(serial).index]))
+        epoch, position = divmod(serial, self.num_train)
+        if self._section.shuffle:
+            position = _order(self._seed, epoch, self.num_train)[position]
+        return self._prompt(int(self._train[position]))
 
     def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, Any]]:
         """`n` training prompts, each with the solution in its field `worked`: a text, or a chat."""
@@ -198,15 +156,16 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """JSON that `restore` continues from; with another `serial`, the state before that draw."""
-        return {**self._cursor.state(), "fingerprint": self._fingerprint}
+        order = {"seed": self._seed, "shuffle": self._section.shuffle, "serial": self._serial}
+        return {"num_prompts": self.num_train, "fingerprint": self._fingerprint, **order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was taken; other prompts or another order are refused."""
-        now, fixed = self.state(), ("num_prompts", "fingerprint", "seed", "shuffle")
-        if changed := [name for name in fixed if state[name] != now[name]]:
+        now = {**self.state(), "serial": state["serial"]}
+        if changed := [name for name in now if state[name] != now[name]]:
             was = ", ".join(f"{name} was {state[name]}, is {now[name]}" for name in changed)
             raise DataError(f"the prompts of {self._section.source} are not those of the checkpoint: {was}")
-        self._cursor = Cursor.restore(state)
+        self._serial = state["serial"]
 
     def _num_train(self) -> int:
         """Records before the held-out ones at the end of the source."""
@@ -219,15 +178,13 @@ class PromptStream:
             )
         return total - held
 
-    def _hold_out(self, num_train: int, seed: int) -> list[Prompt]:
-        section, held = self._section, self._section.eval_count
-        if not section.eval_source:
+    def _hold_out(self, num_train: int) -> list[Prompt]:
+        section, held, name = self._section, self._section.eval_count, self._section.eval_source
+        if not name:
             # An id of the record's own stays: ids are unique within one source.
-            tail = ((i, self._source[i]) for i in range(num_train, num_train + held))
-            return [self._renderer.render(record, _id(record, "eval", i)) for i, record in tail]
-        seed, name = seed + EVAL_SEED_OFFSET, section.eval_source
-        setting = "prompts.eval_source"
-        source = open_source(name, count=held, seed=seed, prompt_field=section.prompt_field, setting=setting)
+            return [self._prompt(i, "eval") for i in range(num_train, num_train + held)]
+        seed, field, setting = self._seed + EVAL_SEED_OFFSET, section.prompt_field, "prompts.eval_source"
+        source = open_source(name, count=held, seed=seed, prompt_field=field, setting=setting)
         if len(source) < held:
             raise DataError(
                 f"prompts.eval_source = '{name}' has {len(source)} records, fewer than prompts.eval_count = {held}"
@@ -237,15 +194,15 @@ class PromptStream:
         ids = ((i if record.get("id") is None else record["id"], record) for i, record in records)
         return [self._renderer.render(record, f"eval-{id}") for id, record in ids]
 
-    def _prompt(self, i: int) -> Prompt:
+    def _prompt(self, i: int, split: str = "train") -> Prompt:
         record = self._source[i]
-        return self._renderer.render(record, _id(record, "train", i))
+        return self._renderer.render(record, _id(record, split, i))
 
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
         """Positions to train on, and their checksum. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
         is_builtin = section.source == "arithmetic"
-        is_slow = is_generated(section.source) and not is_builtin
+        is_slow = section.source.startswith(REASONING_GYM)
         # Small problems come up twice in a random task: one that is held out is not trained on.
         held_texts = {prompt.text for prompt in self.held_out} if is_builtin else set()
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
@@ -265,6 +222,11 @@ class PromptStream:
         if not keep:
             raise DataError(f"{section.source}: every prompt is also held out; raise prompts.count")
         return np.arange(num_train) if is_slow else np.asarray(keep, np.int64), f"{checksum:08x}"
+
+
+@lru_cache(2)
+def _order(seed: int, epoch: int, num: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num)
 
 
 def _id(record: Mapping[str, Any], split: str, i: int) -> str:

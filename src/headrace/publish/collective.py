@@ -15,10 +15,11 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
@@ -77,24 +78,39 @@ class _Chain:
             here = own_address(meeting.host)
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=here)]
             self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, options)
-        self.is_last = self.index == meeting.num_receivers
 
-    def pass_on(self, chunk: Tensor, number: int) -> Any:
-        return self._group.send([chunk], self.index + 1, number)
+    def carry(self, chunks: Iterable[Tensor], deadline: float) -> None:
+        """Receive every chunk, except at the head, and pass it on, except at the end."""
+        coming: deque[Any] = deque()
+        going: deque[Any] = deque()
 
-    def receive(self, chunk: Tensor, number: int) -> Any:
-        return self._group.recv([chunk], self.index - 1, number)
+        def wait_for(work: Any) -> None:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
-    def cut(self) -> None:
-        if self._on_gpus:
-            self._group.abort()
+        expected = enumerate(chunks if self.index else ())
+        try:
+            for number, chunk in enumerate(chunks):
+                for ahead, room in islice(expected, _WINDOW + 1 - len(coming)):
+                    coming.append(self._group.recv([room], self.index - 1, ahead))
+                if coming:
+                    wait_for(coming.popleft())
+                if self.index < self.meeting.num_receivers:
+                    going.append(self._group.send([chunk], self.index + 1, number))
+                if len(going) > _WINDOW:
+                    wait_for(going.popleft())
+            for work in going:
+                wait_for(work)
+        except RuntimeError:
+            if self._on_gpus:
+                self._group.abort()
+            raise
 
 
 class CollectiveSender:
-    """The head of the chain. `host` is this machine's address for the receivers."""
+    """The head of the chain."""
 
-    def __init__(self, *, host: str = "", device: torch.device | str = "cpu") -> None:
-        self._host, self._device = host or own_address(), torch.device(device)
+    def __init__(self, *, device: torch.device | str = "cpu") -> None:
+        self._host, self._device = own_address(), torch.device(device)
         self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count(1)
         self._staged: dict[int, Payload] = {}
@@ -117,20 +133,13 @@ class CollectiveSender:
             raise PublishError(f"version {ticket.version}: the ticket is void, since other receivers are expected now")
         if not self._meeting.num_receivers:
             return
-        wait_for = _waiting(timeout_s)
+        deadline = time.monotonic() + timeout_s
         try:
             if self._chain is None:
                 self._chain = _Chain(self._meeting, self._store, 0, self._device, timeout_s)
-            under_way: deque[Any] = deque()
-            for number, chunk in enumerate(_chunks(self._staged[ticket.version].buckets)):
-                under_way.append(self._chain.pass_on(chunk.to(self._device), number))
-                if len(under_way) > _WINDOW:
-                    wait_for(under_way.popleft())
-            for work in under_way:
-                wait_for(work)
+            chunks = _chunks(self._staged[ticket.version].buckets)
+            self._chain.carry((chunk.to(self._device) for chunk in chunks), deadline)
         except RuntimeError as error:  # all that torch.distributed raises
-            if self._chain is not None:
-                self._chain.cut()
             self.expect([""] * self._meeting.num_receivers)
             raise PublishError(
                 f"version {ticket.version} was not sent: a receiver is gone, or did not come within {timeout_s:g} s"
@@ -138,10 +147,6 @@ class CollectiveSender:
 
     def forget(self, version: int) -> None:
         self._staged.pop(version, None)
-
-    def close(self) -> None:
-        self._chain = None
-        self._staged.clear()
 
 
 class CollectiveReceiver:
@@ -153,36 +158,17 @@ class CollectiveReceiver:
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         """Receive every chunk and pass it on, damaged or not: each receiver verifies for itself."""
-        wait_for = _waiting(timeout_s)
         buckets = tuple(new_bucket(n, self._device) for n in ticket.manifest.sizes)
-        payload = Payload(ticket.manifest, buckets)
+        payload, deadline = Payload(ticket.manifest, buckets), time.monotonic() + timeout_s
         try:
-            chain = self._join(ticket.where, timeout_s)
-            chunks = list(_chunks(buckets))
-            coming = deque(chain.receive(chunk, n) for n, chunk in enumerate(chunks[:_WINDOW]))
-            going: deque[Any] = deque()
-            for number, chunk in enumerate(chunks):
-                if (ahead := number + _WINDOW) < len(chunks):
-                    coming.append(chain.receive(chunks[ahead], ahead))
-                wait_for(coming.popleft())
-                if not chain.is_last:
-                    going.append(chain.pass_on(chunk, number))
-                if len(going) > _WINDOW:
-                    wait_for(going.popleft())
-            for work in going:
-                wait_for(work)
+            self._join(ticket.where, timeout_s).carry(list(_chunks(buckets)), deadline)
         except RuntimeError as error:
-            if self._chain is not None:
-                self._chain.cut()
             self._chain = None
             raise PublishError(
                 f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
             ) from error
         verify(payload)
         return payload
-
-    def close(self) -> None:
-        self._chain = None
 
     def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
         if self._chain is None or self._chain.meeting != meeting:
@@ -205,12 +191,6 @@ def _errors_are_ours() -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def _waiting(timeout_s: float) -> Callable[[Any], None]:
-    """A function that waits for the end of a send or receive; for `timeout_s` in all its calls."""
-    deadline = time.monotonic() + timeout_s
-    return lambda work: work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _chunks(buckets: Sequence[Tensor]) -> Iterator[Tensor]:

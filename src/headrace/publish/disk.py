@@ -79,10 +79,6 @@ class DiskSender:
         if self._staged.pop(version, None) is not None:
             _remove(self._path(version))
 
-    def close(self) -> None:
-        for version in list(self._staged):
-            self.forget(version)
-
     def _path(self, version: int) -> Path:
         return self._directory.resolve() / f"version-{version:08}"
 
@@ -109,9 +105,6 @@ class DiskReceiver:
         verify(payload)
         return payload
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def _header(manifest: Manifest) -> bytes:
     """The header of a safetensors file; a delta has none."""
@@ -128,7 +121,7 @@ def _header(manifest: Manifest) -> bytes:
 
 
 def _read(file: io.FileIO, size: int) -> torch.Tensor:
-    bucket, end = new_bucket(size, torch.device("cpu")), 0
+    bucket, end = new_bucket(size), 0
     while num_bytes := file.readinto(bucket.numpy()[end:].data):  # a read may stop early
         end += num_bytes
     return bucket[:end]

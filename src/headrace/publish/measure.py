@@ -10,7 +10,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +67,14 @@ def two_versions(num_params: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def measure(encoding: str, versions: Sequence[Weights], ends: tuple[Ends, Ends], receivers: int) -> PublishTimes:
     """Publish `versions` in bfloat16; the times of the last. The first connects the receivers."""
-    dtype, everything = torch.bfloat16, encoding == EncodingKind.ADAPTER
+    everything = encoding == EncodingKind.ADAPTER
     chosen = [{name: v[name] for name in v if everything or "lora_" not in name} for v in versions]
-    with closing(ends[0]()) as end:
-        subscribers = [Subscriber(ends[1](), dict(cast(chosen[0].items(), dtype))) for _ in range(receivers)]
-        end.expect([""] * receivers)
-        publisher = Publisher(Encoder(encoding), end, dtype)
-        for version, tensors in enumerate(chosen, 1):
-            times = publish_once(publisher, subscribers, version, tensors)
-        for subscriber in subscribers:
-            subscriber.close()
+    end, dtype = ends[0](), torch.bfloat16
+    subscribers = [Subscriber(ends[1](), dict(cast(chosen[0].items(), dtype))) for _ in range(receivers)]
+    end.expect([""] * receivers)
+    publisher = Publisher(Encoder(encoding), end, dtype)
+    for version, tensors in enumerate(chosen, 1):
+        times = publish_once(publisher, subscribers, version, tensors)
     return times
 
 

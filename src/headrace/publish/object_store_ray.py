@@ -63,9 +63,6 @@ class ObjectStoreSender:
         """The store frees the memory when the last receiver has dropped it."""
         self._staged.pop(version, None)
 
-    def close(self) -> None:
-        self._staged.clear()
-
 
 class ObjectStoreReceiver:
     """Reads from the store of its node."""
@@ -82,9 +79,6 @@ class ObjectStoreReceiver:
             payload = Payload(ticket.manifest, tuple(map(torch.from_numpy, arrays)))
         verify(payload)
         return payload
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 @contextmanager

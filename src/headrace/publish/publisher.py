@@ -116,9 +116,6 @@ class Publisher:
             self._keep_only(self._end.ticket(base.manifest.version))
         return [self._end.ticket(version) for version in self._kept]
 
-    def close(self) -> None:
-        self._end.close()
-
     def _keep_only(self, base: Ticket | None) -> None:
         for version in self._kept:
             if base is None or version != base.version:
@@ -130,9 +127,9 @@ class Publisher:
 class Subscriber:
     """A rollout worker's side of publishing. `live` are the engine's weights."""
 
-    def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor], version: int | None = None) -> None:
+    def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor]) -> None:
         self._end, self._live = end, live
-        self.version = version  # None: nothing was committed here yet
+        self.version: int | None = None  # nothing was committed here yet
         self._staged: Update | None = None
         self.times = PublishTimes()  # of the version staged last
 
@@ -158,13 +155,6 @@ class Subscriber:
     def abandon(self, version: int) -> None:
         if self._staged is not None and self._staged.version == version:
             self._staged = None
-
-    def restart(self) -> None:
-        """Accept any full version next: the learner was restarted from an older version."""
-        self.version, self._staged = None, None
-
-    def close(self) -> None:
-        self._end.close()
 
 
 class _Timed:

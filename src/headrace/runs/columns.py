@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import RunError
-from headrace.ledger.database import FILE_NAME, explain, open_database
+from headrace.ledger.database import FILE_NAME, explained, open_database
 from headrace.measured import STAGES, StageTimes
 from headrace.types import BoolArray
 
@@ -40,16 +40,9 @@ _TRAJECTORY = (
 @contextlib.contextmanager
 def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
     """One view of the books, however much a live run adds meanwhile."""
-    connection = open_database(run_dir)
-    try:
+    with contextlib.closing(open_database(run_dir)) as connection, explained(run_dir / FILE_NAME):
         connection.execute("BEGIN")
         yield connection
-    except sqlite3.ProgrammingError:
-        raise  # our mistake, not the user's
-    except sqlite3.DatabaseError as error:
-        raise explain(error, run_dir / FILE_NAME) from error
-    finally:
-        connection.close()
 
 
 def one(connection: sqlite3.Connection, query: str, *values: Any) -> Any:
