@@ -52,7 +52,7 @@ class Endpoint:
         hosts = []
         if is_function(section.agent):
             limit_s = section.max_s + section.timeout_s if section.max_s else DAY_S
-            setup = Setup(function=section.agent, timeout_s=limit_s, is_agent=True)
+            setup = Setup(function=section.agent, timeout_s=limit_s, setting="episode.agent")
             hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
         self._agents = Agents(section, desk, self._front, hosts, bool(config.reward.function))
 

@@ -60,7 +60,7 @@ class Scorer:
         pool = partial(JudgePool, retries=section.retries)
         self._filters: dict[str, JudgePool | InlineJudges] = {}
         for spec in filters:
-            asked = replace(setup, function=spec, is_filter=True)
+            asked = replace(setup, function=spec, setting="buffer.filters")
             self._filters[spec] = pool(asked, num_workers=1) if section.workers else InlineJudges(asked)
         # `_why_here`: why `function` is called in this process, though `section.workers` is not 0
         setup, self._why_here = (setup, "") if function is None else shipped(function, setup)

@@ -57,23 +57,15 @@ class Setup:
     pattern: str = ""
     timeout_s: float
     pickled: bytes = b""  # the function itself; its name then says nothing
-    is_filter: bool = False  # of `buffer.filters`
-    is_environment: bool = False  # of `episode.environment`
-    is_agent: bool = False  # of `episode.agent`
+    setting: str = "reward.function"  # or "buffer.filters", "episode.environment", "episode.agent"
     sandbox: bool = False
     hidden: tuple[str, ...] = ()  # directories that a sandbox does not show
 
-    @property
-    def setting(self) -> str:
-        kinds = {"buffer.filters": self.is_filter, "episode.environment": self.is_environment}
-        kinds |= {"episode.agent": self.is_agent}
-        return next((kind for kind, it_is in kinds.items() if it_is), "reward.function")
-
     def load(self) -> RewardFunction:
-        if self.is_filter:
+        section, _, kind = self.setting.partition(".")
+        if section == "buffer":
             return filter_function(self.function)
-        if self.is_environment or self.is_agent:  # loaded here: what they need takes longer to load than all the rest
-            kind = "environment" if self.is_environment else "agent"
+        if section == "episode":  # loaded here: what it needs takes longer to load than all the rest
             return getattr(import_module(f"headrace.reward.{kind}"), f"{kind}_function")(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
