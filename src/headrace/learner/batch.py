@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.learner.tree import Forest, segments
+from headrace.learner.tree import Forest, beginning
 from headrace.policy.attention import PackedPlan, TreePlan
 from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
@@ -49,9 +49,6 @@ def pack(
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
-    roots = ((t, start) for t in trajectories for start, _, after in segments(t) if after < 0)
-    if rootless := next((t.id for t, start in roots if t.sampled[start]), None):
-        raise ValueError(f"trajectory {rootless} begins with a sampled token: there is no prompt before it")
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
     temperatures = _temperatures(trajectories, temperature)
@@ -177,10 +174,10 @@ Family = tuple[int, list[Item]]  # computed tokens; sequences with a common begi
 
 def _families(items: Sequence[Item], budget: int) -> list[Family]:
     """Sequences with a common beginning together, if they have at most `budget` computed tokens."""
-    forest, packer, by_root = Forest(), Packer(budget), dict[int, list[Item]]()
+    packer, alike = Packer(budget), dict[bytes, list[Item]]()
     for item in items:
-        by_root.setdefault(forest.add(item.trajectory), []).append(item)
-    parts = [part for family in by_root.values() for part in packer.add(family) + packer.rest()]
+        alike.setdefault(beginning(item.trajectory), []).append(item)
+    parts = [part for family in alike.values() for part in packer.add(family) + packer.rest()]
     return [(Forest(item.trajectory for item in part).num_tokens, part) for part in parts]
 
 
