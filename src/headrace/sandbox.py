@@ -222,15 +222,18 @@ def enclosed(
         status, seccomp = _file_with(stack, b""), _file_with(stack, syscall_filter(os.uname().machine))
         inner = [_tool("bwrap"), *_ISOLATED, "--size", str(disk_mb * MB), "--tmpfs", "/tmp", "--dir", WORK]
         inner += [word for path in (*_SYSTEM, *shown) for word in ("--ro-bind-try", path, path)]
-        for path in (Path(folder).resolve() for folder in hidden if os.path.isdir(folder)):
+        for folder in (Path(folder).resolve() for folder in hidden if os.path.isdir(folder)):
             for there, real in ((Path(there), Path(there).resolve()) for there in shown):
-                if path.is_relative_to(real):
-                    at = str(there / path.relative_to(real))
+                if folder.is_relative_to(real):
+                    at = str(there / folder.relative_to(real))
                     inner += ["--tmpfs", at, "--remount-ro", at]
         fds = [status, seccomp]
         for name, content in (files or {}).items():
+            path = os.path.normpath(os.path.join(WORK, name))
+            if not path.startswith(f"{WORK}/") or "\0" in name:
+                raise SandboxError(f"files: {name!r} is not the name of a file in the sandbox's directory")
             fds.append(_file_with(stack, content.encode(errors="replace") if isinstance(content, str) else content))
-            inner += ["--file", str(fds[-1]), _inside_work(name)]
+            inner += ["--file", str(fds[-1]), path]
         folders = os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"
         known = {"PATH": ":".join(folders), "HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "USER": "nobody"}
         for name, value in (known | dict(env or {}) | {INSIDE: "1"}).items():
@@ -283,8 +286,7 @@ def check_system() -> None:
     missing = [name for name in ("bwrap", "setpriv", "prlimit", "choom") if shutil.which(name) is None]
     if missing:
         raise SandboxError(f"the sandbox needs bubblewrap and util-linux; there is no {', '.join(missing)}. {_HOW}")
-    drop = _as_nobody([])
-    tried = [*drop, _tool("bwrap"), *_ISOLATED, "--ro-bind", "/", "/", "--", "true"]
+    tried = [*_as_nobody([]), _tool("bwrap"), *_ISOLATED, "--ro-bind", "/", "/", "--", "true"]
     done = subprocess.run(tried, capture_output=True, text=True, timeout=START_S)
     if done.returncode:
         raise SandboxError(
@@ -304,13 +306,6 @@ def _outermost(paths: Iterable[str]) -> list[str]:
         if not any(Path(path).is_relative_to(other) for other in ("/usr", *kept)):
             kept.append(path)
     return kept
-
-
-def _inside_work(name: str) -> str:
-    path = os.path.normpath(os.path.join(WORK, name))
-    if not path.startswith(f"{WORK}/") or "\0" in name:
-        raise SandboxError(f"files: {name!r} is not the name of a file in the sandbox's directory")
-    return path
 
 
 def _file_with(stack: contextlib.ExitStack, content: bytes) -> int:

@@ -155,8 +155,8 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     num_batches = max(1, -(-sum(size for size, _ in shared) // budget))
     while True:
         batches = _split(shared, num_batches)
-        if max(sum(size for size, _ in batch) for batch in batches) <= budget:
-            return alone + [_joined(b) for b in batches if b]
+        if max(size for size, _ in batches) <= budget:
+            return alone + [batch for _, batch in batches if batch]
         num_batches += 1
 
 
@@ -166,7 +166,7 @@ def split(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
         return [list(items)]
     whole = Forest(item.trajectory for item in items).num_tokens
     most = 5 * whole // (4 * num_parts)  # what a prefix that is computed in two parts costs is worth some imbalance
-    return [_joined(part) for part in _split(_families(items, most), num_parts)]
+    return [part for _, part in _split(_families(items, most), num_parts)]
 
 
 Family = tuple[int, list[Item]]  # computed tokens; sequences with a common beginning
@@ -181,17 +181,11 @@ def _families(items: Sequence[Item], budget: int) -> list[Family]:
     return [(Forest(item.trajectory for item in part).num_tokens, part) for part in parts]
 
 
-def _split(families: Sequence[Family], num_parts: int) -> list[list[Family]]:
-    if num_parts == 1:
-        return [list(families)]
-    parts: list[list[Family]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for family in sorted(families, key=lambda f: f[0], reverse=True):
-        lightest = loads.index(min(loads))
-        parts[lightest].append(family)
-        loads[lightest] += family[0]
+def _split(families: Sequence[Family], num_parts: int) -> list[Family]:
+    """The largest first, each to the part that is the lightest then. A single part keeps the order."""
+    parts: list[Family] = [(0, [])] * num_parts
+    for size, items in sorted(families, key=lambda f: f[0] if num_parts > 1 else 0, reverse=True):
+        lightest = min(range(num_parts), key=lambda i: parts[i][0])
+        load, known = parts[lightest]
+        parts[lightest] = load + size, known + items
     return parts
-
-
-def _joined(families: Sequence[Family]) -> list[Item]:
-    return [item for _, family in families for item in family]
