@@ -17,8 +17,7 @@ import pytest
 
 from headrace import sandbox
 from headrace.errors import SandboxError
-from headrace.sandbox import Ran
-from headrace.syscalls import _REFUSED, syscall_filter
+from headrace.sandbox import REFUSED, Ran, syscall_filter
 
 try:
     sandbox.check_system()
@@ -239,7 +238,7 @@ def test_how_it_ends(name: str) -> None:
 @needs_sandbox
 def test_every_refused_system_call_is_refused() -> None:
     column = ["x86_64", "aarch64"].index(os.uname().machine)
-    numbers = {name: both[column] for name, both in _REFUSED.items()}
+    numbers = {name: both[column] for name, both in REFUSED.items()}
     code = f"for name, number in {numbers}.items():\n  if libc.syscall(number, -1, -1, -1, -1, -1) != -1 "
     code += "or ctypes.get_errno() != errno.EPERM: print(name, ctypes.get_errno())"
     assert sandbox.run(BEFORE + code) == Ran(

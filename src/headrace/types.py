@@ -5,6 +5,7 @@ Shapes: T tokens of a trajectory, S of them sampled, L mixture layers, K experts
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -205,6 +206,16 @@ class Trajectory:
     def oldest_version(self) -> int:
         """The version of the oldest span: what lag is measured from."""
         return min(span.version for span in self.spans)
+
+    def ranges(self, place: int) -> list[tuple[int, int]]:
+        """Where the tokens from the root to the token `place` are, as starts and ends (exclusive)."""
+        found = []
+        while place >= 0:
+            number = bisect_right(self.segments, place, key=lambda segment: segment.start)
+            segment = self.segments[number - 1] if number else Segment(start=0, after=-1)
+            found.append((segment.start, place + 1))
+            place = segment.after
+        return found[::-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

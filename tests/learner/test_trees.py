@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from headrace.learner import tree
 from headrace.learner.batch import Batch, Packer, balanced, pack, split
 from headrace.learner.learner import Learner
 from headrace.learner.ranks import Intake
-from headrace.learner.tree import Forest, segments
+from headrace.learner.tree import Forest
 from headrace.measured import StepStats
 from headrace.policy.attention import PackedPlan, TreePlan
 from headrace.policy.policy import Policy
@@ -63,14 +64,11 @@ def group(prompt: int = 70, answers: Sequence[int] = (20, 3, 19, 20)) -> list[Tr
 
 def unfolded(t: Trajectory) -> list[Trajectory]:
     """A sequence for each part of a tree: all tokens from its root on, sampled where the part's own were."""
-    paths: dict[int, list[int]] = {}
     found = []
-    for start, end, after in segments(t):
-        path = [] if after < 0 else list(paths[after])
-        for i in range(start, end):
-            path.append(i)
-            paths[i] = list(path)
-        sampled = t.sampled[path] & (np.array(path) >= start)
+    starts = [0, *(segment.start for segment in t.segments)]
+    for start, end in pairwise([*starts, len(t.token_ids)]):
+        path = np.concatenate([np.arange(*part) for part in t.ranges(end - 1)])
+        sampled = t.sampled[path] & (path >= start)
         spans = tuple(Span(version=0, start=i, end=i + 1) for i in np.flatnonzero(sampled).tolist())
         replay = t.replay and replace(t.replay, routes=None if t.replay.routes is None else t.replay.routes[path])
         changes: Any = {"sampled": sampled, "spans": spans, "segments": (), "replay": replay}
@@ -238,12 +236,11 @@ def test_any_forest(trajectories: list[Trajectory], least: int) -> None:
         path[:0] = paths[previous[row]] if previous[row] >= 0 else []
     first = 0
     for t in trajectories:
-        before = {}
-        for start, end, branch in segments(t):
-            path = [] if branch < 0 else before[branch]
-            for i in range(start, end):
-                path = before[i] = [*path, int(t.token_ids[i])]
-                assert ids[which[paths[rows[first + i]]]].tolist() == path
+        branches = {segment.start: segment.after for segment in t.segments}
+        before: dict[int, list[int]] = {-1: []}
+        for i, token in enumerate(t.token_ids.tolist()):
+            before[i] = [*before[branches.get(i, i - 1)], token]
+            assert ids[which[paths[rows[first + i]]]].tolist() == before[i]
         first += len(t.token_ids)
     for row in range(len(which)):
         seen_by = [other for other in range(len(which)) if row in paths[other]]

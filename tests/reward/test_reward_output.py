@@ -95,12 +95,14 @@ async def test_coroutines_print_side_by_side(tmp_path: Path, capfd: pytest.Captu
 
 
 async def test_marks_arrive_in_pieces(capfd: pytest.CaptureFixture[str]) -> None:
-    printed = Printed()
+    pipes = [os.pipe() for _ in range(2)]
+    printed = Printed(*(os.fdopen(ours, "rb", buffering=0) for ours, _ in pipes))
     for piece in (b"one\0two" + END_OF_CALL[:5], END_OF_CALL[5:] + b"thr", b"ee\0" + END_OF_CALL, b"\0headrace"):
-        os.write(printed.ends[0], piece)
+        os.write(pipes[0][1], piece)
         await asyncio.sleep(0.01)
     assert [printed.take(), printed.take(), printed.take()] == ["one\0two", "three\0", ""]
-    printed.started()
+    for _, theirs in pipes:
+        os.close(theirs)
     await asyncio.sleep(0.01)
     assert printed.rest() == "\0headrace", "no mark after all"
     printed.close()

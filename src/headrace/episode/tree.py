@@ -6,24 +6,12 @@ first token. Nothing is changed: each function returns a longer trajectory.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from headrace.types import BoolArray, FloatArray, IntArray, Replay, RouteArray, Segment, Span, Trajectory, Turn
-
-
-def ranges(t: Trajectory, place: int) -> list[tuple[int, int]]:
-    """Where the tokens from the root to `place` are, as starts and ends (exclusive)."""
-    segments = [Segment(start=0, after=-1), *t.segments]
-    starts, found = [segment.start for segment in segments], []
-    while place >= 0:
-        segment = segments[bisect_right(starts, place) - 1]
-        found.append((segment.start, place + 1))
-        place = segment.after
-    return found[::-1]
 
 
 def place_before(t: Trajectory, token: int) -> int:
@@ -33,7 +21,7 @@ def place_before(t: Trajectory, token: int) -> int:
 
 def indices(t: Trajectory, place: int) -> IntArray:
     """The indices of the tokens from the root to `place`."""
-    return np.concatenate([np.empty(0, np.int32), *(np.arange(*part, dtype=np.int32) for part in ranges(t, place))])
+    return np.concatenate([np.empty(0, np.int32), *(np.arange(*part, dtype=np.int32) for part in t.ranges(place))])
 
 
 def context(t: Trajectory, place: int) -> tuple[IntArray, RouteArray | None]:
@@ -50,8 +38,7 @@ def told(t: Trajectory, tokens: IntArray, after: int) -> Trajectory:
     replay, count = t.replay, len(tokens)
     if replay is not None and replay.routes is not None:
         replay = replace(replay, routes=_padded(replay.routes, count))
-    changes = _longer(t, tokens, np.zeros(count, np.float32), after)
-    return replace(t, **changes, sampled=np.concatenate([t.sampled, np.zeros(count, np.bool_)]), replay=replay)
+    return replace(t, **_longer(t, tokens, np.zeros(count, np.float32), after, sampled=False), replay=replay)
 
 
 def turned(t: Trajectory, answer: Trajectory, after: int, turn: Turn) -> Trajectory:
@@ -63,8 +50,7 @@ def turned(t: Trajectory, answer: Trajectory, after: int, turn: Turn) -> Traject
     started_s = t.timing.started_s if t.turns else answer.timing.started_s
     return replace(
         t,
-        **_longer(t, tokens, answer.logprobs[len(at) :], after),
-        sampled=np.concatenate([t.sampled, np.ones(len(tokens), np.bool_)]),
+        **_longer(t, tokens, answer.logprobs[len(at) :], after, sampled=True),
         spans=t.spans + spans,
         finish=answer.finish,
         text=turn.text,
@@ -74,11 +60,12 @@ def turned(t: Trajectory, answer: Trajectory, after: int, turn: Turn) -> Traject
     )
 
 
-def _longer(t: Trajectory, tokens: IntArray, logprobs: FloatArray, after: int) -> dict[str, Any]:
+def _longer(t: Trajectory, tokens: IntArray, logprobs: FloatArray, after: int, *, sampled: bool) -> dict[str, Any]:
     branch = () if after == len(t.token_ids) - 1 else (Segment(start=len(t.token_ids), after=after),)
     return {
         "token_ids": np.concatenate([t.token_ids, tokens]).astype(np.int32),
         "logprobs": np.concatenate([t.logprobs, logprobs]),
+        "sampled": np.concatenate([t.sampled, np.full(len(tokens), sampled)]),
         "segments": t.segments + branch,
     }
 
@@ -86,16 +73,13 @@ def _longer(t: Trajectory, tokens: IntArray, logprobs: FloatArray, after: int) -
 def _joined(t: Trajectory, answer: Trajectory, at: IntArray) -> Replay | None:
     """What the learner chooses again: with the experts of `answer` for what it computed first."""
     earlier, later = t.replay, answer.replay
-    num_before, num_new = t.num_sampled_tokens, answer.num_sampled_tokens
-    supports = [earlier.supports if earlier else [], later.supports if later else []]
+    supports = [replay.supports if replay else [] for replay in (earlier, later)]
     if any(supports):  # an empty support stands for the whole vocabulary
-        filled = zip(supports, (num_before, num_new), strict=True)
-        supports = [found or [np.empty(0, np.int32)] * count for found, count in filled]
+        whole = [[np.empty(0, np.int32)] * x.num_sampled_tokens for x in (t, answer)]
+        supports = [found or all_of_it for found, all_of_it in zip(supports, whole, strict=True)]
     routes = None
     if later is not None and later.routes is not None:
-        known = np.zeros((0, *later.routes.shape[1:]), later.routes.dtype)
-        if earlier is not None and earlier.routes is not None:
-            known = earlier.routes
+        known = later.routes[:0] if earlier is None or earlier.routes is None else earlier.routes
         routes = _padded(known, len(t.token_ids) - len(known))
         fresh = ~_computed(t)[at]
         routes[at[fresh]] = later.routes[: len(at)][fresh]

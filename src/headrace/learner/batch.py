@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.learner.tree import Forest, segments
+from headrace.learner.tree import Forest, beginning
 from headrace.policy.attention import PackedPlan, TreePlan
 from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
@@ -49,9 +49,6 @@ def pack(
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
-    roots = ((t, start) for t in trajectories for start, _, after in segments(t) if after < 0)
-    if rootless := next((t.id for t, start in roots if t.sampled[start]), None):
-        raise ValueError(f"trajectory {rootless} begins with a sampled token: there is no prompt before it")
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
     temperatures = _temperatures(trajectories, temperature)
@@ -158,8 +155,8 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     num_batches = max(1, -(-sum(size for size, _ in shared) // budget))
     while True:
         batches = _split(shared, num_batches)
-        if max(sum(size for size, _ in batch) for batch in batches) <= budget:
-            return alone + [_joined(b) for b in batches if b]
+        if max(size for size, _ in batches) <= budget:
+            return alone + [batch for _, batch in batches if batch]
         num_batches += 1
 
 
@@ -169,7 +166,7 @@ def split(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
         return [list(items)]
     whole = Forest(item.trajectory for item in items).num_tokens
     most = 5 * whole // (4 * num_parts)  # what a prefix that is computed in two parts costs is worth some imbalance
-    return [_joined(part) for part in _split(_families(items, most), num_parts)]
+    return [part for _, part in _split(_families(items, most), num_parts)]
 
 
 Family = tuple[int, list[Item]]  # computed tokens; sequences with a common beginning
@@ -177,24 +174,18 @@ Family = tuple[int, list[Item]]  # computed tokens; sequences with a common begi
 
 def _families(items: Sequence[Item], budget: int) -> list[Family]:
     """Sequences with a common beginning together, if they have at most `budget` computed tokens."""
-    forest, packer, by_root = Forest(), Packer(budget), dict[int, list[Item]]()
+    packer, alike = Packer(budget), dict[bytes, list[Item]]()
     for item in items:
-        by_root.setdefault(forest.add(item.trajectory), []).append(item)
-    parts = [part for family in by_root.values() for part in packer.add(family) + packer.rest()]
+        alike.setdefault(beginning(item.trajectory), []).append(item)
+    parts = [part for family in alike.values() for part in packer.add(family) + packer.rest()]
     return [(Forest(item.trajectory for item in part).num_tokens, part) for part in parts]
 
 
-def _split(families: Sequence[Family], num_parts: int) -> list[list[Family]]:
-    if num_parts == 1:
-        return [list(families)]
-    parts: list[list[Family]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for family in sorted(families, key=lambda f: f[0], reverse=True):
-        lightest = loads.index(min(loads))
-        parts[lightest].append(family)
-        loads[lightest] += family[0]
+def _split(families: Sequence[Family], num_parts: int) -> list[Family]:
+    """The largest first, each to the part that is the lightest then. A single part keeps the order."""
+    parts: list[Family] = [(0, [])] * num_parts
+    for size, items in sorted(families, key=lambda f: f[0] if num_parts > 1 else 0, reverse=True):
+        lightest = min(range(num_parts), key=lambda i: parts[i][0])
+        load, known = parts[lightest]
+        parts[lightest] = load + size, known + items
     return parts
-
-
-def _joined(families: Sequence[Family]) -> list[Item]:
-    return [item for _, family in families for item in family]

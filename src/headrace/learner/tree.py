@@ -2,16 +2,16 @@
 
 A trajectory that branches is a tree by itself (`Trajectory.segments`), and the answers to one prompt
 begin alike. Tokens are shared if all tokens before them are, and if they were sent to the same
-experts where those were recorded.
+experts where those were recorded. So all paths from a root to the end of a segment are sorted: then
+those that begin alike lie together, and each goes on where it parts from the one before it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from bisect import bisect
+from collections.abc import Iterable
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,160 +21,122 @@ from headrace.types import Trajectory
 Ints = npt.NDArray[np.int64]
 
 LEAST_SHARED = 32  # tokens of a prefix: fewer cost more in pieces of attention than they save
-ROOT = (-1, -1)
-Place = tuple[int, int]  # a token: its run, and its place there
-Piece = tuple[int, int, int]  # a run, the first place there, number of tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Tokens end to end that go on after the token `after`."""
+class _Path(NamedTuple):
+    """The tokens from a root to the end of a segment."""
 
-    ids: npt.NDArray[Any]
-    routes: npt.NDArray[Any] | None
-    after: Place
+    width: int  # bytes of each token in `key`
+    key: bytes
+    number: int  # in the order of arrival
+    ranges: list[tuple[int, int]]  # of tokens, counted through all trajectories
+    sampled: bytes  # of each token, 0 or 1
+    forks: bytes  # 1 for a token that a branch goes on after, too: it is shared in any case
 
-    @property
-    def beginning(self) -> bytes:
-        """What roots with LEAST_SHARED tokens in common have in common."""
-        experts = b"" if self.routes is None else self.routes[:LEAST_SHARED].tobytes()
-        return self.ids[:LEAST_SHARED].tobytes() + experts
+    def shared(self, other: _Path) -> int:
+        """How many tokens are: up to the start of a turn or a branch, or well into one."""
+        forked = 1 in self.forks[:LEAST_SHARED] or 1 in other.forks[:LEAST_SHARED]
+        least = self.width * (1 if forked else LEAST_SHARED)
+        if self.width != other.width or self.key[:least] != other.key[:least]:
+            return 0
+        size = min(len(self.key), len(other.key))
+        differ = np.frombuffer(self.key, np.uint8, size) != np.frombuffer(other.key, np.uint8, size)
+        first = int(differ.argmax())
+        count = (first if differ[first] else size) // self.width
+        turn = max(self.sampled.rfind(b"\0\1", 0, count + 1), other.sampled.rfind(b"\0\1", 0, count + 1)) + 1
+        branch = max(self.forks.rfind(b"\1", 0, count), other.forks.rfind(b"\1", 0, count)) + 1
+        if count - max(turn, branch) >= LEAST_SHARED:
+            return count
+        return max(turn if turn >= LEAST_SHARED else 0, branch)
 
 
 class Forest:
-    """Trajectories, one added after the other, without what an earlier one has already."""
+    """Trajectories, one added after the other, and how many tokens they have without repetition."""
 
     def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
-        self.num_tokens = 0  # without repetition
-        self._runs: list[_Run] = []
-        self._roots: defaultdict[bytes, list[int]] = defaultdict(list)  # by their beginning
-        self._branches: defaultdict[tuple[Place, int], list[int]] = defaultdict(list)  # by `after` and first token
-        self._pieces: list[Piece] = []  # of all trajectories, in the order of their tokens
+        self.num_tokens = 0
+        self._num_given = 0  # with repetition
+        self._paths = [_Path(0, b"", 0, [], b"", b"")]  # sorted; this one has nothing in common
+        self._shared: list[int] = []  # by each with the next
         for trajectory in trajectories:
             self.add(trajectory)
 
-    def add(self, trajectory: Trajectory) -> int:
-        """Returns a number that trajectories with a common beginning have in common."""
-        t, first = trajectory, len(self._pieces)
-        routes = None if t.replay is None else t.replay.routes
-        for start, end, after in segments(t):
-            where = ROOT if after < 0 else self._place(self._pieces[first:], after)
-            given = _Run(t.token_ids[start:end], None if routes is None else routes[start:end], where)
-            known = list(self._known(given))
-            shared = _worth_sharing(known, t.sampled[start:end], at_root=after < 0) if known else 0
-            at = 0
-            for run, place, count in known:
-                if n := min(count, shared - at):
-                    self._pieces.append((run, place, n))
-                    at, where = at + n, (run, place + n - 1)
-            if at:
-                given = _Run(given.ids[at:], None if given.routes is None else given.routes[at:], where)
-            if len(given.ids):
-                self._grow(given)
-        return self._root(self._pieces[first][0])
+    def add(self, trajectory: Trajectory) -> None:
+        t, first, paths = trajectory, self._num_given, _paths(trajectory)
+        key, sampled, forks = _key(t), t.sampled.tobytes(), bytearray(len(t.sampled))
+        width = len(key) // len(sampled)
+        for segment in t.segments:
+            forks[segment.after] = segment.after >= 0
+        for ranges in paths:
+            if sampled[ranges[0][0]]:
+                raise ValueError(f"trajectory {t.id} begins with a sampled token: there is no prompt before it")
+            path = _Path(
+                width,
+                b"".join(key[a * width : b * width] for a, b in ranges),
+                len(self._paths),
+                [(first + a, first + b) for a, b in ranges],
+                b"".join(sampled[a:b] for a, b in ranges),
+                b"".join(forks[a:b] for a, b in ranges),
+            )
+            place = bisect(self._paths, path)
+            self._paths.insert(place, path)
+            shared = [b.shared(a) for a, b in pairwise(self._paths[place - 1 : place + 2])]
+            self.num_tokens += len(path.sampled) - sum(shared) + sum(self._shared[place - 1 : place])
+            self._shared[place - 1 : place] = shared
+        self._num_given += len(sampled)
 
     def laid_out(self) -> tuple[list[int], list[int], Ints, Ints]:
-        """Lengths of the runs in depth-first order; the row each goes on after; and rows of tokens.
+        """Lengths of runs of tokens in depth-first order; the row each goes on after; and rows of tokens.
 
         Of each row, which token it is; of each token, its row. Tokens count through all trajectories.
         """
-        order = self._depth_first()
-        lengths = [len(self._runs[i].ids) for i in order]
-        starts = np.empty(len(order), np.int64)
-        starts[order] = np.cumsum([0, *lengths[:-1]])
-        after = [-1 if a == ROOT else int(starts[a[0]]) + a[1] for a in (self._runs[i].after for i in order)]
-        runs, places, counts = np.array(self._pieces).T
-        begins = np.cumsum(counts) - counts
-        numbers = np.arange(begins[-1] + counts[-1])
-        rows = numbers + np.repeat(starts[runs] + places - begins, counts)
-        tokens = np.empty(self.num_tokens, np.int64)
-        tokens[rows[::-1]] = numbers[::-1]  # of several, the first
+        trees: list[list[tuple[_Path, int]]] = []
+        for path, shared in zip(self._paths[1:], self._shared, strict=True):
+            if not shared:
+                trees.append([])
+            trees[-1].append((path, shared))
+        trees.sort(key=lambda tree: min(path.number for path, _ in tree))
+        lengths, after = list[int](), list[int]()
+        rows, here, start = np.empty(self._num_given, np.int64), np.empty(0, np.int64), 0
+        for path, shared in chain.from_iterable(trees):
+            end, depth = start + len(path.sampled) - shared, 0
+            here = np.concatenate([here[:shared], np.arange(start, end)])
+            for a, b in path.ranges:
+                rows[a:b] = here[depth : depth + b - a]
+                depth += b - a
+            if end > start:
+                lengths.append(end - start)
+                after.append(int(here[shared - 1]) if shared else -1)
+            start = end
+        tokens = np.empty(start, np.int64)
+        tokens[rows] = np.arange(len(rows))
         return lengths, after, tokens, rows
 
-    def _known(self, given: _Run) -> Iterator[Piece]:
-        """What is there already of the tokens of `given`."""
-        at, where = 0, given.after
-        while at < len(given.ids):
-            if where == ROOT:
-                nearby = [(run, 0) for run in self._roots.get(given.beginning, ())]
-            else:
-                nearby = [(run, 0) for run in self._branches.get((where, int(given.ids[at])), ())]
-                if where[1] + 1 < len(self._runs[where[0]].ids):
-                    nearby.append((where[0], where[1] + 1))
-            agreed = [(_agreement(self._runs[run], place, given, at), run, place) for run, place in nearby]
-            count, run, place = max(agreed, default=(0, 0, 0), key=lambda found: found[0])
-            if not count:
-                return
-            yield run, place, count
-            at, where = at + count, (run, place + count - 1)
 
-    def _grow(self, run: _Run) -> None:
-        number = len(self._runs)
-        self._runs.append(run)
-        self._pieces.append((number, 0, len(run.ids)))
-        self.num_tokens += len(run.ids)
-        if run.after != ROOT:
-            self._branches[run.after, int(run.ids[0])].append(number)
-        elif len(run.ids) >= LEAST_SHARED:
-            self._roots[run.beginning].append(number)
-
-    def _place(self, pieces: Sequence[Piece], token: int) -> Place:
-        """Of a trajectory's token."""
-        for run, place, count in pieces:
-            if token < count:
-                return run, place + token
-            token -= count
-        raise IndexError(token)
-
-    def _root(self, run: int) -> int:
-        while self._runs[run].after != ROOT:
-            run = self._runs[run].after[0]
-        return run
-
-    def _depth_first(self) -> list[int]:
-        """Of the runs that go on after one, those after its last tokens first: what sees a token has no gap."""
-        children: defaultdict[int, list[int]] = defaultdict(list)
-        for i, run in enumerate(self._runs):
-            children[run.after[0]].append(i)
-        order: list[int] = []
-        stack = children[-1][::-1]
-        while stack:
-            order.append(stack.pop())
-            stack += sorted(children[order[-1]], key=lambda i: (self._runs[i].after[1], -i))
-        return order
+def beginning(trajectory: Trajectory) -> bytes:
+    """What trajectories with LEAST_SHARED tokens in common have in common."""
+    return _key(trajectory, LEAST_SHARED)
 
 
-def segments(trajectory: Trajectory) -> list[tuple[int, int, int]]:
-    """First token, end, and the token that it goes on after (-1: none), of each unbroken part."""
-    t, num_tokens = trajectory, len(trajectory.token_ids)
-    parts = [(s.start, s.after) for s in t.segments]
-    if not parts or parts[0][0] > 0:
-        parts = [(0, -1), *parts]
-    found = [(a, b, after) for (a, after), (b, _) in pairwise([*parts, (num_tokens, 0)])]
-    if any(start >= end or not -1 <= after < start for start, end, after in found):
+def _key(t: Trajectory, most: int | None = None) -> bytes:
+    """Ids of the tokens, each with its experts if those were recorded."""
+    ids = t.token_ids[:most]
+    if t.replay is None or t.replay.routes is None:
+        return ids.tobytes()
+    routes = t.replay.routes[:most].reshape(len(ids), -1)
+    return np.hstack([ids[:, None].view(np.uint8), routes.view(np.uint8)]).tobytes()
+
+
+def _paths(t: Trajectory) -> list[list[tuple[int, int]]]:
+    """Ranges of tokens from a root to the end of each segment."""
+    num_tokens, branches = len(t.token_ids), [(s.start, s.after) for s in t.segments]
+    if not branches:
+        return [[(0, num_tokens)]]
+    ends = [*(start for start, _ in branches if start), num_tokens]
+    ordered = all(a < b for a, b in pairwise([start for start, _ in branches] + [num_tokens]))
+    if not ordered or any(not -1 <= after < start for start, after in branches):
         raise ValueError(
-            f"trajectory {t.id} of {num_tokens} tokens has branches {[(s.start, s.after) for s in t.segments]}: each "
-            "must begin behind the one before, and go on after a token before its own (-1: after none)"
+            f"trajectory {t.id} of {num_tokens} tokens has branches {branches}: each must begin behind the one "
+            "before, and go on after a token before its own (-1: after none)"
         )
-    return found
-
-
-def _agreement(run: _Run, place: int, given: _Run, at: int) -> int:
-    """How many of the given tokens from `at` on are those of the run from `place` on."""
-    count = min(len(run.ids) - place, len(given.ids) - at)
-    same = run.ids[place : place + count] == given.ids[at : at + count]
-    if run.routes is not None or given.routes is not None:
-        ours, theirs = (None if x is None else x[i : i + count] for x, i in ((run.routes, place), (given.routes, at)))
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            return 0
-        same &= (ours == theirs).all((1, 2))
-    return count if same.all() else int(np.argmin(same))
-
-
-def _worth_sharing(known: Sequence[Piece], sampled: npt.NDArray[np.bool_], *, at_root: bool) -> int:
-    """How many of the tokens that could be shared are: up to a turn's start, or well into a turn."""
-    count = sum(n for *_, n in known)
-    turns = np.flatnonzero(sampled[1 : count + 1] & ~sampled[:count][: len(sampled) - 1])
-    start = int(turns[-1]) + 1 if len(turns) else 0
-    count = start if count - start < LEAST_SHARED else count
-    return 0 if at_root and count < LEAST_SHARED else count
+    return [t.ranges(end - 1) for end in ends]

@@ -152,8 +152,7 @@ class Place:
             return Endpoint(config, self.desk(), self._on_note)
         if not section.environment:
             return None
-        setting = "episode.environment"
-        setup = Setup(setting=setting, function=section.environment, timeout_s=section.timeout_s)
+        setup = Setup(function=section.environment, timeout_s=section.timeout_s, setting="episode.environment")
         hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
         follows = bool(config.reward.function)
         return Player(Environments(hosts, section), self.desk(), config.prompts.system, follows, self._on_note)

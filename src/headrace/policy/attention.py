@@ -61,37 +61,48 @@ class _Regroup(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Rectangles:
-    """Packed sequences, regrouped by similar length into padded rectangles, one after the other.
+    """Runs of tokens, regrouped by depth and similar length into padded rectangles, one after the other.
 
     Example:
-        lengths [5, 3, 5] become shapes [(2, 5), (1, 3)]: the sequences 0, 2 and then 1
+        lengths [5, 3, 5] at depth 0 become shapes [(2, 5), (1, 3)]: the runs 0, 2 and then 1
     """
 
-    shapes: list[tuple[int, int]]  # (sequences, longest) of each rectangle
+    shapes: list[tuple[int, int]]  # (runs, longest) of each rectangle
+    depths: list[int]  # tokens before the runs of each rectangle
     pad: Tensor  # [P] the token of the row at each place; padding repeats one
+    keys: Tensor  # the same with the tokens before each run
     unpad: Tensor  # [T] the place of each token of the row
     padding: Tensor  # which of the P places are padding
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> _Rectangles:
-        """Lengths within a quarter of each other share a rectangle: few calls, little padding."""
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        shapes: list[tuple[int, int]] = []
-        pads: list[np.ndarray] = []
-        for i in order:
-            count, longest = shapes[-1] if shapes else (0, 0)
-            if lengths[i] < 0.75 * longest or not shapes:
-                count, longest = 0, lengths[i]
-                shapes.append((0, longest))
+    def of(cls, lengths: list[int], paths: list[np.ndarray], device: torch.device) -> _Rectangles:
+        """Lengths within a quarter of each other share a rectangle: few calls, little padding.
+
+        A path is a run with the tokens before it.
+        """
+        at = [len(path) - length for path, length in zip(paths, lengths, strict=True)]
+        shapes, depths, pads, keys = list[tuple[int, int]](), list[int](), list[np.ndarray](), list[np.ndarray]()
+        for i in sorted(range(len(lengths)), key=lambda i: (at[i], -lengths[i])):
+            if not shapes or depths[-1] != at[i] or lengths[i] < 0.75 * shapes[-1][1]:
+                shapes.append((0, lengths[i]))
+                depths.append(at[i])
+            count, longest = shapes[-1]
             shapes[-1] = (count + 1, longest)
-            pads.append(starts[i] + np.minimum(np.arange(longest), lengths[i] - 1))
+            keys.append(paths[i][np.minimum(np.arange(at[i] + longest), len(paths[i]) - 1)])
+            pads.append(keys[-1][at[i] :])
         pad = np.concatenate(pads)
         first = np.concatenate([[True], pad[1:] != pad[:-1]])
         unpad = np.empty(sum(lengths), np.int64)
         unpad[pad[first]] = np.flatnonzero(first)
-        arrays = (pad, unpad, np.flatnonzero(~first))
-        return cls(shapes, *(torch.from_numpy(x).to(device) for x in arrays))
+        arrays = (pad, np.concatenate(keys), unpad, np.flatnonzero(~first))
+        return cls(shapes, depths, *(torch.from_numpy(x).to(device) for x in arrays))
+
+    def attend(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        """Each rectangle by itself; `q` lies as in `pad`, `k` and `v` as in `keys`."""
+        sizes = [count * longest for count, longest in self.shapes]
+        seen = [count * (depth + longest) for depth, (count, longest) in zip(self.depths, self.shapes, strict=True)]
+        parts = zip(q.split(sizes), k.split(seen), v.split(seen), self.shapes, strict=True)
+        return torch.cat([attend(*part, *how) for part in parts])
 
 
 class PackedPlan:
@@ -102,6 +113,7 @@ class PackedPlan:
         self.longest = max(lengths)
         self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)[None]  # [1, T]
         self._device = device
+        self._depths = [0] * len(lengths)  # tokens before each
         self._cut: dict[int, Blocks] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
@@ -122,15 +134,21 @@ class PackedPlan:
             return attend(*qkv, shape, scale, window)  # type: ignore[no-any-return]
         r = self._rectangles
         regroup: Any = _Regroup.apply
-        q, k, v = (regroup(x, r.pad, r.unpad, r.padding[:0]) for x in qkv)
-        sizes = [count * longest for count, longest in r.shapes]
-        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), r.shapes, strict=True)
-        outs = [attend(*part, scale, window) for part in parts]
-        return regroup(torch.cat(outs), r.unpad, r.pad, r.padding)  # type: ignore[no-any-return]
+        out = r.attend(attend, *(regroup(x, r.pad, r.unpad, r.padding[:0]) for x in qkv), scale, window)
+        return regroup(out, r.unpad, r.pad, r.padding)  # type: ignore[no-any-return]
 
     @cached_property
     def _rectangles(self) -> _Rectangles:
-        return _Rectangles.of(self.lengths, self._device)
+        return _Rectangles.of(self.lengths, self._paths, self._device)
+
+    @cached_property
+    def _tree(self) -> Tree | None:
+        return None
+
+    @cached_property
+    def _paths(self) -> list[np.ndarray]:
+        ends = np.cumsum(self.lengths)
+        return np.split(np.arange(ends[-1]), ends[:-1])
 
     def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
         """The hidden states of the tokens before those at `at`: what predicts them."""
@@ -138,21 +156,10 @@ class PackedPlan:
 
     def blocks(self, tokens: int) -> Blocks:
         if tokens not in self._cut:
-            self._cut[tokens] = self._blocks(tokens)
+            sizes = [depth + length for depth, length in zip(self._depths, self.lengths, strict=True)]
+            sources = [0, *np.cumsum(sizes)[:-1].tolist()]
+            self._cut[tokens] = Blocks.of(self._depths, sizes, sources, tokens, self._device, self._tree)
         return self._cut[tokens]
-
-    def _blocks(self, tokens: int) -> Blocks:
-        lengths, starts = self.lengths, [0, *np.cumsum(self.lengths)[:-1].tolist()]
-        return Blocks.of([0] * len(lengths), lengths, starts, tokens, self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs of a tree that begin at one depth, padded to one length, with the keys of their paths."""
-
-    shape: tuple[int, int]  # (runs, longest)
-    queries: Tensor  # [runs * longest] rows; padding repeats one
-    keys: Tensor  # [runs * (depth + longest)]
 
 
 class TreePlan(PackedPlan):
@@ -167,63 +174,25 @@ class TreePlan(PackedPlan):
 
     def __init__(self, lengths: list[int], after: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
-        ends = np.cumsum(lengths)
-        rows = np.arange(ends[-1])
-        self._after, self._paths = after, list[np.ndarray]()  # [depth and length] of each run
-        previous = rows - 1
-        for end, length, parent in zip(ends.tolist(), lengths, after, strict=True):
-            run = int(np.searchsorted(ends, parent, side="right"))
-            past = self._paths[run][: len(self._paths[run]) - int(ends[run]) + parent + 1] if parent >= 0 else rows[:0]
-            self._paths.append(np.concatenate([past, rows[end - length : end]]))
-            previous[end - length] = parent
-        self._depths = [len(path) - length for path, length in zip(self._paths, lengths, strict=True)]
-        self.longest = max(map(len, self._paths))
-        positions = np.concatenate([np.arange(d, d + n) for d, n in zip(self._depths, lengths, strict=True)])
+        stops = np.cumsum(lengths)
+        rows = np.arange(stops[-1])
+        path, paths = rows[:0], list[np.ndarray]()
+        for run, parent in zip(np.split(rows, stops[:-1]), after, strict=True):  # a parent lies on the last path
+            path = np.concatenate([path[: np.searchsorted(path, parent, side="right")], run])
+            paths.append(path)
+        self._paths, self.longest = paths, max(map(len, paths))
+        self._depths = [len(path) - length for path, length in zip(paths, lengths, strict=True)]
+        positions = np.concatenate([np.arange(d, len(path)) for d, path in zip(self._depths, paths, strict=True)])
         self.positions = torch.from_numpy(positions).to(device)[None]
-        self._previous = torch.from_numpy(previous).to(device)
+        rows[stops - lengths] = np.array(after) + 1
+        self._previous = torch.from_numpy(rows - 1).to(device)
 
     def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
         return _rows(hidden_TE, self._previous[at])
 
     def _attend_rectangles(self, attend: Any, *given: Any) -> Tensor:
-        q, k, v, scale, window = given
-        parts = [
-            attend(_rows(q, r.queries), _rows(k, r.keys), _rows(v, r.keys), r.shape, scale, window) for r in self._runs
-        ]
-        return _rows(torch.cat(parts), self._places)
-
-    @cached_property
-    def _runs(self) -> list[_Runs]:
-        """Runs of one depth, and of lengths within a quarter of each other, are computed together."""
-        order = sorted(range(len(self.lengths)), key=lambda i: (self._depths[i], -self.lengths[i]))
-        together: list[list[int]] = []
-        for i in order:
-            first = together[-1][0] if together else i
-            if not together or self._depths[i] != self._depths[first] or self.lengths[i] < 0.75 * self.lengths[first]:
-                together.append([])
-            together[-1].append(i)
-        found = []
-        for runs in together:
-            longest = self.lengths[runs[0]]
-            paths = [np.pad(p := self._paths[i], (0, longest - self.lengths[i]), constant_values=p[-1]) for i in runs]
-            keys = np.stack(paths)
-            rows = keys[:, keys.shape[1] - longest :].ravel(), keys.ravel()
-            found.append(_Runs((len(runs), longest), *(torch.from_numpy(x).to(self._device) for x in rows)))
-        return found
-
-    @cached_property
-    def _places(self) -> Tensor:
-        """Where each token lies among the queries of `_runs`."""
-        queries = torch.cat([r.queries for r in self._runs]).cpu().numpy()
-        first = np.concatenate([[True], queries[1:] != queries[:-1]])
-        places = np.empty(int(queries.max()) + 1, np.int64)
-        places[queries[first]] = np.flatnonzero(first)
-        return torch.from_numpy(places).to(self._device)
-
-    def _blocks(self, tokens: int) -> Blocks:
-        sizes = [len(path) for path in self._paths]
-        sources = [0, *np.cumsum(sizes)[:-1].tolist()]
-        return Blocks.of(self._depths, sizes, sources, tokens, self._device, self._tree)
+        (q, k, v, *how), r = given, self._rectangles
+        return _rows(r.attend(attend, _rows(q, r.pad), _rows(k, r.keys), _rows(v, r.keys), *how), r.unpad)
 
     @cached_property
     def _tree(self) -> Tree:

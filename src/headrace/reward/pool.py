@@ -20,17 +20,18 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, Setup, failure
-from headrace.reward.isolation import isolated
 from headrace.reward.printed import Printed
 from headrace.reward.worker import HEADER, frame, score_of
+from headrace.sandbox import enclosed
 from headrace.types import Command, Completion, DropReason, Score
-from headrace.user_code import search_path
+from headrace.user_code import names_file, search_path, user_folders
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
@@ -38,6 +39,9 @@ PAUSE_S = 0.5  # before a retry of what was unavailable; doubled each time
 MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one worker has at a time
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
+LIMITS = {"nproc": 1024, "nofile": 1024}  # of a worker in a sandbox; threads count as processes
+DISK_MB = 256
+PASSED_ON = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "TZ")  # of the environment
 
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from headrace.reward.worker import main; main(int(sys.argv[1]))"
 
@@ -84,19 +88,18 @@ class JudgeProcess:
         self._socket, theirs = socket.socketpair()
         argv = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()]
         with theirs, isolated(argv, setup) as (command, fds):
-            self.printed = Printed()
-            self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
-            stdout, stderr = self.printed.ends
             self.process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
                 env={} if setup.sandbox else None,
                 start_new_session=True,
             )
-            self.printed.started()
+        self.printed = Printed(*filter(None, (self.process.stdout, self.process.stderr)))
+        self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
 
@@ -418,6 +421,30 @@ class JudgePool:
         for job in self._unfinished:
             if not job.done.done():
                 job.done.set_exception(error)
+
+
+def isolated(argv: list[str], setup: Setup) -> AbstractContextManager[tuple[list[str], list[int]]]:
+    """The command that starts a worker, perhaps in a sandbox, and the files to start it with."""
+    if not setup.sandbox:
+        return contextlib.nullcontext((argv, []))
+    folders, place = user_folders(), setup.function.rpartition(":")[0]
+    code = [os.path.abspath(os.path.expanduser(place))] if names_file(place) else []
+    folders |= {os.path.dirname(os.path.realpath(path)) for path in code}
+    shown = [path for path in search_path() if os.path.realpath(path) not in folders]
+    shown += [*code, *(path for folder in folders for path in _code_in(folder))]
+    env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    here, hidden = os.getcwd(), setup.hidden
+    return enclosed(argv, LIMITS, read_only=shown, hidden=hidden, env=env, cwd=here, disk_mb=DISK_MB)
+
+
+def _code_in(folder: str) -> Iterator[str]:
+    """Modules and packages. Other files of a folder may be anything: data, keys, runs."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            package = entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py"))
+            readable = os.geteuid() != 0 or entry.stat().st_mode & 0o004
+            if readable and (package or (entry.is_file() and entry.name.endswith((".py", ".so")))):
+                yield entry.path
 
 
 def own_copy(judged: Judged) -> Judged:
