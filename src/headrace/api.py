@@ -44,12 +44,12 @@ from headrace.loop.self_check import refuse_inexact, self_check, warning
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
-from headrace.place.endpoint import serve_visitors
 from headrace.place.place import Place
 from headrace.place.places import open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
 from headrace.row import Row, Sample
+from headrace.serve.front_desk import Visitors
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts
@@ -207,8 +207,10 @@ def serve_run(
     config = _config_of_weights(Path(run_dir), ["episode.environment=", "episode.agent="], best=best)
 
     async def work(place: Place) -> None:
-        name = Path(run_dir).resolve().name
-        await serve_visitors(place.desk(), sampling_of(config), name, (host, port), key, on_ready)
+        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling_of(config))
+        async with front.listening(host, port):
+            on_ready(front.base_url)
+            await asyncio.Event().wait()
 
     _run_events(lambda: _with_engines(config, Path(run_dir), work))
 

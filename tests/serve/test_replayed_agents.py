@@ -9,8 +9,7 @@ import httpx2
 import numpy as np
 from served import ADD, House, add, assert_trained_once, chat_policy, house
 
-from headrace.serve.conversation import Conversation, Limits
-from headrace.serve.front_desk import Seat
+from headrace.serve.conversation import Conversation
 from headrace.types import Trajectory
 
 TOOLS: Any = [{"type": "function", "function": ADD}]
@@ -41,8 +40,8 @@ def continued(home: House, known: Trajectory, turns: int) -> Conversation:
     supports = known.replay.supports[: int(np.count_nonzero(kept["sampled"]))]
     replay = replace(known.replay.of(supports, None), routes=known.replay.routes)
     session.trajectory = replace(known, **kept, spans=spans, turns=known.turns[:turns], replay=replay)
-    conversation = Conversation(session, Limits(), session.trajectory.turns)
-    home.front.admit("again", Seat(session.id, conversation))
+    conversation = Conversation(session)
+    home.front.admit("again", conversation)
     return conversation
 
 

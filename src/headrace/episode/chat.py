@@ -162,26 +162,19 @@ class Chat:
             history += chat[i:after]
         return ids[: len(learned)], learned
 
-    def call_grammar(self, tools: Tools, name: str) -> str:
-        """A grammar of answers that call the tool `name`, or any of them if it is empty."""
+    def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """A grammar of answers that call one of the tools."""
         family = self._grammar.family
         opens, closes = re.sub(r"\\s\*|\\A.*|\\", "", family.open), family.close
         if not family.open or family.read is not read_json or bool(opens) != bool(closes):
             raise ChatError(f"{self.model} does not write tool calls as JSON, so it cannot be made to call a tool")
-        key = "arguments" if opens else "parameters"
-        wanted = [_function(tool) for tool in tools or () if name in ("", _function(tool)["name"])]
-        closed = {"type": "object", "additionalProperties": False}
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": call["name"]}, key: {**closed, **(call.get("parameters") or {})}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for call in wanted
-        ]
-        parts = [f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"]
-        return f"start: {parts[0]}\n{json_rule('call', {'anyOf': calls})}"
+        key, closed = "arguments" if opens else "parameters", {"type": "object", "additionalProperties": False}
+        calls = []
+        for function in map(_function, tools):
+            parts = {"name": {"const": function["name"]}, key: {**closed, **(function.get("parameters") or {})}}
+            calls.append({**closed, "properties": parts, "required": list(parts)})
+        call = f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"
+        return f"start: {call}\n{json_rule('call', {'anyOf': calls})}"
 
     def check_grammar(self, grammar: str) -> None:
         """Raises ChatError if no answer can be made to follow it."""
@@ -335,9 +328,11 @@ class Chat:
 
 def content_text(message: Message) -> str:
     """A message's text, which clients may send in parts."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
+    content = message.get("content")
+    if isinstance(content, str | None):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ChatError("a message's content is neither a text nor a list of parts")
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     if strange := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
         raise ChatError(f"a message has a part that is not text: {str(strange[0])[:80]}")
