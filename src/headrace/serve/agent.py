@@ -208,9 +208,18 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
     env |= {"HEADRACE_TASK": text} if len(text) <= LONGEST_VARIABLE else {}
     pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(
-            *shlex.split(command), stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+        words = shlex.split(command)
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+            )
         )
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        begun = await starting
+        _end_group(begun)
+        await begun.communicate()
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"episode.agent = '{command}' cannot be started: {error}") from error
     assert process.stdin is not None
@@ -223,8 +232,7 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
             process.stdin.close()
         await process.wait()
     finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process)
         printed, complaints = await tails
         await process.wait()
     if process.returncode:
@@ -233,6 +241,11 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
     with suppress(ValueError):
         return parts_of(json.loads(printed.decode(errors="replace").strip().rpartition("\n")[2]))
     return None
+
+
+def _end_group(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:
