@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.episode.answer import ParsedAnswer
-from headrace.episode.chat import Message, Tools, json_rule, normal
+from headrace.episode.answer import ParsedAnswer, Tools
+from headrace.episode.chat import Message, json_rule, normal
 from headrace.episode.session import Addition, Session
 from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, MissingExtraError
@@ -185,7 +185,7 @@ class Conversation:
             raise RefusedError(self.ended_by, status=410, code="episode_over")
         if others := set(ask.stop_ids) - session.desk.chat.stop_ids:
             raise RefusedError(f"these tokens do not end an answer: {sorted(others)}", param="stop_token_ids")
-        if session.order.counted and ask.sampling.get("temperature") == 0:
+        if session.order.counted and ask.temperature == 0:
             raise RefusedError("what is sampled at a temperature of 0 cannot be trained on", param="temperature")
 
     def _whole(self, ask: Ask) -> list[Message]:
