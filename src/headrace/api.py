@@ -193,8 +193,7 @@ def evaluate_run(
 
     `overrides` are settings, such as "prompts.eval_source=other.jsonl" or "loop.eval_samples=8".
     """
-    config = _config_of_weights(Path(run_dir), overrides, best=best)
-    return _run_events(lambda: _with_engines(config, Path(run_dir), _score, reward))
+    return _with_engines(Path(run_dir), overrides, _score, best, reward)
 
 
 def serve_run(
@@ -204,19 +203,20 @@ def serve_run(
 
     `on_ready(base_url)` is called when it listens.
     """
-    config = _config_of_weights(Path(run_dir), ["episode.environment=", "episode.agent="], best=best)
 
     async def work(place: Place) -> None:
-        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling_of(config))
+        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling_of(place.config))
         async with front.listening(host, port):
             on_ready(front.base_url)
             await asyncio.Event().wait()
 
-    _run_events(lambda: _with_engines(config, Path(run_dir), work))
+    _with_engines(Path(run_dir), ["episode.environment=", "episode.agent="], work, best)
 
 
-def _config_of_weights(run_dir: Path, overrides: Sequence[str], *, best: bool) -> Config:
-    """The settings of a run with its weights, in this process."""
+def _with_engines(
+    run_dir: Path, overrides: Sequence[str], work: Callable[[Place], Awaitable[Result]], best: bool, reward: Any = None
+) -> Result:
+    """Do `work` with a run's weights and settings, in this process."""
     config = rooted(run_config(run_dir, overrides))
     changed: dict[str, dict[str, Any]] = {
         "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
@@ -226,7 +226,17 @@ def _config_of_weights(run_dir: Path, overrides: Sequence[str], *, best: bool) -
         "learner": {"ranks": 1},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
-    return config.model_copy(update=sections)
+
+    async def run() -> Result:
+        place = open_place(config.model_copy(update=sections), run_dir, reward=reward)
+        try:
+            await place.start_user_code()
+            await place.start_engines()
+            return await work(place)
+        finally:
+            await place.close()
+
+    return _run_events(run)
 
 
 def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
@@ -475,18 +485,6 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
         if text:
             watcher.note(text)
     return found.mean_abs
-
-
-async def _with_engines(
-    config: Config, run_dir: Path, work: Callable[[Place], Awaitable[Result]], reward: Reward | None = None
-) -> Result:
-    place = open_place(config, run_dir, reward=reward)
-    try:
-        await place.start_user_code()
-        await place.start_engines()
-        return await work(place)
-    finally:
-        await place.close()
 
 
 def _facts(place: Place) -> dict[str, str]:

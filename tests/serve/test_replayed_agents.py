@@ -53,7 +53,7 @@ async def test_no_turn_is_sampled_twice_and_the_rest_is_that_of_an_unbroken_run(
         conversation = continued(home, whole.trajectory, 2)
         assert await play(home.client(), "again") == chat
         assert [order.turn for order in home.orders] == [3, 4]
-        assert conversation.num_unclaimed == 0
+        assert not conversation.unclaimed
         again = conversation.session.trajectory
         np.testing.assert_array_equal(again.token_ids, whole.trajectory.token_ids)
         assert again.logprobs.tobytes() == whole.trajectory.logprobs.tobytes()
@@ -68,4 +68,4 @@ async def test_an_agent_that_asks_otherwise_leaves_turns_that_nobody_claims():
         await play(home.client(), "k")
         conversation = continued(home, whole.trajectory, 2)
         await play(home.client(), "again", "What is the time?")
-        assert conversation.num_unclaimed == 2
+        assert len(conversation.unclaimed) == 2

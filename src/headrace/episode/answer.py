@@ -77,14 +77,6 @@ def read_json(text: str) -> Calls:
     return [_call(item.get("name", item.get("tool_name")), each) for item, each in zip(items, found, strict=True)]
 
 
-def _held_by_json(calls: Calls) -> Calls:
-    try:
-        json.dumps(calls, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    return calls
-
-
 def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
     match = re.fullmatch(whole, text, re.DOTALL)
     if not match or re.sub(pair, "", match[2], flags=re.DOTALL).strip():
@@ -212,12 +204,12 @@ class Grammar:
             raise ValueError("not complete: the answer was cut")
         if is_open and close:
             raise ValueError(f"not complete: {close} is missing")
-        found = _held_by_json(read(opening + body if read is _channel_calls else body))
+        found = read(opening + body if read is _channel_calls else body)
         if read in (_parameter_calls, _key_value_calls):  # every value is text there
             functions = [tool.get("function", tool) for tool in tools or ()]
             wanted = {str(each["name"]): (each.get("parameters") or {}).get("properties", {}) for each in functions}
             found = [(name, _typed(arguments, wanted.get(name, {}))) for name, arguments in found]
-        return [ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found]
+        return _tool_calls(found)
 
     def _by_own_description(self, text: str, prompt: str, tools: Tools) -> ParsedAnswer:
         parser = ResponseParser(self._spec, prefix=prompt, tools=tools)
@@ -225,12 +217,12 @@ class Grammar:
             parser.feed(text)
             message, _ = parser.finalize()
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-            found = [_call(call.get("name"), call.get("arguments")) for call in calls]
+            found = _tool_calls([_call(call.get("name"), call.get("arguments")) for call in calls])
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             return ParsedAnswer(text.strip(), error=f"the answer cannot be read: {str(error).splitlines()[0]}")
         thinking = message.get("reasoning_content") or message.get("thinking") or ""
         said = {"content": message.get("content") or "", "reasoning_content": thinking}
-        return _answer(text, said, [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in found])
+        return _answer(text, said, found)
 
 
 def _typed(arguments: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +232,17 @@ def _typed(arguments: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str,
         with suppress(ValueError, RecursionError):
             typed[key] = value if "string" in json.dumps(wanted.get(key, {})) else json.loads(value)
     return typed
+
+
+def _tool_calls(calls: Calls) -> list[ToolCall]:
+    try:
+        found = [
+            ToolCall(name, json.dumps(arguments, allow_nan=False, ensure_ascii=False)) for name, arguments in calls
+        ]
+        "".join(call.name + call.arguments for call in found).encode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    return found
 
 
 def _answer(text: str, said: Mapping[str, str], calls: Sequence[ToolCall], error: str = "") -> ParsedAnswer:

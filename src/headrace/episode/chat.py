@@ -285,14 +285,9 @@ class Chat:
         calls, (kind, empty) = form.pop("tool_calls", None), self._dialect
         if calls:
             form["content"] = form["content"] or empty
-            form["tool_calls"] = [
-                {
-                    "type": "function",
-                    **call,
-                    "function": {**_function(call), "arguments": _arguments(_function(call), kind)},
-                }
-                for call in calls
-            ]
+            functions = [{**_function(call), "arguments": _arguments(_function(call), kind)} for call in calls]
+            pairs = zip(calls, functions, strict=True)
+            form["tool_calls"] = [{"type": "function", **call, "function": function} for call, function in pairs]
         return _each_text(form, self._inert_in_answers if form["role"] == "assistant" else self._inert, mark)
 
     def _encode_marked(self, text: str, mark: str, after: str | None = None) -> list[int]:

@@ -170,7 +170,7 @@ class AgentEpisode:
 
     def _outcome(self, conversation: Conversation, reward: Parts | AgentFailedError | None) -> Outcome:
         trajectory, follows = self.session.trajectory, self._agents.reward_follows
-        if conversation.num_unclaimed:
+        if conversation.unclaimed:
             detail = "the agent was run again after a restart, and did not ask what it had asked before"
             reward = AgentFailedError(detail)
         elif not trajectory.turns:

@@ -75,7 +75,7 @@ class Conversation:
         self.reward: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
         self._max_turns, self._max_tokens = max_turns, max_tokens or session.desk.max_context
         self._root, self._closed = Node(), ""
-        self._unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for again yet
+        self.unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for again yet
         self._asked: dict[str, tuple[asyncio.Task[list[Answered]], list[Callable[[], Awaitable[bool]]]]] = {}
         self._nodes: dict[str, Node] = {}  # by the ids of responses
         self._going: set[asyncio.Task[list[Answered]]] = set()
@@ -88,10 +88,6 @@ class Conversation:
     @property
     def is_idle(self) -> bool:
         return not self._going
-
-    @property
-    def num_unclaimed(self) -> int:
-        return len(self._unclaimed)
 
     def idle(self) -> None:
         """From now on the client takes its time, which is measured."""
@@ -179,7 +175,7 @@ class Conversation:
             raise RefusedError(self._closed or "the episode is over", status=410, code="episode_over")
         if len(self._going) >= MOST_AT_ONCE:
             raise RefusedError("too many requests of one session at once", status=429, after_s=1)
-        num_turns = len(session.trajectory.turns) - len(self._unclaimed) + self._num_going
+        num_turns = len(session.trajectory.turns) - len(self.unclaimed) + self._num_going
         if limit and num_turns + ask.n > limit:
             self.ended_by = f"the episode may have {limit} turns"
             raise RefusedError(self.ended_by, status=410, code="episode_over")
@@ -257,9 +253,9 @@ class Conversation:
     def _claim(self, tokens: Any) -> Turn | None:
         """A turn of an earlier attempt that was sampled after the same tokens."""
         t = self.session.trajectory
-        for turn in self._unclaimed:
+        for turn in self.unclaimed:
             if np.array_equal(context(t, place_before(t, turn.start))[0], tokens):
-                self._unclaimed.remove(turn)
+                self.unclaimed.remove(turn)
                 return turn
         return None
 

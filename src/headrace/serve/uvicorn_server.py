@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
@@ -14,14 +14,6 @@ from headrace.errors import ConfigError
 
 HEADER_BYTES = 64 << 10
 STOP_S = 1
-
-
-class _Quiet(uvicorn.Server):
-    """Signals are the run's own business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -34,7 +26,8 @@ async def listening(app: Any, host: str, port: int) -> AsyncIterator[int]:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
     limits: dict[str, Any] = {"h11_max_incomplete_event_size": HEADER_BYTES, "timeout_graceful_shutdown": STOP_S}
-    server = _Quiet(uvicorn.Config(app, http="h11", **settings, **limits))
+    server = uvicorn.Server(uvicorn.Config(app, http="h11", **settings, **limits))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # they are the run's own business
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield int(listener.getsockname()[1])
