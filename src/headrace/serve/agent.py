@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import secrets
 import shlex
@@ -153,20 +154,19 @@ class AgentEpisode:
         now, limit_s, patience_s = self.session.desk.now, self._section.max_s, self._section.timeout_s
         conversation.idle()
         began_s = now()
-        while True:
-            due_s = (conversation.idle_since_s if conversation.is_idle else now()) + patience_s
-            due_s = min(due_s, began_s + limit_s) if limit_s else due_s
-            done, _ = await asyncio.wait([ending], timeout=max(0.0, due_s - now()) + 0.01)
-            if done:
-                return ending.result()  # type: ignore[no-any-return]
-            if limit_s and now() >= began_s + limit_s:
+        while not ending.done():
+            left_s = began_s + limit_s - now() if limit_s else math.inf
+            idle_s = now() - conversation.idle_since_s if conversation.is_idle else 0.0
+            if left_s <= 0:
                 conversation.end(f"the episode may take {limit_s:g} s")
                 await asyncio.wait([ending], timeout=GRACE_S)
                 return ending.result() if ending.done() else None
-            if conversation.is_idle and now() >= conversation.idle_since_s + patience_s:
-                remote = self._section.agent == "remote"
+            if idle_s >= patience_s:
                 detail = f"the agent neither asked for anything nor ended in {patience_s:g} s (episode.timeout_s)"
+                remote = self._section.agent == "remote"
                 raise AgentFailedError(detail, DropReason.ABANDONED if remote else DropReason.AGENT_ERROR)
+            await asyncio.wait([ending], timeout=min(left_s, patience_s - idle_s) + 0.01)
+        return ending.result()  # type: ignore[no-any-return]
 
     def _outcome(self, conversation: Conversation, reward: Parts | AgentFailedError | None) -> Outcome:
         trajectory, follows = self.session.trajectory, self._agents.reward_follows

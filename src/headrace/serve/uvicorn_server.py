@@ -27,7 +27,8 @@ async def listening(app: Any, host: str, port: int) -> AsyncIterator[int]:
     settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
     limits: dict[str, Any] = {"h11_max_incomplete_event_size": HEADER_BYTES, "timeout_graceful_shutdown": STOP_S}
     server = uvicorn.Server(uvicorn.Config(app, http="h11", **settings, **limits))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # they are the run's own business
+    # signals are the run's own business
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield int(listener.getsockname()[1])
