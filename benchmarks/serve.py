@@ -35,18 +35,18 @@ from headrace.policy.demo import chat_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine
-from headrace.serve.conversation import Conversation, Limits
-from headrace.serve.front_desk import FrontDesk, Seat
+from headrace.serve.conversation import Conversation
+from headrace.serve.front_desk import FrontDesk
 from headrace.serve.starlette_app import application
-from headrace.serve.uvicorn_server import Listener
+from headrace.serve.uvicorn_server import listening
 from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
 
 Sample = Callable[[Order], Awaitable[Trajectory]]
 
 
-async def through_the_endpoint(listener: Listener, names: Sequence[str]) -> tuple[int, float]:
+async def through_the_endpoint(port: int, names: Sequence[str]) -> tuple[int, float]:
     """Tokens and seconds of chats that a process of clients has."""
-    asking = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), str(listener.port)]
+    asking = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), str(port)]
     process = await asyncio.create_subprocess_exec(*asking, *names, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
     num_tokens, seconds = printed.split()
@@ -61,7 +61,7 @@ def sessions_of(desk: Desk, front: FrontDesk, names: Sequence[str], max_new_toke
     for serial, name in enumerate(names):
         prompt = Prompt(id=name, text="", token_ids=np.empty(0, np.int32))
         session = Session(desk, Order(serial=serial, prompt=prompt, samplings=(sampling,), indices=(0,)), 0)
-        front.admit(name, Seat(name, Conversation(session, Limits())))
+        front.admit(name, Conversation(session))
         found.append(session)
     return found
 
@@ -94,12 +94,10 @@ async def scripted(order: Order) -> Trajectory:
 
 async def many_sessions(count: int) -> dict[str, Any]:
     front = FrontDesk("scripted", 4096)
-    listener = Listener(application(front), "127.0.0.1", 0)
-    listener.start()
     names = [f"s{i}" for i in range(count)]
     sessions = sessions_of(desk_of(chat_tokenizer(), scripted, 4096), front, names, 8)
-    num_tokens, seconds = await through_the_endpoint(listener, names)
-    await listener.close()
+    async with listening(application(front), "127.0.0.1", 0) as port:
+        num_tokens, seconds = await through_the_endpoint(port, names)
     whole = [s for s in sessions if len(s.trajectory.turns) == TURNS and not s.trajectory.segments]
     return {"sessions": count, "whole": len(whole), "lost": count * TURNS * 4 - num_tokens, "seconds": seconds}
 
@@ -159,23 +157,21 @@ async def real_engine(size: str, device: str, count: int, max_new_tokens: int, r
     )
     running = asyncio.create_task(actor.run())
     desk, front = desk_of(policy.tokenizer, lambda order: actor.start(order)[0], 4096), FrontDesk("real", 4096)
-    listener = Listener(application(front), "127.0.0.1", 0)
-    listener.start()
     found = []
-    for repeat in range(repeats + 1):  # the first warms up
-        rates = []
-        for way in ("direct", "endpoint"):
-            names = [f"{way}-{repeat}-{i}" for i in range(count)]
-            sessions = sessions_of(desk, front, names, max_new_tokens)
-            asked = directly(sessions) if way == "direct" else through_the_endpoint(listener, names)
-            num_tokens, seconds = await asked
-            assert num_tokens == sum(session.trajectory.num_sampled_tokens for session in sessions)
-            rates.append(num_tokens / seconds)
-            actor.forget([session.id for session in sessions])
-        found.append(rates[1] / rates[0])
-        print(f"direct {rates[0]:,.0f} tokens/s, endpoint {rates[1]:,.0f}", flush=True)
+    async with listening(application(front), "127.0.0.1", 0) as port:
+        for repeat in range(repeats + 1):  # the first warms up
+            rates = []
+            for way in ("direct", "endpoint"):
+                names = [f"{way}-{repeat}-{i}" for i in range(count)]
+                sessions = sessions_of(desk, front, names, max_new_tokens)
+                asked = directly(sessions) if way == "direct" else through_the_endpoint(port, names)
+                num_tokens, seconds = await asked
+                assert num_tokens == sum(session.trajectory.num_sampled_tokens for session in sessions)
+                rates.append(num_tokens / seconds)
+                actor.forget([session.id for session in sessions])
+            found.append(rates[1] / rates[0])
+            print(f"direct {rates[0]:,.0f} tokens/s, endpoint {rates[1]:,.0f}", flush=True)
     running.cancel()
-    await listener.close()
     thread.close()
     return found[1:]
 

@@ -32,11 +32,11 @@ from headrace.loop.self_check import self_check, verdict
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import STAGES, StageTimes
 from headrace.place.device import STEPS, memory_for
-from headrace.place.endpoint import serve_visitors
 from headrace.place.place import Place, open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
 from headrace.row import Row, Sample
+from headrace.serve.front_desk import Visitors
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts
@@ -176,8 +176,7 @@ def evaluate_run(
 
     `overrides` are settings, such as "prompts.eval_source=other.jsonl" or "loop.eval_samples=8".
     """
-    config = _config_of_weights(Path(run_dir), overrides, best=best)
-    return _run_events(lambda: _with_engines(config, Path(run_dir), _score, reward))
+    return _with_engines(Path(run_dir), overrides, _score, best, reward)
 
 
 def serve_run(
@@ -187,17 +186,20 @@ def serve_run(
 
     `on_ready(base_url)` is called when it listens.
     """
-    config = _config_of_weights(Path(run_dir), ["episode.environment=", "episode.agent="], best=best)
 
     async def work(place: Place) -> None:
-        name = Path(run_dir).resolve().name
-        await serve_visitors(place.desk(), sampling_of(config), name, (host, port), key, on_ready)
+        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling_of(place.config))
+        async with front.listening(host, port):
+            on_ready(front.base_url)
+            await asyncio.Event().wait()
 
-    _run_events(lambda: _with_engines(config, Path(run_dir), work))
+    _with_engines(Path(run_dir), ["episode.environment=", "episode.agent="], work, best)
 
 
-def _config_of_weights(run_dir: Path, overrides: Sequence[str], *, best: bool) -> Config:
-    """The settings of a run with its weights, in this process."""
+def _with_engines(
+    run_dir: Path, overrides: Sequence[str], work: Callable[[Place], Awaitable[Result]], best: bool, reward: Any = None
+) -> Result:
+    """Do `work` with a run's weights and settings, in this process."""
     config = rooted(files.run_config(run_dir, overrides))
     changed: dict[str, dict[str, Any]] = {
         "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
@@ -207,7 +209,17 @@ def _config_of_weights(run_dir: Path, overrides: Sequence[str], *, best: bool) -
         "learner": {"ranks": 1},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
-    return config.model_copy(update=sections)
+
+    async def run() -> Result:
+        place = open_place(config.model_copy(update=sections), run_dir, reward=reward)
+        try:
+            await place.start_user_code()
+            await place.start_engines()
+            return await work(place)
+        finally:
+            await place.close()
+
+    return _run_events(run)
 
 
 def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
@@ -451,18 +463,6 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
         if text:
             watcher.note(text)
     return found.mean_abs
-
-
-async def _with_engines(
-    config: Config, run_dir: Path, work: Callable[[Place], Awaitable[Result]], reward: Reward | None = None
-) -> Result:
-    place = open_place(config, run_dir, reward=reward)
-    try:
-        await place.start_user_code()
-        await place.start_engines()
-        return await work(place)
-    finally:
-        await place.close()
 
 
 def _facts(place: Place) -> dict[str, str]:

@@ -21,7 +21,7 @@ class RewardError(HeadraceError):
     """A reward function that cannot be found or called."""
 
 
-class ChatError(HeadraceError):
+class ChatError(HeadraceError, ValueError):
     """Messages that a chat template refuses, or a history that it would rewrite."""
 
 

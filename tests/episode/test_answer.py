@@ -20,7 +20,7 @@ QUESTION = [{"role": "user", "content": "x"}]
 def parse(name: str, text: str, tools: Any = TOOLS) -> ParsedAnswer:
     """Of an answer that ends with the first stop token, or is cut if it has no end."""
     chat = chat_of(name)
-    return chat.parse(chat._ids(text.replace("$", SHAPES[name].stops[0])), chat.first(QUESTION, TOOLS), tools)
+    return chat.parse(chat.encode(text.replace("$", SHAPES[name].stops[0])), chat.first(QUESTION, TOOLS), tools)
 
 
 @pytest.mark.parametrize(("name", "kind"), APPENDING)
@@ -29,7 +29,7 @@ def test_what_the_template_shows_is_read_back(name: str, kind: str):
     text = as_shown(chat, SHAPES[name], QUESTION, answer.message(), reply_of(kind, "y"))
     if name == "text arguments":
         text = (answer.reasoning or "Hm.") + "</think>" + text  # it never shows the thinking that it opens
-    found = chat.parse(chat._ids(text), chat.first(QUESTION, TOOLS), TOOLS)
+    found = chat.parse(chat.encode(text), chat.first(QUESTION, TOOLS), TOOLS)
     assert (found.content, found.error) == (answer.content, "")
     assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == [
         (c.name, json.loads(c.arguments)) for c in answer.tool_calls
@@ -115,7 +115,7 @@ PIECES += ["\n", "So", "漢", "<|im_end|>", "<tool", "🙂", "<function=look>", 
 )
 def test_whatever_the_model_wrote_can_be_read(name: str, text: str):
     chat = chat_of(name)
-    found = chat.parse(chat._ids(text), chat.first(QUESTION, TOOLS), TOOLS)
+    found = chat.parse(chat.encode(text), chat.first(QUESTION, TOOLS), TOOLS)
     assert all(isinstance(json.loads(call.arguments), dict) for call in found.tool_calls)
     said = text.replace("<think>", "").replace("</think>", "").strip()
     assert found.content or found.reasoning or found.tool_calls or not said or "<|im_" in text
@@ -129,8 +129,8 @@ def test_a_models_own_description_of_answers_is_used():
     tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
     chat = Chat(tokenizer)
     prompt = chat.first(QUESTION)
-    good = chat.parse(chat._ids('So <<{"name": "look", "arguments": {"where": "x"}}>>'), prompt, TOOLS)
+    good = chat.parse(chat.encode('So <<{"name": "look", "arguments": {"where": "x"}}>>'), prompt, TOOLS)
     assert good == ParsedAnswer("So", "", (ToolCall("look", '{"where": "x"}'),))
-    bad = chat.parse(chat._ids("So <<{>>"), prompt, TOOLS)
+    bad = chat.parse(chat.encode("So <<{>>"), prompt, TOOLS)
     assert bad.content == "So <<{>>"
     assert bad.error.startswith("the answer cannot be read: ")

@@ -22,9 +22,9 @@ def test_a_forced_call_can_be_read(name: str):
     chat = Chat(tokenizer, stops=stops)
     if name not in WRITE_JSON:
         with pytest.raises(ChatError, match="does not write tool calls as JSON"):
-            chat.call_grammar(TOOLS, "look")
+            chat.call_grammar(TOOLS)
         return
-    grammar = chat.call_grammar(TOOLS, "look")
+    grammar = chat.call_grammar(TOOLS)
     grammars, rng, sampled = Grammars(tokenizer, len(tokenizer), stops), np.random.default_rng(0), list[int]()
     while not sampled or sampled[-1] not in stops:
         allowed = np.flatnonzero(grammars.allowed(grammar, sampled))

@@ -103,7 +103,7 @@ def play(chat: Chat, shape: Shape, kind: str, question: str, content: str, cut: 
     """A prompt, the tokens after it, and what the template writes for both."""
     history = [{"role": "user", "content": question}]
     answer, reply = answer_of(kind).message(), reply_of(kind, content)
-    sampled = chat._ids(as_shown(chat, shape, history, answer, reply))
+    sampled = chat.encode(as_shown(chat, shape, history, answer, reply))
     sampled = sampled[:-1] if cut else sampled
     tail = chat.append(history, sampled, answer, [reply], TOOLS)
     return chat.first(history, TOOLS), sampled + tail, text_of(chat, [*history, answer, reply])
@@ -136,7 +136,7 @@ def num_controls(chat: Chat, shape: Shape, tokens: list[int]) -> int:
 def test_a_rewritten_history_is_refused(name: str):
     chat, history = chat_of(name), [{"role": "user", "content": "x"}]
     answer, reply = answer_of("uT").message(), reply_of("u", "y")
-    sampled = chat._ids(as_shown(chat, SHAPES[name], history, answer, reply))
+    sampled = chat.encode(as_shown(chat, SHAPES[name], history, answer, reply))
     with pytest.raises(ChatError, match="the chat template of a/model rewrites history before a user message: it"):
         chat.append(history, sampled, answer, [reply], TOOLS)
     assert chat.first([*history, answer, reply], TOOLS)
@@ -147,7 +147,7 @@ def test_an_answer_need_not_look_as_the_template_shows_it():
     chat, history = chat_of("json calls"), [{"role": "user", "content": "x"}]
     spaced = '<tool_call>{"arguments":{"times":2,  "where":"here"},"name":"look"}</tool_call>'
     for said in (spaced, "<|im_start|>\n" + spaced):
-        sampled = chat._ids(said + "<|im_end|>")
+        sampled = chat.encode(said + "<|im_end|>")
         answer = chat.parse(sampled, chat.first(history, TOOLS), TOOLS)
         assert answer.tool_calls == (ToolCall("look", '{"times": 2, "where": "here"}'),)
         tail = chat.append(history, sampled, answer.message(), [reply_of("t", "42")], TOOLS)
@@ -157,20 +157,20 @@ def test_an_answer_need_not_look_as_the_template_shows_it():
 def test_an_answer_that_the_template_leaves_as_sampled_appends():
     """It shows an empty block of thinking on the last turn alone: a model that writes none is not rewritten."""
     chat, history = chat_of("empty thinking"), [{"role": "user", "content": "x"}]
-    tail = chat.append(history, chat._ids("So.<|im_end|>"), ParsedAnswer("So.").message(), [reply_of("u", "y")])
+    tail = chat.append(history, chat.encode("So.<|im_end|>"), ParsedAnswer("So.").message(), [reply_of("u", "y")])
     assert chat._decode(tail) == "\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_another_stop_token_than_the_templates_is_refused():
     chat, history = chat_of("json calls"), [{"role": "user", "content": "x"}]
     with pytest.raises(ChatError, match=r"does not end the answer with <\|endoftext\|>"):
-        chat.append(history, chat._ids("So.<|endoftext|>"), ParsedAnswer("So.").message(), [reply_of("u", "y")])
+        chat.append(history, chat.encode("So.<|endoftext|>"), ParsedAnswer("So.").message(), [reply_of("u", "y")])
 
 
 def test_a_cut_answer_is_closed():
     """Also inside its thinking: the template closes what it shows."""
     chat, history = chat_of("empty thinking"), [{"role": "user", "content": "x"}]
-    sampled = chat._ids("<think>\nHm, well")
+    sampled = chat.encode("<think>\nHm, well")
     answer = chat.parse(sampled, chat.first(history))
     assert answer == ParsedAnswer("", "Hm, well")
     tail = chat.append(history, sampled, answer.message(), [reply_of("t", "y")])
@@ -181,12 +181,12 @@ def test_the_end_of_an_answer_is_not_taken_for_another():
     """A stop token in the generation prompt is none; one that begins as the generation prompt goes on is one."""
     history, reply = [{"role": "user", "content": "x"}], {"role": "user", "content": "y"}
     chat = chat_of("text arguments")  # the prompt goes on with <think>, the chat with <｜end｜>
-    tail = chat.append(history, chat._ids("Hm.</think><｜end｜>"), ParsedAnswer().message(), [reply])
+    tail = chat.append(history, chat.encode("Hm.</think><｜end｜>"), ParsedAnswer().message(), [reply])
     assert chat._decode(tail) == "<｜User｜>y<｜Assistant｜><think>\n"
     tokenizer = make_tokenizer(SHAPES["trailing end"])
     tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>\n", "<|assistant|>")
     chat = Chat(tokenizer, stops=tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"]))
-    tail = chat.append(history, chat._ids("  So.<|end|>"), ParsedAnswer("So.").message(), [reply])
+    tail = chat.append(history, chat.encode("  So.<|end|>"), ParsedAnswer("So.").message(), [reply])
     assert chat._decode(tail) == "\n<|user|>\ny<|end|>\n<|assistant|>"
 
 
@@ -200,7 +200,7 @@ def test_a_space_in_front_is_not_added_in_the_middle():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
     tokenizer.chat_template = SHAPES["model turns"].template
     chat, history = Chat(tokenizer), [{"role": "user", "content": "a <end>b"}]
-    prompt, sampled = chat.first(history), chat._ids("<end>")
+    prompt, sampled = chat.first(history), chat.encode("<end>")
     answer, reply = ParsedAnswer("").message(), {"role": "user", "content": "c<start>"}
     tokens = prompt + sampled + chat.append(history, sampled, answer, [reply])
     assert tokens == chat.first([*history, answer, reply])

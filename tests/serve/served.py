@@ -29,8 +29,8 @@ from headrace.policy.demo import chat_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine
-from headrace.serve.conversation import Conversation, Limits
-from headrace.serve.front_desk import FrontDesk, Seat
+from headrace.serve.conversation import Conversation
+from headrace.serve.front_desk import FrontDesk
 from headrace.serve.starlette_app import application
 from headrace.types import FloatArray, Item, Order, Prompt, Sampling, Trajectory
 
@@ -88,7 +88,7 @@ class House:
         order = Order(serial=len(self.sessions), prompt=prompt, samplings=(sampling,), indices=(0,))
         session = Session(self.desk, order, 0)
         self.sessions.append(session)
-        self.front.admit(key, Seat(session.id, Conversation(session, Limits(**limits))))
+        self.front.admit(key, Conversation(session, **limits))
         return session
 
     def transport(self, module: Any = httpx) -> Any:
@@ -102,7 +102,7 @@ class House:
 def calls_then_text(policy: Policy, num_calls: int, tool: Any = ADD) -> Callable[[int], str]:
     """`num_calls` turns that call a tool, then texts."""
     chat = Chat(policy.tokenizer, stops=sorted(policy.eos_ids))
-    call = chat.call_grammar([{"type": "function", "function": tool}], "")
+    call = chat.call_grammar([{"type": "function", "function": tool}])
     return lambda turn: call if turn <= num_calls else TEXT
 
 

@@ -170,7 +170,7 @@ async def test_remote_agents_pull_episodes_and_report_rewards(workshop: Path, mo
             done = await client.post(f"{root}/episodes/{episode['id']}/reward", json=reward, headers=headers)
             assert done.status_code == 200
 
-    while not notes:
+    while not notes and not training.done():
         await asyncio.sleep(0.05)
     root = notes[0].split(" at ")[1].split("/episodes")[0]
     async with httpx.AsyncClient(timeout=60) as client:

@@ -12,8 +12,7 @@ import httpx
 import pytest
 from served import House, add, house
 
-from headrace.serve import starlette_app
-from headrace.serve.uvicorn_server import Listener
+from headrace.serve import starlette_app, uvicorn_server
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hm?"}]}
 OWN = {"Authorization": "Bearer k"}
@@ -197,19 +196,17 @@ async def test_a_path_can_be_the_key_and_ids_of_another_session_mean_nothing():
 
 
 @pytest.fixture
-async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[House, Listener]]:
+async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[House, int]]:
     monkeypatch.setattr(starlette_app, "BODY_S", 0.3)
     async with house(num_calls=0) as home:
         home.open("k")
-        listener = Listener(starlette_app.application(home.front), "127.0.0.1", 0)
-        listener.start()
-        yield home, listener
-        await listener.close()
+        async with uvicorn_server.listening(starlette_app.application(home.front), "127.0.0.1", 0) as port:
+            yield home, port
 
 
-async def said(listener: Listener, *pieces: bytes, pause_s: float = 0.0) -> bytes:
+async def said(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
     """The reply to raw bytes on a socket."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in pieces:
             writer.write(piece)
@@ -226,28 +223,28 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 
 
 
 async def test_bodies_and_headers_that_are_huge_slow_or_broken(
-    listening: tuple[House, Listener], monkeypatch: pytest.MonkeyPatch
+    listening: tuple[House, int], monkeypatch: pytest.MonkeyPatch
 ):
-    home, listener = listening
+    home, port = listening
     monkeypatch.setattr(starlette_app, "MAX_BODY_BYTES", 10_000)
     big = HEAD + b"Content-Length: 20000\r\n\r\n" + b"x" * 20_000
-    assert b" 413 " in await said(listener, big)
-    assert b" 408 " in await said(listener, HEAD + b"Content-Length: 100\r\n\r\n", b"{", pause_s=0.1)
-    assert b" 400 " in await said(listener, HEAD + b"X: " + b"y" * 200_000 + b"\r\n\r\n")
-    assert b" 400 " in await said(listener, HEAD + b"Content-Length: many\r\n\r\n")
-    assert b" 400 " in await said(listener, b"\x00\x01\x02 nothing\r\n\r\n")
+    assert b" 413 " in await said(port, big)
+    assert b" 408 " in await said(port, HEAD + b"Content-Length: 100\r\n\r\n", b"{", pause_s=0.1)
+    assert b" 400 " in await said(port, HEAD + b"X: " + b"y" * 200_000 + b"\r\n\r\n")
+    assert b" 400 " in await said(port, HEAD + b"Content-Length: many\r\n\r\n")
+    assert b" 400 " in await said(port, b"\x00\x01\x02 nothing\r\n\r\n")
     assert not home.orders
 
 
-async def test_a_stream_that_its_client_closes_half_way_leaves_its_turn(listening: tuple[House, Listener]):
-    home, listener = listening
+async def test_a_stream_that_its_client_closes_half_way_leaves_its_turn(listening: tuple[House, int]):
+    home, port = listening
     body = json.dumps(chat(stream=True)).encode()
-    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+    with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         while not home.orders:
             await asyncio.sleep(0.001)
     while not home.sessions[0].trajectory.turns:
         await asyncio.sleep(0.001)
     body = json.dumps(ASKED).encode()
-    assert b" 200 " in await said(listener, HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert b" 200 " in await said(port, HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     assert len(home.sessions[0].trajectory.turns) == 2

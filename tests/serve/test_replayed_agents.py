@@ -9,8 +9,7 @@ import httpx2
 import numpy as np
 from served import ADD, House, add, assert_trained_once, chat_policy, house
 
-from headrace.serve.conversation import Conversation, Limits
-from headrace.serve.front_desk import Seat
+from headrace.serve.conversation import Conversation
 from headrace.types import Trajectory
 
 TOOLS: Any = [{"type": "function", "function": ADD}]
@@ -41,8 +40,8 @@ def continued(home: House, known: Trajectory, turns: int) -> Conversation:
     supports = known.replay.supports[: int(np.count_nonzero(kept["sampled"]))]
     replay = replace(known.replay.of(supports, None), routes=known.replay.routes)
     session.trajectory = replace(known, **kept, spans=spans, turns=known.turns[:turns], replay=replay)
-    conversation = Conversation(session, Limits(), session.trajectory.turns)
-    home.front.admit("again", Seat(session.id, conversation))
+    conversation = Conversation(session)
+    home.front.admit("again", conversation)
     return conversation
 
 
@@ -54,7 +53,7 @@ async def test_no_turn_is_sampled_twice_and_the_rest_is_that_of_an_unbroken_run(
         conversation = continued(home, whole.trajectory, 2)
         assert await play(home.client(), "again") == chat
         assert [order.turn for order in home.orders] == [3, 4]
-        assert conversation.num_unclaimed == 0
+        assert not conversation.unclaimed
         again = conversation.session.trajectory
         np.testing.assert_array_equal(again.token_ids, whole.trajectory.token_ids)
         assert again.logprobs.tobytes() == whole.trajectory.logprobs.tobytes()
@@ -69,4 +68,4 @@ async def test_an_agent_that_asks_otherwise_leaves_turns_that_nobody_claims():
         await play(home.client(), "k")
         conversation = continued(home, whole.trajectory, 2)
         await play(home.client(), "again", "What is the time?")
-        assert conversation.num_unclaimed == 2
+        assert len(conversation.unclaimed) == 2

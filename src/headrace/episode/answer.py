@@ -17,6 +17,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 Calls = list[tuple[str, dict[str, Any]]]
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,6 @@ def read_json(text: str) -> Calls:
     keys = ("arguments", "parameters")
     found = [next((item[key] for key in keys if key in item), None) for item in items]
     return [_call(item.get("name", item.get("tool_name")), each) for item, each in zip(items, found, strict=True)]
-
-
-def _held_by_json(calls: Calls) -> Calls:
-    try:
-        json.dumps(calls, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    return calls
 
 
 def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
@@ -165,14 +158,12 @@ FAMILIES = (  # the first whose sign is in the template
 
 
 class Grammar:
-    """Makes readers for the answers of one model, whose prompts end with `header`."""
+    """Reads the answers of one model, whose prompts end with `header`."""
 
-    def __init__(self, tokenizer: Any, template: str, header: str, stops: Mapping[int, str]) -> None:
+    def __init__(self, tokenizer: Any, template: str, header: str) -> None:
         self.family = next(family for family in FAMILIES if family.sign in template)
-        self.decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        self.stops = stops
         # a description of answers by the model's makers, for what is not known here
-        self.own = getattr(tokenizer, "response_template", None) if not self.family.sign else None
+        self._own = getattr(tokenizer, "response_template", None) if not self.family.sign else None
         opens, closes = self.family.thinking
         self._header = re.split(opens, header)[0]
         joined = {"repeats": True, "join": "", "content_args": {"strip": False}}
@@ -183,83 +174,78 @@ class Grammar:
             call = {"open_pattern": f"(?P<open>{self.family.open})", "repeats": True, "content_args": {"strip": False}}
             call |= {"close": self.family.close} if self.family.close else {}
             fields["tool_calls"] = call | {"transform": {"open": "{open}", "body": "{content}"}}
-        self._spec = load_response_template(self.own or {"start_anchor": self._header or "\0", "fields": fields})
+        self._spec = load_response_template(self._own or {"start_anchor": self._header or "\0", "fields": fields})
 
-    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> ResponseParser:
-        """Reads on from the end of `prompt`, which may have opened a block of thinking."""
+    def read(self, text: str, prompt: str, tools: Tools, *, is_cut: bool) -> ParsedAnswer:
+        """An answer to `prompt`, which may have opened a block of thinking."""
+        if self._own:
+            return self._by_own_description(text, prompt, tools)
         begun = prompt.rpartition(self._header)[2] if self._header and self._header in prompt else ""
-        return ResponseParser(self._spec, prefix=prompt if self.own else begun, tools=tools if self.own else None)
-
-
-class Reader:
-    """Reads one answer to `prompt`."""
-
-    def __init__(self, grammar: Grammar, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._grammar, self._parser = grammar, grammar.parser(prompt, tools)
-        functions = [tool.get("function", tool) for tool in tools or ()]
-        self._functions = {str(function["name"]): function.get("parameters") or {} for function in functions}
-        self._said = {"content": "", "reasoning": ""}
-        self._calls: list[ToolCall] = []
-        self._errors: list[str] = []
-
-    def read(self, token_ids: Sequence[int]) -> ParsedAnswer:
-        stops = self._grammar.stops
-        text, stopped = self._grammar.decode([id for id in token_ids if id not in stops]), token_ids[-1:]
-        is_cut = not any(id in stops for id in stopped)
-        if self._grammar.own:
-            self._by_own_description(text)
-        else:
-            self._follow(self._parser.feed(text))
-            self._follow(self._parser.finalize()[1], ended=True, is_cut=is_cut)
-        if not (self._calls or any(self._said.values())):
-            self._said["content"] = text
-        said = {kind: words.strip() for kind, words in self._said.items()}
-        return ParsedAnswer(**said, tool_calls=tuple(self._calls), error="; ".join(self._errors))
-
-    def _follow(self, events: Sequence[Mapping[str, Any]], ended: bool = False, is_cut: bool = False) -> None:
-        for event in events:
+        parser = ResponseParser(self._spec, prefix=begun)
+        events = [(event, False) for event in parser.feed(text)]
+        events += [(event, True) for event in parser.finalize()[1]]
+        said, calls, errors = {"content": "", "reasoning_content": ""}, list[ToolCall](), list[str]()
+        for event, is_open in events:
             if event["field"] == "tool_calls" and event["type"] == "region_close":
-                self._read_call(event["value"]["open"], event["value"]["body"], is_open=ended, is_cut=is_cut)
+                opening, body = event["value"]["open"], event["value"]["body"]
+                try:
+                    calls += self._calls(opening, body, tools, is_open=is_open, is_cut=is_cut)
+                except (ValueError, RecursionError, MemoryError) as error:
+                    deep = not isinstance(error, ValueError)
+                    errors.append(f"the tool call is {'not valid: it is nested too deeply' if deep else error}")
+                    said["content"] += opening + body + ("" if is_open else self.family.close)
             elif event["field"] != "tool_calls" and event["type"] == "region_chunk":
-                self._said[event["field"].removesuffix("_content")] += event["text"]
+                said[event["field"]] += event["text"]
+        return _answer(text, said, calls, "; ".join(errors))
 
-    def _read_call(self, opening: str, body: str, is_open: bool, is_cut: bool) -> None:
-        close, read = self._grammar.family.close, self._grammar.family.read
+    def _calls(self, opening: str, body: str, tools: Tools, *, is_open: bool, is_cut: bool) -> list[ToolCall]:
+        close, read = self.family.close, self.family.read
+        if is_open and is_cut:
+            raise ValueError("not complete: the answer was cut")
+        if is_open and close:
+            raise ValueError(f"not complete: {close} is missing")
+        found = read(opening + body if read is _channel_calls else body)
+        if read in (_parameter_calls, _key_value_calls):  # every value is text there
+            functions = [tool.get("function", tool) for tool in tools or ()]
+            wanted = {str(each["name"]): (each.get("parameters") or {}).get("properties", {}) for each in functions}
+            found = [(name, _typed(arguments, wanted.get(name, {}))) for name, arguments in found]
+        return _tool_calls(found)
+
+    def _by_own_description(self, text: str, prompt: str, tools: Tools) -> ParsedAnswer:
+        parser = ResponseParser(self._spec, prefix=prompt, tools=tools)
         try:
-            if is_open and is_cut:
-                raise ValueError("not complete: the answer was cut")
-            if is_open and close:
-                raise ValueError(f"not complete: {close} is missing")
-            for name, arguments in _held_by_json(read(opening + body if read is _channel_calls else body)):
-                self._add(name, arguments)
-        except (ValueError, RecursionError, MemoryError) as error:
-            deep = not isinstance(error, ValueError)
-            self._errors.append(f"the tool call is {'not valid: it is nested too deeply' if deep else error}")
-            self._said["content"] += opening + body + ("" if is_open else close)
-
-    def _add(self, name: str, arguments: dict[str, Any]) -> None:
-        if self._grammar.family.read in (_parameter_calls, _key_value_calls):  # every value is text there
-            arguments = {key: self._typed(name, key, value) for key, value in arguments.items()}
-        self._calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
-
-    def _typed(self, name: str, key: str, value: str) -> Any:
-        """A value that was written as text: JSON, unless the tool wants a text."""
-        wanted = self._functions.get(name, {}).get("properties", {}).get(key, {})
-        with suppress(ValueError, RecursionError):
-            return value if "string" in json.dumps(wanted) else json.loads(value)
-        return value
-
-    def _by_own_description(self, text: str) -> None:
-        try:
-            self._parser.feed(text)
-            message, _ = self._parser.finalize()
+            parser.feed(text)
+            message, _ = parser.finalize()
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-            found = [_call(call.get("name"), call.get("arguments")) for call in calls]
+            found = _tool_calls([_call(call.get("name"), call.get("arguments")) for call in calls])
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
-            self._errors.append(f"the answer cannot be read: {str(error).splitlines()[0]}")
-            self._said["content"] = text
-            return
-        self._said["reasoning"] = message.get("reasoning_content") or message.get("thinking") or ""
-        self._said["content"] = message.get("content") or ""
-        for name, arguments in found:
-            self._add(name, arguments)
+            return ParsedAnswer(text.strip(), error=f"the answer cannot be read: {str(error).splitlines()[0]}")
+        thinking = message.get("reasoning_content") or message.get("thinking") or ""
+        said = {"content": message.get("content") or "", "reasoning_content": thinking}
+        return _answer(text, said, found)
+
+
+def _typed(arguments: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that were written as text: JSON, unless the tool wants a text."""
+    typed: dict[str, Any] = dict(arguments)
+    for key, value in arguments.items():
+        with suppress(ValueError, RecursionError):
+            typed[key] = value if "string" in json.dumps(wanted.get(key, {})) else json.loads(value)
+    return typed
+
+
+def _tool_calls(calls: Calls) -> list[ToolCall]:
+    try:
+        found = [
+            ToolCall(name, json.dumps(arguments, allow_nan=False, ensure_ascii=False)) for name, arguments in calls
+        ]
+        "".join(call.name + call.arguments for call in found).encode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    return found
+
+
+def _answer(text: str, said: Mapping[str, str], calls: Sequence[ToolCall], error: str = "") -> ParsedAnswer:
+    content, reasoning = said["content"], said["reasoning_content"]
+    content = content if content or reasoning or calls else text
+    return ParsedAnswer(content.strip(), reasoning.strip(), tuple(calls), error)

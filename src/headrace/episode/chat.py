@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from headrace.episode.answer import Grammar, ParsedAnswer, Reader, ToolCall, read_json
+from headrace.episode.answer import Grammar, ParsedAnswer, ToolCall, Tools, read_json
 from headrace.errors import ChatError
 from headrace.user_code import load_optional, time_limit
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
-Tools = Sequence[Mapping[str, Any]] | None
 
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and every filter of a template prints it as it is
@@ -63,16 +62,13 @@ class Proof:
 
 
 class Chat:
-    """Renders and reads chats for one tokenizer.
+    """Renders and reads chats for one tokenizer. `stops` are the tokens that end an answer."""
 
-    `stops` are the tokens that end an answer. `options` go to the template, such as `enable_thinking`.
-    """
-
-    def __init__(self, tokenizer: Any, *, stops: Sequence[int] = (), options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, stops: Sequence[int] = ()) -> None:
         self.model = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
-        self._tokenizer, self._options = tokenizer, dict(options or {})
+        self._tokenizer = tokenizer
         self._stops = {int(id): self._decode([id]) for id in stops or [tokenizer.eos_token_id] if id is not None}
         self.vocab_size, self.stop_ids = len(tokenizer), frozenset(self._stops)
         texts = sorted(self._stops.values(), key=len, reverse=True)
@@ -84,7 +80,7 @@ class Chat:
         shown = {token.content for token in added if token.content in source and not token.content.isspace()}
         # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
-        self._newline = self._ids("\n")
+        self._newline = self.encode("\n")
         self._grammars: Any = None
         self._shows_ids = "tool_call_id" in source
         self._proven = False  # what comes after an answer does not depend on what came before it
@@ -93,12 +89,12 @@ class Chat:
         self._dialect: tuple[type, str | None] = (dict, "")
         self._calls = self._find_dialect()
         prompt, chat = self._render([QUESTION]), self._render([QUESTION], generation=False)
-        self._grammar = Grammar(tokenizer, source, prompt[_num_shared(prompt, chat) :], self._stops)
+        self._grammar = Grammar(tokenizer, source, prompt[_num_shared(prompt, chat) :])
 
     def first(self, messages: Messages, tools: Tools = None) -> list[int]:
         """The prompt: the chat and the beginning of an answer. Control tokens in messages are plain text."""
         mark = _unused_character(messages, tools)
-        return self._encode(self._render(messages, tools, mark=mark), mark)
+        return self._encode_marked(self._render(messages, tools, mark=mark), mark)
 
     def append(
         self, history: Messages, sampled: Sequence[int], answer: Message, new: Messages, tools: Tools = None
@@ -130,20 +126,24 @@ class Chat:
         forms, listed = self._forms([*history, answer, *new], mark), self._listed(tools, mark)
         prompt, whole = self._text(forms[: len(history)], listed), self._text(forms, listed)
         if whole.startswith(prompt + said):
-            return self._encode(whole[len(prompt + said) :], mark, after=end)
+            return self._encode_marked(whole[len(prompt + said) :], mark, after=end)
         # It is shown in another way than it was sampled: what follows its end is the same.
         at = self._end_of_answer(len(history), forms, listed, prompt, whole)
         if stop is not None and not whole.startswith(end, at):
             raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
-        return self._encode(whole[at + len(end) :], mark, after=end)
+        return self._encode_marked(whole[at + len(end) :], mark, after=end)
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> ParsedAnswer:
         """An answer to `prompt`, read."""
-        return Reader(self._grammar, self._decode(prompt[-HEADER_TOKENS:]), tools).read(sampled)
+        is_cut = not len(sampled) or sampled[-1] not in self._stops
+        return self._grammar.read(self.text(sampled), self._decode(prompt[-HEADER_TOKENS:]), tools, is_cut=is_cut)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that is no chat."""
-        return self._ids(text)
+        try:
+            return [int(id) for id in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        except (TypeError, UnicodeError) as error:
+            raise ChatError(f"a message is not valid Unicode text: {error}") from error
 
     def text(self, sampled: Sequence[int]) -> str:
         """The text of sampled tokens, without the end of the answer."""
@@ -155,33 +155,26 @@ class Chat:
         answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
         for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
             learned += [False] * (len(ids) - len(learned))
-            said, replies = self.answer_ids(history, chat[i], tools), chat[i + 1 : after]
+            said, replies = self.encode(self._said(history, chat[i], tools)), chat[i + 1 : after]
             ids, learned = ids + said, learned + [True] * len(said)
             if replies:
                 ids += self.append(history, said, chat[i], replies, tools)
             history += chat[i:after]
         return ids[: len(learned)], learned
 
-    def call_grammar(self, tools: Tools, name: str) -> str:
-        """A grammar of answers that call the tool `name`, or any of them if it is empty."""
+    def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """A grammar of answers that call one of the tools."""
         family = self._grammar.family
         opens, closes = re.sub(r"\\s\*|\\A.*|\\", "", family.open), family.close
         if not family.open or family.read is not read_json or bool(opens) != bool(closes):
             raise ChatError(f"{self.model} does not write tool calls as JSON, so it cannot be made to call a tool")
-        key = "arguments" if opens else "parameters"
-        wanted = [_function(tool) for tool in tools or () if name in ("", _function(tool)["name"])]
-        closed = {"type": "object", "additionalProperties": False}
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": call["name"]}, key: {**closed, **(call.get("parameters") or {})}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for call in wanted
-        ]
-        parts = [f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"]
-        return f"start: {parts[0]}\n{json_rule('call', {'anyOf': calls})}"
+        key, closed = "arguments" if opens else "parameters", {"type": "object", "additionalProperties": False}
+        calls = []
+        for function in map(_function, tools):
+            parts = {"name": {"const": function["name"]}, key: {**closed, **(function.get("parameters") or {})}}
+            calls.append({**closed, "properties": parts, "required": list(parts)})
+        call = f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"
+        return f"start: {call}\n{json_rule('call', {'anyOf': calls})}"
 
     def check_grammar(self, grammar: str) -> None:
         """Raises ChatError if no answer can be made to follow it."""
@@ -192,16 +185,8 @@ class Chat:
 
     def _symbol(self, text: str) -> str:
         """In a grammar: a token of its own, or a text."""
-        ids = self._ids(text)
+        ids = self.encode(text)
         return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in self._tokenizer.added_tokens_decoder else json.dumps(text)
-
-    def answer_ids(self, history: Messages, answer: Message, tools: Tools = None) -> list[int]:
-        """The tokens of an answer as the template shows it, with its end: what a worked example teaches."""
-        prompt = self._render(history, tools)
-        alone = self._render([*history, answer], tools, generation=False)
-        said = alone[_num_shared(prompt, alone) :]
-        found = self._stop.search(said)
-        return self._ids(said[: found.end()] if found else said)
 
     def prove(self, tools: Tools = None) -> Proof:
         """Try every kind of reply on this template, after one question and in a longer chat.
@@ -211,10 +196,12 @@ class Chat:
         rewrites, alike = {}, True
         for kind, (answers, reply) in PROBES.items():
             try:
-                for answer in answers:
-                    tail = self._try_reply([QUESTION], answer.message(), reply, tools)
-                    chat = [QUESTION, answer.message(), reply, answer.message(), reply]
-                    alike = alike and self._try_reply(chat, answer.message(), reply, tools) == tail
+                for answer in [answer.message() for answer in answers]:
+                    tails = []
+                    for chat in ([QUESTION], [QUESTION, answer, reply, answer, reply]):
+                        said = self.encode(self._said(chat, answer, tools, [reply]))
+                        tails.append(self._append(chat, said, answer, [reply], tools))
+                    alike = alike and tails[0] == tails[1]
             except ChatError as error:
                 rewrites[kind] = str(error).rpartition(": ")[2]
         self._proven = alike
@@ -225,16 +212,15 @@ class Chat:
             text = ""
         return Proof(self.model, self._calls, all(_function(tool).get("name", "") in text for tool in tools), rewrites)
 
-    def _try_reply(self, chat: Messages, answer: Message, reply: Message, tools: Tools) -> list[int]:
-        """Append to an answer that is sampled as the template shows it."""
-        prompt, alone = self._render(chat, tools), self._render([*chat, answer], tools, generation=False)
+    def _said(self, history: Messages, answer: Message, tools: Tools, after: Messages = ()) -> str:
+        """An answer as the template shows it, with its end, which may be the first token of the message `after` it."""
+        prompt = self._render(history, tools)
+        alone = self._render([*history, answer], tools, generation=False)
         said = alone[_num_shared(prompt, alone) :]
         if found := self._stop.search(said):
-            said = said[: found.end()]
-        else:  # the next message's first token ends the answer
-            found = self._stop.search(self._render([*chat, answer, reply], tools), len(alone))
-            said += found[0] if found else ""
-        return self._append(chat, self._ids(said), answer, [reply], tools)
+            return said[: found.end()]
+        found = self._stop.search(self._render([*history, answer, *after], tools), len(alone)) if after else None
+        return said + (found[0] if found else "")
 
     def _end_of_answer(self, num_before: int, forms: Sequence[Any], listed: Any, prompt: str, whole: str) -> int:
         """Where the answer ends in `whole`, if the template shows it there as it does without a reply."""
@@ -275,7 +261,7 @@ class Chat:
         try:
             with nullcontext() if self._proven else time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
-                    list(forms), tools=listed, add_generation_prompt=generation, tokenize=False, **self._options
+                    list(forms), tools=listed, add_generation_prompt=generation, tokenize=False
                 )
         except Exception as error:  # a template is a program, and fails in its own ways
             reason = str(error) or type(error).__name__
@@ -299,34 +285,23 @@ class Chat:
         calls, (kind, empty) = form.pop("tool_calls", None), self._dialect
         if calls:
             form["content"] = form["content"] or empty
-            form["tool_calls"] = [
-                {
-                    "type": "function",
-                    **call,
-                    "function": {**_function(call), "arguments": _arguments(_function(call), kind)},
-                }
-                for call in calls
-            ]
+            functions = [{**_function(call), "arguments": _arguments(_function(call), kind)} for call in calls]
+            pairs = zip(calls, functions, strict=True)
+            form["tool_calls"] = [{"type": "function", **call, "function": function} for call, function in pairs]
         return _each_text(form, self._inert_in_answers if form["role"] == "assistant" else self._inert, mark)
 
-    def _encode(self, text: str, mark: str, after: str | None = None) -> list[int]:
+    def _encode_marked(self, text: str, mark: str, after: str | None = None) -> list[int]:
         """Token ids of a text that follows `after`: a stop token, or "" for any other text."""
         begin, *pieces = text.split(mark)
-        ids = self._inner_ids(begin) if after == "" else self._ids((after or "") + begin)
+        ids = self._inner_ids(begin) if after == "" else self.encode((after or "") + begin)
         if after:  # encoded with it: some tokenizers take or add white space after a special token
-            ids = ids[len(self._ids(after)) :]
+            ids = ids[len(self.encode(after)) :]
         return ids + [id for piece in pieces for id in self._inner_ids(piece)]
 
     def _inner_ids(self, text: str) -> list[int]:
         """Without the space that some tokenizers put in front of a text."""
-        ids = self._ids("\n" + text)
-        return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self._ids(text)
-
-    def _ids(self, text: str) -> list[int]:
-        try:
-            return [int(id) for id in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-        except (TypeError, UnicodeError) as error:
-            raise ChatError(f"a message is not valid Unicode text: {error}") from error
+        ids = self.encode("\n" + text)
+        return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self.encode(text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         ids = [int(id) for id in ids]
@@ -335,9 +310,11 @@ class Chat:
 
 def content_text(message: Message) -> str:
     """A message's text, which clients may send in parts."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
+    content = message.get("content")
+    if isinstance(content, str | None):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ChatError("a message's content is neither a text nor a list of parts")
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     if strange := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
         raise ChatError(f"a message has a part that is not text: {str(strange[0])[:80]}")

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from headrace.episode.chat import Chat, Message, Tools
+from headrace.episode.answer import Tools
+from headrace.episode.chat import Chat, Message
 from headrace.episode.tree import context, indices, told, turned
 from headrace.errors import ChatError
 from headrace.types import FinishReason, IntArray, Order, Sampling, Trajectory, Turn

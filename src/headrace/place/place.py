@@ -38,7 +38,6 @@ from headrace.loop.publishing import WeightPublisher
 from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.place.elastic import Elastic
-from headrace.place.endpoint import Endpoint
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.reward_hosts import RewardHosts
@@ -55,6 +54,7 @@ from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.row import Row, Sample
+from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
 from headrace.user_code import load_optional
 
@@ -146,10 +146,10 @@ class Place:
         if self._player is not None:
             await self._player.prepare()
 
-    def _make_player(self) -> Player | Endpoint | None:
+    def _make_player(self) -> Player | Agents | None:
         config, section = self.config, self.config.episode
         if section.agent:
-            return Endpoint(config, self.desk(), self._on_note)
+            return Agents(config, self.desk(), self._on_note)
         if not section.environment:
             return None
         setup = Setup(function=section.environment, timeout_s=section.timeout_s, setting="episode.environment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -21,7 +22,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._vocab_size = max(vocab_size, len(tokenizer))
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=list(eos_ids))
-        self._compiled: dict[str, Any] = {}
+        self._matcher = lru_cache(MOST_COMPILED)(self._compiled)
 
     def check(self, grammar: str) -> None:
         """Raises ChatError if the grammar cannot be followed."""
@@ -35,12 +36,8 @@ class Grammars:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
 
-    def _matcher(self, grammar: str) -> Any:
-        if grammar not in self._compiled:
-            matcher = llguidance.LLMatcher(self._tokenizer, llguidance.grammar_from("lark", grammar), log_level=0)
-            if matcher.is_error():
-                raise ChatError(f"this schema cannot be followed: {matcher.get_error().splitlines()[0]}")
-            if len(self._compiled) >= MOST_COMPILED:
-                del self._compiled[next(iter(self._compiled))]
-            self._compiled[grammar] = matcher
-        return self._compiled[grammar]
+    def _compiled(self, grammar: str) -> Any:
+        matcher = llguidance.LLMatcher(self._tokenizer, llguidance.grammar_from("lark", grammar), log_level=0)
+        if matcher.is_error():
+            raise ChatError(f"this schema cannot be followed: {matcher.get_error().splitlines()[0]}")
+        return matcher

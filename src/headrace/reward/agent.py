@@ -24,12 +24,10 @@ class AgentFunction(RewardFunction):
     __slots__ = ()
 
     def scores(self, verdict: Any, num_items: int) -> list[Score]:
-        if verdict is None:
-            return [Score(reward=0.0, value={"reward": None})]
-        score = read_verdict(verdict, "agent")
+        score = Score() if verdict is None else read_verdict(verdict, "agent")
         if score.failure is not None:
             return [failure(score.detail.replace("the reward function", "the agent"))]
-        return [Score(reward=0.0, value={"reward": dict(score.parts)})]
+        return [Score(reward=0.0, value={"reward": dict(score.parts) or None})]
 
 
 def agent_function(spec: str) -> AgentFunction:

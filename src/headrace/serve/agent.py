@@ -7,26 +7,33 @@ that pulls episodes. Its reward is what it returns, prints or reports, else the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import os
 import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
-from headrace.config import EpisodeSection
+import numpy as np
+
+from headrace.config import Config
+from headrace.episode.chat import Message
 from headrace.episode.session import AbortedError, Desk, Session
 from headrace.errors import ConfigError
-from headrace.roles import Judge
-from headrace.serve.conversation import Conversation, Limits
-from headrace.serve.front_desk import FrontDesk, Parts, Seat, parts_of
-from headrace.types import Command, DropReason, FinishReason, Order, Outcome, Prompt
+from headrace.reward.function import Setup
+from headrace.reward.pool import JudgePool
+from headrace.serve.conversation import Conversation, Parts
+from headrace.serve.front_desk import FrontDesk, parts_of
+from headrace.types import Command, DropReason, Example, FinishReason, Order, Outcome, Prompt
 
+KEY = "HEADRACE_KEY"  # in the environment: what remote agents say
+DAY_S = 86_400.0
 COMMANDS_PER_WORKER = 16  # that run at a time
 KEPT_BYTES = 1 << 16  # of a command's output
 LONGEST_VARIABLE = 100_000  # characters: a longer task comes on standard input only
@@ -42,36 +49,40 @@ class AgentFailedError(Exception):
         self.reason = reason
 
 
-def is_function(agent: str) -> bool:
-    """Whether `episode.agent` names a function, not a command."""
-    return ":" in agent and not any(map(str.isspace, agent)) and agent.rpartition(":")[2].isidentifier()
-
-
-@dataclass(eq=False)
 class Agents:
-    """Runs the agents of a training run. `hosts` are worker processes, for an agent that is a function."""
+    """The agents of a training run, and the endpoint that they talk to; asked like a `Player`."""
 
-    section: EpisodeSection
-    desk: Desk
-    front: FrontDesk
-    hosts: Sequence[Judge[Command]]
-    reward_follows: bool = False  # a reward function adds to what the agent says
-
-    def __post_init__(self) -> None:
-        self._next = count()
-        at_once = sys.maxsize if self.hosts else self.section.workers * COMMANDS_PER_WORKER
-        self.slots = asyncio.Semaphore(at_once)
+    def __init__(self, config: Config, desk: Desk, on_note: Callable[[str], None]) -> None:
+        self.section, self.desk, self._on_note = config.episode, desk, on_note
+        self.reward_follows = bool(config.reward.function)  # it adds to what the agent says
+        agent, (host, _, port) = self.section.agent, self.section.listen.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"episode.listen = '{self.section.listen}': expected host:port, such as 127.0.0.1:8001")
+        self._at, self._open = (host.strip("[]"), int(port)), AsyncExitStack()
+        self._key = (os.environ.get(KEY) or secrets.token_urlsafe(24)) if agent == "remote" else ""
+        self.front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
+        self._hosts: list[JudgePool] = []  # for an agent that is a function
+        if ":" in agent and not any(map(str.isspace, agent)) and agent.rpartition(":")[2].isidentifier():
+            limit_s = self.section.max_s + self.section.timeout_s if self.section.max_s else DAY_S
+            setup = Setup(function=agent, timeout_s=limit_s, setting="episode.agent")
+            self._hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(self.section.workers)]
+        self._next = itertools.cycle(self._hosts)
+        self.slots = asyncio.Semaphore(sys.maxsize if self._hosts else self.section.workers * COMMANDS_PER_WORKER)
 
     async def prepare(self) -> None:
-        """Raises if the agent cannot be loaded."""
-        for host in self.hosts:
+        """Raises if the agent cannot be loaded, or nothing can be served."""
+        await self._open.enter_async_context(self.front.listening(*self._at))
+        if self._key:
+            key = f"the key in {KEY}" if os.environ.get(KEY) else f"the key {self._key}"
+            self._on_note(f"remote agents pull episodes at {self.front.base_url[:-3]}/episodes with {key}")
+        for host in self._hosts:
             await host.start()
         self.desk.chat.prove()
 
     async def close(self) -> None:
-        self.front.close()
-        for host in self.hosts:
+        for host in self._hosts:
             await host.close()
+        await self._open.aclose()
 
     def open(self, order: Order, i: int) -> AgentEpisode:
         session, known = Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i])
@@ -81,14 +92,20 @@ class Agents:
 
     async def launch(self, id: str, task: Mapping[str, Any], key: str) -> Parts | None:
         """Run an agent to its end."""
-        if self.hosts:
-            host = self.hosts[next(self._next) % len(self.hosts)]
-            given = {"task": dict(task), "base_url": self.front.base_url, "api_key": key}
-            score = await host.run(Command(episode=id, do="agent", given=given))
-            if score.failure is not None:
-                raise AgentFailedError(score.detail)
-            return parts_of(score.value.get("reward")) if isinstance(score.value, dict) else None
-        return await run_command(self.section.agent, task, self.front.base_url, key)
+        if not self._hosts:
+            return await run_command(self.section.agent, task, self.front.base_url, key)
+        given = {"task": dict(task), "base_url": self.front.base_url, "api_key": key}
+        score = await next(self._next).run(Command(episode=id, do="agent", given=given))
+        if score.failure is not None:
+            raise AgentFailedError(score.detail)
+        return parts_of(score.value)
+
+    async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
+        """The tokens of a worked chat, with the tools in the field `tools`, and which of them are answers."""
+        first = next((i for i, message in enumerate(chat) if message.get("role") == "assistant"), len(chat))
+        history = list(chat[:first]) or list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        ids, learned = self.desk.chat.worked(history, chat[first:], prompt.fields.get("tools"))
+        return np.array(ids, np.int32), np.array(learned, np.bool_)
 
 
 class AgentEpisode:
@@ -100,13 +117,11 @@ class AgentEpisode:
 
     async def play(self) -> Outcome:
         session, section, front = self.session, self._section, self._agents.front
-        limits = Limits(max_turns=section.max_turns, max_tokens=section.max_tokens)
-        conversation = Conversation(session, limits, session.trajectory.turns)
-        seat = Seat(secrets.token_hex(12), conversation)
-        front.admit(self._key, seat)
+        conversation = Conversation(session, max_turns=section.max_turns, max_tokens=section.max_tokens)
+        front.admit(self._key, conversation)
         reward: Parts | AgentFailedError | None = None
         try:
-            reward = await session.unless_aborted(self._run(seat))
+            reward = await session.unless_aborted(self._run(conversation))
         except AgentFailedError as failed:
             reward = failed
         except AbortedError:
@@ -116,20 +131,20 @@ class AgentEpisode:
             await conversation.close("the episode is over")
         if session.aborted.is_set():
             return Outcome(trajectory=replace(session.trajectory, finish=FinishReason.ABORT))
-        if not isinstance(reward, dict) and seat.reward.done():
-            reward = seat.reward.result()
+        if not isinstance(reward, dict) and conversation.reward.done():
+            reward = conversation.reward.result()
         return self._outcome(conversation, reward)
 
-    async def _run(self, seat: Seat) -> Parts | None:
+    async def _run(self, conversation: Conversation) -> Parts | None:
         """The agent's own reward, when it has ended or was ended."""
         task = task_of(self.session.order.prompt)
         if self._section.agent == "remote":
-            await self._agents.front.offer({"id": seat.id, "task": task, "api_key": self._key})
-            return await self._watched(seat.conversation, seat.reward)
+            await self._agents.front.offer({"id": conversation.id, "task": task, "api_key": self._key})
+            return await self._watched(conversation, conversation.reward)
         async with self._agents.slots:
-            launched = asyncio.create_task(self._agents.launch(seat.id, task, self._key))
+            launched = asyncio.create_task(self._agents.launch(conversation.id, task, self._key))
             try:
-                return await self._watched(seat.conversation, launched)
+                return await self._watched(conversation, launched)
             finally:
                 launched.cancel()
                 await asyncio.wait([launched])
@@ -137,26 +152,25 @@ class AgentEpisode:
     async def _watched(self, conversation: Conversation, ending: asyncio.Future[Any]) -> Parts | None:
         """What the agent ends with. It is ended if it takes too long, or asks for nothing any more."""
         now, limit_s, patience_s = self.session.desk.now, self._section.max_s, self._section.timeout_s
-        conversation.open()
+        conversation.idle()
         began_s = now()
-        while True:
-            due_s = (conversation.idle_since_s if conversation.is_idle else now()) + patience_s
-            due_s = min(due_s, began_s + limit_s) if limit_s else due_s
-            done, _ = await asyncio.wait([ending], timeout=max(0.0, due_s - now()) + 0.01)
-            if done:
-                return ending.result()  # type: ignore[no-any-return]
-            if limit_s and now() >= began_s + limit_s:
+        while not ending.done():
+            left_s = began_s + limit_s - now() if limit_s else math.inf
+            idle_s = now() - conversation.idle_since_s if conversation.is_idle else 0.0
+            if left_s <= 0:
                 conversation.end(f"the episode may take {limit_s:g} s")
                 await asyncio.wait([ending], timeout=GRACE_S)
                 return ending.result() if ending.done() else None
-            if conversation.is_idle and now() >= conversation.idle_since_s + patience_s:
-                remote = self._section.agent == "remote"
+            if idle_s >= patience_s:
                 detail = f"the agent neither asked for anything nor ended in {patience_s:g} s (episode.timeout_s)"
+                remote = self._section.agent == "remote"
                 raise AgentFailedError(detail, DropReason.ABANDONED if remote else DropReason.AGENT_ERROR)
+            await asyncio.wait([ending], timeout=min(left_s, patience_s - idle_s) + 0.01)
+        return ending.result()  # type: ignore[no-any-return]
 
     def _outcome(self, conversation: Conversation, reward: Parts | AgentFailedError | None) -> Outcome:
         trajectory, follows = self.session.trajectory, self._agents.reward_follows
-        if conversation.num_unclaimed:
+        if conversation.unclaimed:
             detail = "the agent was run again after a restart, and did not ask what it had asked before"
             reward = AgentFailedError(detail)
         elif not trajectory.turns:
@@ -185,15 +199,27 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
 
 
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> Parts | None:
-    """Run an agent that is a command, and end all processes that it leaves. The reward is its last line."""
+    """Run an agent that is a command, and end all processes that it leaves.
+
+    The reward is its last line, such as {"reward": 1.0}, or {"reward": {"right": 1.0, "short": 0.2}}.
+    """
     text = json.dumps(task, default=str)
     env = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
     env |= {"HEADRACE_TASK": text} if len(text) <= LONGEST_VARIABLE else {}
     pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(
-            *shlex.split(command), stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+        words = shlex.split(command)
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+            )
         )
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        begun = await starting
+        _end_group(begun)
+        await begun.communicate()
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"episode.agent = '{command}' cannot be started: {error}") from error
     assert process.stdin is not None
@@ -206,14 +232,20 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
             process.stdin.close()
         await process.wait()
     finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process)
         printed, complaints = await tails
         await process.wait()
     if process.returncode:
         detail = complaints.decode(errors="replace").strip()[-MOST_DETAIL:]
         raise AgentFailedError(f"the command ended with {process.returncode}: {detail}")
-    return _last_reward(printed.decode(errors="replace"))
+    with suppress(ValueError):
+        return parts_of(json.loads(printed.decode(errors="replace").strip().rpartition("\n")[2]))
+    return None
+
+
+def _end_group(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:
@@ -221,12 +253,3 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
     while read := await stream.read(KEPT_BYTES):
         kept = (kept + read)[-KEPT_BYTES:]
     return kept
-
-
-def _last_reward(printed: str) -> Parts | None:
-    """From a line such as {"reward": 1.0}, or {"reward": {"right": 1.0, "short": 0.2}}."""
-    try:
-        last = json.loads(printed.strip().rpartition("\n")[2])
-    except ValueError:
-        return None
-    return parts_of(last.get("reward")) if isinstance(last, dict) else None

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from headrace.episode.answer import ParsedAnswer
-from headrace.episode.chat import Message, Tools, json_rule, normal
+from headrace.episode.answer import ParsedAnswer, Tools
+from headrace.episode.chat import Message, json_rule, normal
 from headrace.episode.session import Addition, Session
 from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, MissingExtraError
@@ -27,6 +28,7 @@ from headrace.types import FinishReason, Sampling, Turn
 
 MOST_AT_ONCE = 256  # requests of one session
 ID_CHARS = 9  # of a tool call: some templates refuse other lengths
+Parts = dict[str, float]  # of a reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,40 +49,38 @@ class Answered:
         return self.answer.message(self.call_ids)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Node:
     """An answer in the conversation, after `new` messages that followed the answer before it."""
 
-    new: tuple[Any, ...] = ()  # as `normal` writes them
-    said: tuple[Any, ...] = ()
+    new: Sequence[Any] = ()  # as `normal` writes them
+    said: Sequence[Any] = ()
     ids: frozenset[str] = frozenset()
     chat: tuple[Message, ...] = ()  # all messages, and the answer
+    instructed: bool = False  # the first of them is the request's instructions
     tools: Tools = None
     place: int = -1  # of its last token
     answered_s: float = 0.0
     children: list[Node] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Of an episode; 0 is none. Example: Limits(max_turns=32)."""
-
-    max_turns: int = 0
-    max_tokens: int = 0
-
-
 class Conversation:
-    """The requests of one session. `ended_by` is the limit that it has reached, if any."""
+    """The requests of one session; of its limits 0 is none. `ended_by` is the limit that it has reached, if any.
 
-    def __init__(self, session: Session, limits: Limits, known: Sequence[Turn] = ()) -> None:
-        self.session, self.limits, self.ended_by = session, limits, ""
+    An agent knows it by `id`, and may report its `reward`.
+    """
+
+    def __init__(self, session: Session, *, max_turns: int = 0, max_tokens: int = 0) -> None:
+        self.id, self.session, self.ended_by = secrets.token_hex(12), session, ""
+        self.reward: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
+        self._max_turns, self._max_tokens = max_turns, max_tokens or session.desk.max_context
         self._root, self._closed = Node(), ""
-        self._unclaimed = list(known)  # turns of an earlier attempt, not asked for again yet
+        self.unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for again yet
         self._asked: dict[str, tuple[asyncio.Task[list[Answered]], list[Callable[[], Awaitable[bool]]]]] = {}
-        self._responses: dict[str, tuple[tuple[Message, ...], tuple[frozenset[str], ...]]] = {}
+        self._nodes: dict[str, Node] = {}  # by the ids of responses
         self._going: set[asyncio.Task[list[Answered]]] = set()
         self._num_going = 0  # turns
-        self._waiting: AbstractContextManager[None] | None = None  # a span: the client does not wait for us
+        self._waiting = ExitStack()  # a span, while the client does not wait for us
         self.idle_since_s = session.desk.now()
 
     # ---- for the episode
@@ -89,14 +89,12 @@ class Conversation:
     def is_idle(self) -> bool:
         return not self._going
 
-    @property
-    def num_unclaimed(self) -> int:
-        return len(self._unclaimed)
-
-    def open(self) -> None:
-        """From now on the client may take its time, which is measured."""
-        if self.is_idle and self._waiting is None:
-            self._idle()
+    def idle(self) -> None:
+        """From now on the client takes its time, which is measured."""
+        if self.is_idle:
+            self._waiting.close()
+            self.idle_since_s = self.session.desk.now()
+            self._waiting.enter_context(self.session.desk.span("environment"))
 
     def end(self, limit: str) -> None:
         """A limit is reached: what comes is refused."""
@@ -107,9 +105,7 @@ class Conversation:
         self._closed = self._closed or why
         while self._going:
             await asyncio.wait(self._going)
-        if self._waiting is not None:
-            self._waiting.__exit__(None, None, None)
-            self._waiting = None
+        self._waiting.close()
 
     # ---- for the endpoint
 
@@ -131,23 +127,20 @@ class Conversation:
 
     def knows(self, ask: Ask) -> bool:
         """Whether a request goes on with this conversation."""
-        if ask.digest in self._asked or ask.previous in self._responses:
-            return True
-        return bool(ask.messages) and self._match(*self._whole(replace(ask, previous="")))[0] is not self._root
+        if ask.previous or ask.digest in self._asked:
+            return ask.digest in self._asked or ask.previous in self._nodes
+        return bool(ask.messages) and self._match(self._whole(ask))[0] is not self._root
 
     def _begin(self, ask: Ask) -> asyncio.Task[list[Answered]]:
         self._refuse(ask)
-        messages, ids = self._whole(ask)
-        node, new = self._match(messages, ids)
-        addition = self._addition(ask, node, [messages[i] for i in new])
+        node, new = self._match(self._whole(ask))
+        addition = self._addition(ask, node, new)
         tokens = self.session.context(addition)
         sampling = self._sampling(ask, len(tokens))
         known = [turn for turn in (self._claim(tokens) for _ in range(ask.n)) if turn is not None]
         place = place_before(self.session.trajectory, known[0].start) if known else self.session.tell(addition)
         if node.place >= 0:
-            self._replied(node, [messages[i] for i in new])
-        norms = tuple(normal(messages[i]) for i in new)
-        chat = (*node.chat, *(messages[i] for i in new))
+            self._replied(node, new)
 
         async def sampled(i: int) -> Turn:
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + i) % 2**63)
@@ -161,60 +154,62 @@ class Conversation:
             if failed := [error for error in found if isinstance(error, BaseException)]:
                 raise failed[0]
             turns = [*known, *(turn for turn in found if isinstance(turn, Turn))]
-            return [self._answered(ask, turn, sampling.stop, node, norms, chat) for turn in turns]
+            return [self._answered(ask, turn, sampling.stop, node, new) for turn in turns]
+
+        def done(task: asyncio.Task[list[Answered]]) -> None:
+            self._going.discard(task)
+            if not task.cancelled():
+                task.exception()  # the client may be gone
+            self.idle()
 
         self._num_going += ask.n - len(known)
+        self._waiting.close()
         task = asyncio.create_task(answers())
-        self._busy(task)
+        self._going.add(task)
+        task.add_done_callback(done)
         return task
 
     def _refuse(self, ask: Ask) -> None:
-        session, limit = self.session, self.limits.max_turns
+        session, limit = self.session, self._max_turns
         if self._closed or session.aborted.is_set():
             raise RefusedError(self._closed or "the episode is over", status=410, code="episode_over")
         if len(self._going) >= MOST_AT_ONCE:
             raise RefusedError("too many requests of one session at once", status=429, after_s=1)
-        num_turns = len(session.trajectory.turns) - len(self._unclaimed) + self._num_going
+        num_turns = len(session.trajectory.turns) - len(self.unclaimed) + self._num_going
         if limit and num_turns + ask.n > limit:
             self.ended_by = f"the episode may have {limit} turns"
             raise RefusedError(self.ended_by, status=410, code="episode_over")
         if others := set(ask.stop_ids) - session.desk.chat.stop_ids:
             raise RefusedError(f"these tokens do not end an answer: {sorted(others)}", param="stop_token_ids")
-        if session.order.counted and ask.sampling.get("temperature") == 0:
+        if session.order.counted and ask.temperature == 0:
             raise RefusedError("what is sampled at a temperature of 0 cannot be trained on", param="temperature")
 
-    def _whole(self, ask: Ask) -> tuple[list[Message], list[frozenset[str]]]:
-        """All messages that a request means, and their ids."""
+    def _whole(self, ask: Ask) -> list[Message]:
+        """All messages that a request means."""
         messages: list[Message] = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
-        ids = [frozenset[str]()] * len(messages)
         if ask.previous:
-            if ask.previous not in self._responses:
+            if ask.previous not in self._nodes:
                 text = f"there is no response '{ask.previous}' in this session"
                 raise RefusedError(text, param="previous_response_id", code="previous_response_not_found")
-            earlier = self._responses[ask.previous]
-            messages, ids = [*messages, *earlier[0]], [*ids, *earlier[1]]
-        return [*messages, *ask.messages], [*ids, *ask.ids]
+            node = self._nodes[ask.previous]
+            messages += node.chat[node.instructed :]
+        return [*messages, *ask.messages]
 
-    def remember(self, response: str, ask: Ask, answered: Answered) -> None:
-        """What a later request with this `previous_response_id` goes on from."""
-        messages, ids = self._whole(replace(ask, instructions=""))
-        self._responses[response] = (*messages, answered.message), (*ids, _ids(answered))
-
-    def _match(self, messages: Sequence[Message], ids: Sequence[frozenset[str]]) -> tuple[Node, list[int]]:
-        """The last answer of this conversation that the messages hold, and which messages follow it."""
-        node, new = self._root, list[int]()
-        norms = [normal(message) for message in messages]
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                new.append(i)
-                continue
-            before = tuple(norms[k] for k in new)
-            near = [child for child in reversed(node.children) if child.new == before]
-            found = [child for child in near if child.ids & ids[i]] or [c for c in near if c.said == norms[i]]
-            if found:
-                node, new = found[0], []
-            elif not node.ids & ids[i]:  # a client may put a call's result between two calls of one answer
-                new.append(i)
+    def _match(self, messages: Sequence[Message]) -> tuple[Node, list[Message]]:
+        """The last answer of this conversation that the messages hold, and the messages that follow it."""
+        node, new, before = self._root, list[Message](), list[Any]()
+        for message in messages:
+            said, ids = normal(message), _ids(message)
+            if message["role"] == "assistant":
+                near = [child for child in reversed(node.children) if child.new == before]
+                found = [child for child in near if child.ids & ids] or [c for c in near if c.said == said]
+                if found:
+                    node, new, before = found[0], [], []
+                    continue
+                if node.ids & ids:  # a client may put a call's result between two calls of one answer
+                    continue
+            new.append(message)
+            before.append(said)
         return node, new
 
     def _addition(self, ask: Ask, node: Node, new: Sequence[Message]) -> Addition:
@@ -235,7 +230,7 @@ class Conversation:
 
     def _sampling(self, ask: Ask, num_prompt: int) -> Sampling:
         session = self.session
-        most = min(self.limits.max_tokens or session.desk.max_context, session.desk.max_context)
+        most = min(self._max_tokens, session.desk.max_context)
         if num_prompt >= most:
             self.ended_by = f"this model's maximum context length is {most} tokens, and the request has {num_prompt}"
             raise RefusedError(self.ended_by, param="messages", code="context_length_exceeded")
@@ -245,32 +240,26 @@ class Conversation:
 
     def _grammar(self, ask: Ask) -> str:
         """What an answer must look like; checked here, as an engine cannot refuse."""
-        if ask.schema is None and ask.must_call is None:
+        if ask.json_schema is None and not ask.must_call:
             return ""
         chat = self.session.desk.chat
         try:
-            if ask.must_call is not None:
-                grammar = chat.call_grammar(ask.tools, ask.must_call)
-            else:
-                grammar = json_rule("start", ask.schema)
+            grammar = chat.call_grammar(ask.must_call) if ask.must_call else json_rule("start", ask.json_schema)
             chat.check_grammar(grammar)
         except (ChatError, MissingExtraError) as error:
-            param = "response_format" if ask.must_call is None else "tool_choice"
-            raise RefusedError(str(error), param=param) from error
+            raise RefusedError(str(error), param="tool_choice" if ask.must_call else "response_format") from error
         return grammar
 
     def _claim(self, tokens: Any) -> Turn | None:
         """A turn of an earlier attempt that was sampled after the same tokens."""
         t = self.session.trajectory
-        for turn in self._unclaimed:
+        for turn in self.unclaimed:
             if np.array_equal(context(t, place_before(t, turn.start))[0], tokens):
-                self._unclaimed.remove(turn)
+                self.unclaimed.remove(turn)
                 return turn
         return None
 
-    def _answered(
-        self, ask: Ask, turn: Turn, stop: Sequence[str], node: Node, new: tuple[Any, ...], chat: tuple[Message, ...]
-    ) -> Answered:
+    def _answered(self, ask: Ask, turn: Turn, stop: Sequence[str], node: Node, new: Sequence[Message]) -> Answered:
         session, t = self.session, self.session.trajectory
         prompt = context(t, place_before(t, turn.start))[0].tolist()
         sampled = session.sampled_ids(turn).tolist()
@@ -295,9 +284,19 @@ class Conversation:
             logprobs=t.logprobs[turn.start : turn.end].tolist(),
         )
         if ask.messages:
-            child = Node(new, normal(answered.message), _ids(answered), (*chat, answered.message), ask.tools)
-            child.place, child.answered_s = turn.end - 1, session.desk.now()
+            message = answered.message | {"id": f"msg_{answered.id}"}
+            child = Node(
+                new=[normal(each) for each in new],
+                said=normal(message),
+                ids=_ids(message) | {f"rs_{answered.id}"},
+                chat=(*node.chat, *new, message),
+                instructed=bool(ask.instructions),
+                tools=ask.tools,
+                place=turn.end - 1,
+                answered_s=session.desk.now(),
+            )
             node.children.append(child)
+            self._nodes[f"resp_{answered.id}"] = child
         return answered
 
     def _turn(self, place: int) -> Turn:
@@ -311,29 +310,10 @@ class Conversation:
             replies = tuple(str(message["content"]) for message in new)
             self.session.replace_turn(turn, replace(turn, replies=replies, environment_s=seconds))
 
-    def _busy(self, task: asyncio.Task[list[Answered]]) -> None:
-        if self._waiting is not None:
-            self._waiting.__exit__(None, None, None)
-            self._waiting = None
-        self._going.add(task)
 
-        def done(task: asyncio.Task[list[Answered]]) -> None:
-            self._going.discard(task)
-            if not task.cancelled():
-                task.exception()  # the client may be gone
-            if not self._going:
-                self._idle()
-
-        task.add_done_callback(done)
-
-    def _idle(self) -> None:
-        self.idle_since_s = self.session.desk.now()
-        self._waiting = self.session.desk.span("environment")
-        self._waiting.__enter__()
-
-
-def _ids(answered: Answered) -> frozenset[str]:
-    return frozenset({*answered.call_ids, f"msg_{answered.id}", f"rs_{answered.id}"})
+def _ids(message: Message) -> frozenset[str]:
+    """Those that we may have given to an answer."""
+    return frozenset(str(part.get("id")) for part in (message, *(message.get("tool_calls") or ())))
 
 
 def _hex(text: str) -> str:

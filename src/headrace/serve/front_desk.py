@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import math
+import itertools
 import secrets
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from headrace.episode.session import Desk, Session
+from headrace.network import own_address
+from headrace.reward.function import read_verdict
 from headrace.serve.ask import Ask, RefusedError
-from headrace.serve.conversation import Conversation
+from headrace.serve.conversation import Conversation, Parts
+from headrace.types import Order, Prompt, Sampling
+from headrace.user_code import load_optional
 
 MOST_REMEMBERED = 10_000  # keys of sessions that are over
 MOST_VISITS = 256  # conversations of a served model that are kept
 PULL_S = 30.0  # that a remote agent waits for an episode
-Parts = dict[str, float]
-
-
-@dataclass(eq=False)
-class Seat:
-    """A session at the endpoint; `reward` is what its agent reports."""
-
-    id: str
-    conversation: Conversation
-    reward: asyncio.Future[Parts] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class FrontDesk:
@@ -36,119 +34,121 @@ class FrontDesk:
     def __init__(self, model: str, max_context: int, key: str = "") -> None:
         self.model, self.max_context, self.base_url = model, max_context, ""
         self._key = key
-        self._seats: dict[bytes, Seat] = {}
+        self._admitted: dict[bytes, Conversation] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
-        self._offers: deque[tuple[Mapping[str, Any], asyncio.Future[None]]] = deque()
-        self._offered, self._closed = asyncio.Event(), False
+        self._offers: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
 
-    def listens(self, base_url: str) -> None:
-        """Where agents find it."""
-        self.base_url = base_url
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[None]:
+        """Serves clients, which find it at `base_url`. After that, remote agents get no more episodes."""
+        app = load_optional("headrace.serve.starlette_app", "starlette", "serve").application(self)
+        server = load_optional("headrace.serve.uvicorn_server", "uvicorn", "serve")
+        async with server.listening(app, host, port) as taken:
+            shown = own_address() if host in ("0.0.0.0", "::") else host
+            self.base_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{taken}/v1"
+            yield
+            self._offers.put_nowait(None)
 
-    def admit(self, key: str, seat: Seat) -> None:
-        self._seats[_digest(key)] = seat
+    def admit(self, key: str, conversation: Conversation) -> None:
+        self._admitted[_digest(key)] = conversation
 
     def dismiss(self, key: str) -> None:
-        self._seats.pop(_digest(key), None)
+        self._admitted.pop(_digest(key), None)
         self._over[_digest(key)] = None
         while len(self._over) > MOST_REMEMBERED:
             self._over.popitem(last=False)
 
-    def close(self) -> None:
-        """The run is over: remote agents get no more episodes."""
-        self._closed = True
-        self._offered.set()
-
     def check(self, key: str) -> None:
         """Raises if nobody has this key."""
-        if not (self._key and hmac.compare_digest(key.encode(), self._key.encode())):
-            self._seat(key)
+        if not self._is_own(key):
+            self._of(key)
 
     def prepared(self, ask: Ask) -> Ask:
         return ask
 
     def conversation(self, key: str, ask: Ask) -> Conversation:
-        return self._seat(key).conversation
+        return self._of(key)
 
-    def _seat(self, key: str) -> Seat:
+    def _is_own(self, key: str) -> bool:
+        return bool(self._key) and hmac.compare_digest(key.encode(), self._key.encode())
+
+    def _of(self, key: str) -> Conversation:
         digest = _digest(key)
         if digest in self._over:
             raise RefusedError("the episode is over", status=410, code="episode_over")
-        if digest not in self._seats:
+        if digest not in self._admitted:
             raise RefusedError("this key is not known", status=401, code="invalid_api_key")
-        return self._seats[digest]
+        return self._admitted[digest]
 
     def reward(self, key: str, id: str, body: Mapping[str, Any]) -> None:
         """An agent reports the reward of its episode."""
-        seat = self._seat(key)
-        if id != seat.id:
+        conversation = self._of(key)
+        if id != conversation.id:
             raise RefusedError("this key is of another episode", status=404)
-        parts = parts_of(body.get("reward"))
+        parts = parts_of(body)
         if parts is None:
             raise RefusedError("reward must be a finite number, or an object of them", param="reward")
-        if not seat.reward.done():
-            seat.reward.set_result(parts)
+        if not conversation.reward.done():
+            conversation.reward.set_result(parts)
 
     async def offer(self, episode: Mapping[str, Any]) -> None:
         """Returns when a remote agent has taken the episode."""
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._offers.append((episode, taken))
-        self._offered.set()
+        self._offers.put_nowait((episode, taken))
         await taken
 
     async def pull(self, key: str) -> dict[str, Any]:
         """An episode for a remote agent, as soon as the run starts one."""
-        if not self._key or not hmac.compare_digest(key.encode(), self._key.encode()):
+        if not self._is_own(key):
             raise RefusedError("this key is not known", status=401, code="invalid_api_key")
-        deadline = asyncio.get_running_loop().time() + PULL_S
-        while True:
-            while self._offers:
-                episode, taken = self._offers.popleft()
-                if not taken.done():  # it may have been given up
-                    taken.set_result(None)
-                    return {**episode, "base_url": self.base_url}
-            if self._closed:
-                raise RefusedError("the run is over", status=410, code="run_over")
-            self._offered.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._offered.wait()
-            except TimeoutError as error:
-                raise RefusedError("no episode is waiting", status=503, after_s=1) from error
+        try:
+            async with asyncio.timeout(PULL_S):
+                while (offered := await self._offers.get()) is not None:
+                    episode, taken = offered
+                    if not taken.done():  # it may have been given up
+                        taken.set_result(None)
+                        return {**episode, "base_url": self.base_url}
+        except TimeoutError as error:
+            raise RefusedError("no episode is waiting", status=503, after_s=1) from error
+        self._offers.put_nowait(None)  # for those that wait too
+        raise RefusedError("the run is over", status=410, code="run_over")
 
 
 class Visitors(FrontDesk):
-    """A model that is served with one key: each conversation is a session, opened when it begins."""
+    """A model that is served with one key: each conversation is a session, opened when it begins. Nothing is booked."""
 
-    def __init__(self, model: str, max_context: int, key: str, open: Callable[[], Conversation]) -> None:
-        super().__init__(model, max_context, key)
-        self._open = open
-        self._visits: OrderedDict[int, Conversation] = OrderedDict()
+    def __init__(self, model: str, key: str, desk: Desk, sampling: Sampling) -> None:
+        super().__init__(model, desk.max_context, key)
+        self._desk, self._sampling = desk, replace(sampling, max_new_tokens=desk.max_context)
+        self._visits: OrderedDict[str, Conversation] = OrderedDict()
+        self._numbers = itertools.count()
+        desk.chat.prove()
 
     def prepared(self, ask: Ask) -> Ask:
         """With a seed of its own, if the client gave none."""
-        return ask if "seed" in ask.sampling else replace(ask, sampling={**ask.sampling, "seed": secrets.randbits(62)})
+        return ask if ask.seed is not None else ask.model_copy(update={"seed": secrets.randbits(62)})
 
     def conversation(self, key: str, ask: Ask) -> Conversation:
         found = next((visit for visit in reversed(self._visits.values()) if visit.knows(ask)), None)
         if found is None:
-            found = self._open()
-            self._visits[id(found)] = found
-        self._visits.move_to_end(id(found))
+            prompt = Prompt(id=f"visit-{next(self._numbers)}", text="", token_ids=np.empty(0, np.int32))
+            order = Order(serial=0, prompt=prompt, samplings=(self._sampling,), indices=(0,), counted=False)
+            found = Conversation(Session(self._desk, order, 0))
+            self._visits[found.id] = found
+        self._visits.move_to_end(found.id)
         for visit in [visit for visit in self._visits.values() if visit.is_idle][: len(self._visits) - MOST_VISITS]:
-            del self._visits[id(visit)]
-            visit.session.desk.forget(visit.session.id)
+            del self._visits[visit.id]
+            self._desk.forget(visit.session.id)
         return found
 
     async def pull(self, key: str) -> dict[str, Any]:
         raise RefusedError("this model is not being trained: there are no episodes", status=404)
 
 
-def parts_of(reward: Any) -> Parts | None:
-    """A reward as an agent gives it: a number, or a mapping of names to numbers. None if it is neither."""
-    parts = reward if isinstance(reward, Mapping) else {"agent": reward}
-    fine = all(type(n) in (int, float, bool) and math.isfinite(n) for n in parts.values())
-    return {str(name): float(number) for name, number in parts.items()} if parts and fine else None
+def parts_of(said: Any) -> Parts | None:
+    """The reward in what an agent said, a number or a mapping of names to numbers. None if there is none."""
+    score = read_verdict(said.get("reward") if isinstance(said, Mapping) else None, "agent")
+    return None if score.failure is not None else dict(score.parts)
 
 
 def _digest(key: str) -> bytes:

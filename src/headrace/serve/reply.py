@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from headrace.serve.ask import Ask
@@ -31,15 +32,25 @@ def _usage(answers: Sequence[Answered], names: tuple[str, str] = ("prompt_tokens
     return {**dict(zip(names, counts, strict=True)), "total_tokens": sum(counts)}
 
 
-def _logprobs(answered: Answered) -> Json:
-    pairs = zip(answered.token_ids, answered.logprobs, strict=True)
-    rest: Json = {"bytes": None, "top_logprobs": []}
-    return {"content": [{"token": f"token_id:{id}", "logprob": number, **rest} for id, number in pairs]}
+def _whole(ask: Ask, answers: Sequence[Answered], known: Json, said: Callable[[Answered], Json]) -> Json:
+    choices = [
+        {"index": i, **said(answered), "finish_reason": finish_reason(answered), **_extras(ask, answered)}
+        for i, answered in enumerate(answers)
+    ]
+    return known | {"choices": choices, "usage": _usage(answers)} | _prompt_ids(ask, answers)
+
+
+def _known(prefix: str, answers: Sequence[Answered], model: str, kind: str) -> Json:
+    return {"id": prefix + answers[0].id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def _extras(ask: Ask, answered: Answered) -> Json:
     """What a choice holds if it was asked for."""
-    extras: Json = {"logprobs": _logprobs(answered) if ask.with_logprobs else None}
+    extras: Json = {"logprobs": None}
+    if ask.with_logprobs:
+        rest: Json = {"bytes": None, "top_logprobs": []}
+        pairs = zip(answered.token_ids, answered.logprobs, strict=True)
+        extras["logprobs"] = {"content": [{"token": f"token_id:{id}", "logprob": x, **rest} for id, x in pairs]}
     return extras | ({"token_ids": answered.token_ids} if ask.with_token_ids else {})
 
 
@@ -51,14 +62,11 @@ def _prompt_ids(ask: Ask, answers: Sequence[Answered]) -> Json:
 
 
 def chat(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
-    choices = []
-    for i, answered in enumerate(answers):
-        message = answered.message | {"content": answered.answer.content or None, "refusal": None}
-        message = message if message["content"] or answered.call_ids else message | {"content": ""}
-        choice = {"index": i, "message": message, "finish_reason": finish_reason(answered)}
-        choices.append(choice | _extras(ask, answered))
-    known = _known("chatcmpl-", answers, model, "chat.completion")
-    return known | {"choices": choices, "usage": _usage(answers)} | _prompt_ids(ask, answers)
+    def said(answered: Answered) -> Json:
+        content = answered.answer.content or (None if answered.call_ids else "")
+        return {"message": answered.message | {"content": content, "refusal": None}}
+
+    return _whole(ask, answers, _known("chatcmpl-", answers, model, "chat.completion"), said)
 
 
 def chat_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[str]:
@@ -69,16 +77,19 @@ def chat_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[s
         return event(known | {"choices": [choice | more]})
 
     for i, answered in enumerate(answers):
-        answer = answered.answer
+        message = answered.message
         yield chunk(i, {"role": "assistant", "content": ""})
-        if answer.reasoning:
-            yield chunk(i, {"reasoning_content": answer.reasoning})
-        if answer.content:
-            yield chunk(i, {"content": answer.content})
-        for k, call in enumerate(answered.message.get("tool_calls") or ()):
+        for part in ("reasoning_content", "content"):
+            if message.get(part):
+                yield chunk(i, {part: message[part]})
+        for k, call in enumerate(message.get("tool_calls") or ()):
             yield chunk(i, {"tool_calls": [{"index": k, **call}]})
         extras = _extras(ask, answered) | _prompt_ids(ask, [answered])
         yield chunk(i, {}, finish_reason(answered), **extras)
+    yield from _end(ask, answers, known)
+
+
+def _end(ask: Ask, answers: Sequence[Answered], known: Json) -> Iterator[str]:
     if ask.with_usage:
         yield event(known | {"choices": [], "usage": _usage(answers)})
     yield event("[DONE]")
@@ -87,34 +98,33 @@ def chat_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[s
 # ---- responses
 
 
-def response(ask: Ask, answers: Sequence[Answered], model: str, *, status: str = "completed") -> Json:
+def response(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
     (answered,) = answers
     cut = finish_reason(answered) == "length"
-    text = {"type": "json_schema", "name": "answer", "schema": ask.schema} if ask.schema else {"type": "text"}
+    schema = {"type": "json_schema", "name": "answer", "schema": ask.json_schema}
     usage = _usage(answers, ("input_tokens", "output_tokens"))
     usage |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
     usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
-    done = status == "completed"
     return _known("resp_", answers, model, "response") | {
         "created_at": int(time.time()),
-        "status": "incomplete" if cut and done else status,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut and done else None,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
         "instructions": ask.instructions or None,
         "metadata": {},
-        "output": output_items(answered) if done else [],
+        "output": _items(answered),
         "parallel_tool_calls": True,
         "previous_response_id": ask.previous or None,
-        "temperature": ask.sampling.get("temperature"),
-        "top_p": ask.sampling.get("top_p"),
-        "text": {"format": text},
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "text": {"format": schema if ask.json_schema else {"type": "text"}},
         "tool_choice": "auto" if ask.may_call else "none",
-        "tools": [{"type": "function", **tool["function"]} for tool in ask.tools or ()],
-        "usage": usage if done else None,
+        "tools": [{"type": "function", **tool["function"]} for tool in ask.tools],
+        "usage": usage,
     }
 
 
-def output_items(answered: Answered) -> list[Json]:
+def _items(answered: Answered) -> list[Json]:
     answer, items = answered.answer, list[Json]()
     if answer.reasoning:
         thought = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -130,59 +140,45 @@ def output_items(answered: Answered) -> list[Json]:
 
 
 def response_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[str]:
-    events: list[Json] = [{"type": "response.created", "response": response(ask, answers, model, status="in_progress")}]
-    for i, item in enumerate(output_items(answers[0])):
-        at, hollow = {"item_id": item["id"], "output_index": i}, dict(item)
-        hollow["content" if "content" in item else "arguments"] = [] if "content" in item else ""
-        events.append({"type": "response.output_item.added", "output_index": i, "item": hollow})
+    whole, numbers = response(ask, answers, model), count()
+
+    def say(kind: str, **data: Any) -> str:
+        return event({"type": f"response.{kind}", "sequence_number": next(numbers), **data}, f"response.{kind}")
+
+    begun: Json = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield say("created", response=whole | begun)
+    for i, item in enumerate(whole["output"]):
+        at: Json = {"item_id": item["id"], "output_index": i}
+        hollow: Json = {"content": []} if "content" in item else {"arguments": ""}
+        yield say("output_item.added", output_index=i, item=item | hollow)
         if item["type"] == "message":
-            part, at = item["content"][0], at | {"content_index": 0}
-            text = part["text"]
-            events.append({"type": "response.content_part.added", **at, "part": part | {"text": ""}})
-            events.append({"type": "response.output_text.delta", **at, "delta": text, "logprobs": []})
-            events.append({"type": "response.output_text.done", **at, "text": text, "logprobs": []})
-            events.append({"type": "response.content_part.done", **at, "part": part})
+            (part,) = item["content"]
+            at["content_index"] = 0
+            yield say("content_part.added", **at, part=part | {"text": ""})
+            yield say("output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield say("output_text.done", **at, text=part["text"], logprobs=[])
+            yield say("content_part.done", **at, part=part)
         elif item["type"] == "function_call":
-            text = item["arguments"]
-            kind = "response.function_call_arguments"
-            events.append({"type": f"{kind}.delta", **at, "delta": text})
-            events.append({"type": f"{kind}.done", **at, "arguments": text, "name": item["name"]})
-        events.append({"type": "response.output_item.done", "output_index": i, "item": item})
-    whole = response(ask, answers, model)
-    events.append({"type": f"response.{whole['status']}", "response": whole})
-    for number, data in enumerate(events):
-        yield event(data | {"sequence_number": number}, data["type"])
+            yield say("function_call_arguments.delta", **at, delta=item["arguments"])
+            yield say("function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+        yield say("output_item.done", output_index=i, item=item)
+    yield say(whole["status"], response=whole)
 
 
 # ---- texts and tokens
 
 
 def completion(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
-    choices = [
-        {"index": i, "text": answered.text, "finish_reason": finish_reason(answered)} | _extras(ask, answered)
-        for i, answered in enumerate(answers)
-    ]
     known = _known("cmpl-", answers, model, "text_completion")
-    return known | {"choices": choices, "usage": _usage(answers)} | _prompt_ids(ask, answers)
+    return _whole(ask, answers, known, lambda answered: {"text": answered.text})
 
 
 def completion_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[str]:
     whole = completion(ask, answers, model)
-    usage = whole.pop("usage")
+    del whole["usage"]
     yield event(whole)
-    if ask.with_usage:
-        yield event(whole | {"choices": [], "usage": usage})
-    yield event("[DONE]")
+    yield from _end(ask, answers, whole)
 
 
 def generation(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
-    choices = [
-        {"index": i, "finish_reason": finish_reason(answered)} | _extras(ask, answered)
-        for i, answered in enumerate(answers)
-    ]
-    known = {"request_id": f"gen-{answers[0].id}", "choices": choices, "usage": _usage(answers)}
-    return known | _prompt_ids(ask, answers)
-
-
-def _known(prefix: str, answers: Sequence[Answered], model: str, kind: str) -> Json:
-    return {"id": prefix + answers[0].id, "object": kind, "created": int(time.time()), "model": model}
+    return _whole(ask, answers, {"request_id": f"gen-{answers[0].id}"}, lambda answered: {})
