@@ -152,11 +152,24 @@ async def real_engine(size: str, device: str, count: int, max_new_tokens: int, r
     policy, thread = policy_of(size, device), DeviceThread()
     engine = Engine(policy, max_running=count, prefill_tokens=2048, kv_tokens=count * 1024, on_update="keep")
     spans: dict[str, Any] = {"span": lambda stage: nullcontext(), "clock": time.monotonic}
+    finished: dict[str, asyncio.Future[Trajectory]] = {}
     actor = RolloutActor(
-        engine, thread, seed=0, on_sampled=lambda n: None, on_begun=lambda serial, version: None, **spans
+        engine,
+        thread,
+        seed=0,
+        on_sampled=lambda n: None,
+        on_begun=lambda serial, version: None,
+        on_finished=lambda trajectory: finished.pop(trajectory.id).set_result(trajectory),
+        **spans,
     )
+
+    def sample(order: Order) -> asyncio.Future[Trajectory]:
+        answer = finished[order.request_id(0)] = asyncio.get_running_loop().create_future()
+        actor.start(order)
+        return answer
+
     running = asyncio.create_task(actor.run())
-    desk, front = desk_of(policy.tokenizer, lambda order: actor.start(order)[0], 4096), FrontDesk("real", 4096)
+    desk, front = desk_of(policy.tokenizer, sample, 4096), FrontDesk("real", 4096)
     found = []
     async with listening(application(front), "127.0.0.1", 0) as port:
         for repeat in range(repeats + 1):  # the first warms up

@@ -7,8 +7,6 @@ Example:
     print(summary["score_before"], "->", summary["score_after"])
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Headrace from Python: what the commands do, as functions (see the example in `__init__.py`)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -5,8 +5,6 @@ stage takes its own section, never the whole tree, and nothing changes after loa
 `config_file.py` reads TOML files and `section.key=value` overrides.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

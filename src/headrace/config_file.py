@@ -1,7 +1,5 @@
 """Settings from a TOML file and `section.key=value` overrides; all mistakes are told at once."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -57,7 +55,6 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def to_toml(config: Config) -> str:
-    """The settings as TOML that loads back equal."""
     blocks = []
     for section, values in config.model_dump().items():
         lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
@@ -130,12 +127,10 @@ def changed(config: Config) -> list[str]:
 
 
 def values(config: Config) -> dict[str, str]:
-    """Every setting by its dotted key, as TOML."""
     return {f"{s}.{key}": _toml_value(v) for s, section in config.model_dump().items() for key, v in section.items()}
 
 
 def settings() -> dict[str, FieldInfo]:
-    """Every setting by its dotted key."""
     return {
         f"{section}.{key}": field for section, model in _sections().items() for key, field in model.model_fields.items()
     }

@@ -1,7 +1,5 @@
 """Records of what was measured: seconds, counts, statistics. Frozen, no torch. Each shows an instance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 STAGES = ("rollout", "reward", "reference", "train", "publish")
@@ -41,7 +39,7 @@ class EngineCounts:
     prompt_tokens: int = 0  # of prompts that were started
     cached_tokens: int = 0  # of those, served from the cache of an earlier turn
 
-    def __add__(self, other: EngineCounts) -> EngineCounts:
+    def __add__(self, other: "EngineCounts") -> "EngineCounts":
         return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
@@ -132,5 +130,4 @@ class PublishTimes:
 
     @property
     def total_s(self) -> float:
-        """All operations, one after the other."""
         return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s

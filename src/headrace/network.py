@@ -1,7 +1,5 @@
 """This machine's address in the network."""
 
-from __future__ import annotations
-
 import socket
 
 _ANYWHERE = "192.0.2.1"  # reserved for documentation: no machine has it

@@ -3,8 +3,6 @@
 Each number is declared once, here: ledger, sinks, `/metrics` and the page's curves follow from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal

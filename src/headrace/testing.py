@@ -6,8 +6,6 @@ Example:
     judge = ScriptedJudge(lambda completion: float(len(completion.text)))
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace

@@ -1,7 +1,5 @@
 """Functions as tools: the schema that a model reads, and calls with the arguments that it wrote."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

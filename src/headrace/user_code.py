@@ -1,7 +1,5 @@
 """Load, limit and quieten code that is not ours: functions of users, and libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import difflib
@@ -142,7 +140,6 @@ def search_path() -> list[str]:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The last frames of a traceback: enough to find the line."""
     return "".join(traceback.format_exception(error, limit=-3)).strip()[-MAX_DETAIL_CHARS:]
 
 

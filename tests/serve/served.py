@@ -119,6 +119,7 @@ async def house(
     engine = Engine(policy, max_running=16, prefill_tokens=64, kv_tokens=10**6, on_update=on_update)
     device = DeviceThread()
     clock = asyncio.get_running_loop().time
+    finished: dict[str, asyncio.Future[Trajectory]] = {}
     actor = RolloutActor(
         engine,
         device,
@@ -127,6 +128,7 @@ async def house(
         span=lambda stage: nullcontext(),
         on_sampled=lambda n: None,
         on_begun=lambda serial, version: None,
+        on_finished=lambda trajectory: finished.pop(trajectory.id).set_result(trajectory),
     )
     running = asyncio.create_task(actor.run())
     home = House(policy, script or calls_then_text(policy, num_calls, tool), engine, device)
@@ -135,7 +137,9 @@ async def house(
         home.orders.append(order)
         (sampling,) = order.samplings
         grammar = home.script(order.turn) or sampling.grammar
-        return actor.start(replace(order, samplings=(replace(sampling, grammar=grammar),)))[0]
+        answer = finished[order.request_id(0)] = asyncio.get_running_loop().create_future()
+        actor.start(replace(order, samplings=(replace(sampling, grammar=grammar),)))
+        return answer
 
     home.desk = Desk(
         chat=Chat(policy.tokenizer, stops=sorted(policy.eos_ids)),

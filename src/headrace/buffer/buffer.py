@@ -1,7 +1,5 @@
 """The one place where producer and learner wait for each other: lag policy, filters, buffer."""
 
-from __future__ import annotations
-
 import asyncio
 from bisect import insort
 from collections import Counter

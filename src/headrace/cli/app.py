@@ -1,7 +1,5 @@
 """What all commands share: the application, messages instead of tracebacks, settings, and what they print on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -188,11 +186,9 @@ class Paper:
             self.line(line, style=style)
 
     def line(self, text: str, *, style: str = "") -> None:
-        """One line, however narrow the terminal is."""
         self.print(Text(text, style=style), one_line=True)
 
     def sample(self, name: str, reward: float | None, fate: str, texts: Mapping[str, str]) -> None:
-        """An answer to look at, as far as it is short."""
         given = "no reward" if reward is None else f"reward {reward:.3f}"
         self.indented(Text(f"{name}: {given}, {fate}", style="dim"))
         for name, text in texts.items():

@@ -1,7 +1,5 @@
 """The commands that look into a run, a plan or this machine: each has `--json`, and only `bench` needs torch."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -3,8 +3,6 @@
 Where output is not a terminal the same facts come as plain lines, without control characters.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The commands that show what runs left: a list, one run, a trajectory, the books, the web page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The commands that train, and those that take a run further: eval, export, scale; and the settings."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Trajectories for the page: a list with filters, one with its neighbours, and all answers to one prompt."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -38,13 +36,12 @@ class Wanted:
     most: float | None = None
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Wanted:
+    def of(cls, query: Mapping[str, str]) -> "Wanted":
         numbers = {"step": int, "least": float, "most": float}
         read = {name: number(query, name, kind) for name, kind in numbers.items()}
         return cls(state=query.get("state") or None, reason=query.get("reason") or None, **read)
 
     def conditions(self) -> dict[str, Any]:
-        """Of SQL, each with its value."""
         found = {
             "state = ?": self.state,
             "drop_reason = ?": self.reason,

@@ -4,8 +4,6 @@ Nothing here looks at a whole table when it is asked again: every row is read on
 each step while they are few, and one for 2, 4, 8 ... of them when they are many.
 """
 
-from __future__ import annotations
-
 import math
 import sqlite3
 from collections import Counter
@@ -52,7 +50,6 @@ class Series:
 
     @property
     def width(self) -> int:
-        """Steps that make one point of a curve."""
         return steps_together(self.last_step, MOST_POINTS)
 
     def curve(self, name: str, scale: float = 1.0, by: str = "step") -> Points:
@@ -62,7 +59,6 @@ class Series:
         return self._points(self.columns[name] * scale, by, _OVER.get(name, "mean"))
 
     def ratio(self, values: Numbers, of: Numbers, by: str) -> Points:
-        """A curve of one number of each row divided by another."""
         both = zip(self._points(values, by), self._points(of, by), strict=True)
         return [(place, value / num if value and num else value) for (place, value), (_, num) in both]
 
@@ -83,7 +79,6 @@ class Series:
         return [int(step) for step in self.columns["step"][self.columns["skipped"] > 0]]
 
     def goodput(self, num_steps: int = 0) -> float | None:
-        """Trained tokens per second of the last `num_steps`, or of all."""
         tokens, wall_s = self.columns["trained_tokens"], self.columns["wall_s"]
         taken_s = np.nansum(wall_s[-num_steps:])
         return float(np.nansum(tokens[-num_steps:]) / taken_s) if taken_s else None
@@ -159,7 +154,7 @@ class Tally:
     sums: Counter[tuple[int, Any]] = field(default_factory=Counter)
     counts: Counter[tuple[int, Any]] = field(default_factory=Counter)
 
-    def update(self, run_dir: Path, query: str) -> Tally:
+    def update(self, run_dir: Path, query: str) -> "Tally":
         """Read what is new; a copy, which other threads do not change."""
         with looking_into(run_dir) as connection:
             last_id = one(connection, "SELECT COALESCE(MAX(id), 0) FROM transfers")

@@ -5,8 +5,6 @@ Colours and axes are in theme.json. Colours are told apart by people with any ki
 from the style sheet, for light and dark.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -207,7 +205,6 @@ def sankey(accounts: Sequence[Account]) -> Options:
 
 
 def timeline(shown: Timeline) -> Options:
-    """A lane for each stage and worker, seconds to the right."""
     look = {"type": "custom", ":renderItem": "drawBar", "encode": {"x": [1, 2], "y": 0}}
     lanes, series = list(shown.busy), dict[str, Options]()
     for lane, stage, start_s, end_s in shown.bars:

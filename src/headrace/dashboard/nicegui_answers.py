@@ -1,7 +1,5 @@
 """A run's answers: the list, one of them token by token, and all answers to one prompt side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial

@@ -3,8 +3,6 @@
 Texts are given to NiceGUI's own elements, which escape them: a policy may write anything.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

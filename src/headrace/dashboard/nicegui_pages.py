@@ -1,7 +1,5 @@
 """The page's server, its addresses, what is said of others than these, and the plan."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Awaitable, Callable

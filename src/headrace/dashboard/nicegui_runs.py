@@ -1,7 +1,5 @@
 """Runs: a list of all, one with a view for each question about it, and several compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The plan page's form: what can be typed about a run of the future, and how it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

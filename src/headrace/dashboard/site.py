@@ -1,7 +1,5 @@
 """The runs that a page may show, and what was read of each: kept, and shared by all who look."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import socket
@@ -112,7 +110,6 @@ class LiveRun:
         self._triaging, self._next_triage_s = False, 0.0
 
     def facts(self) -> RunFacts:
-        """How the run stands, as of a few seconds ago."""
         with self._lock:
             if self._facts is None or time.monotonic() - self._facts_at_s > FACTS_LAST_S:
                 self._facts, self._facts_at_s = read_run(self.path), time.monotonic()
@@ -128,7 +125,6 @@ class LiveRun:
             return self._tallies[query].update(self.path, query)
 
     def history(self) -> Section:
-        """How it stands and why, and what went wrong."""
         with books.looking_into(self.path), Ledger.open(self.path) as ledger:
             dropped, restarts = ledger.totals().dropped, ledger.restarts()
         return history(self.facts(), read_summary(self.path), dropped, restarts, self.series().skipped_steps())

@@ -3,8 +3,6 @@
 How a model writes tool calls is known from its chat template, which shows them to the model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Sampled tokens are never rendered again. A chat template renders whole chats onl
 text that it writes after the answer, and encodes that alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -134,12 +132,10 @@ class Chat:
         return self._encode_marked(whole[at + len(end) :], mark, after=end)
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> ParsedAnswer:
-        """An answer to `prompt`, read."""
         is_cut = not len(sampled) or sampled[-1] not in self._stops
         return self._grammar.read(self.text(sampled), self._decode(prompt[-HEADER_TOKENS:]), tools, is_cut=is_cut)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that is no chat."""
         try:
             return [int(id) for id in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
         except (TypeError, UnicodeError) as error:
@@ -163,7 +159,6 @@ class Chat:
         return ids[: len(learned)], learned
 
     def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """A grammar of answers that call one of the tools."""
         family = self._grammar.family
         opens, closes = re.sub(r"\\s\*|\\A.*|\\", "", family.open), family.close
         if not family.open or family.read is not read_json or bool(opens) != bool(closes):
@@ -257,7 +252,6 @@ class Chat:
         return self._text(self._forms(messages, mark), self._listed(tools, mark), generation=generation)
 
     def _text(self, forms: Sequence[Any], listed: Any, *, generation: bool = True) -> str:
-        """The chat as the template writes it."""
         try:
             with nullcontext() if self._proven else time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
@@ -309,7 +303,6 @@ class Chat:
 
 
 def content_text(message: Message) -> str:
-    """A message's text, which clients may send in parts."""
     content = message.get("content")
     if isinstance(content, str | None):
         return content or ""
@@ -352,7 +345,6 @@ def _arguments(function: Mapping[str, Any], kind: type) -> Any:
 
 
 def _num_shared(a: str, b: str) -> int:
-    """How many characters at the beginning are the same."""
     return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
 
 

@@ -4,8 +4,6 @@ A process that is lost takes its environments with it. Each is made again elsewh
 snapshot, or from the start, by the same turns. If it then replies otherwise, the episode is dropped.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -94,7 +92,7 @@ class Environments:
         known = {name: found[name] for name in ("takes_text", "scores")}
         self.described = Described(tools=tuple(found["tools"]), **known, **limits)
 
-    def open(self, episode: str, prompt: Prompt) -> Environment:
+    def open(self, episode: str, prompt: Prompt) -> "Environment":
         return Environment(self._hosts[next(self._next) % len(self._hosts)], episode, prompt)
 
     async def close(self) -> None:
@@ -157,7 +155,6 @@ class Environment:
         return {name: float(number) for name, number in parts.items()}
 
     async def close(self) -> None:
-        """It is not needed any more."""
         with suppress(EnvironmentFailedError, RewardError):
             await self._ask("end", None)
 

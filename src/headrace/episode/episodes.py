@@ -1,7 +1,5 @@
 """All episodes of a run, asked like the pool of engines: groups in, one future per answer out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +50,6 @@ class Episodes:
         self.abort_requests(serials)
 
     async def drain(self) -> None:
-        """Wait until every episode is over."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 

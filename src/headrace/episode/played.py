@@ -1,7 +1,5 @@
 """An episode with an environment: it and the policy take turns, until one of them ends it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,7 +48,7 @@ class Player:
             task.cancel()
         await self.environments.close()
 
-    def open(self, order: Order, i: int) -> PlayedEpisode:
+    def open(self, order: Order, i: int) -> "PlayedEpisode":
         return PlayedEpisode(self, Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i]))
 
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> tuple[IntArray, BoolArray]:
@@ -81,7 +79,6 @@ class Player:
         return [{"role": "system", "content": self.system}, *messages]
 
     def let_go(self, environment: Environment) -> None:
-        """End an environment, without waiting for it."""
         task = asyncio.create_task(environment.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -100,7 +97,6 @@ class PlayedEpisode:
         self._ended = False  # by the environment
 
     async def play(self) -> Outcome:
-        """Take turns until the episode is over."""
         try:
             await self._start()
             known = self._known

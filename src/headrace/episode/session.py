@@ -3,8 +3,6 @@
 An environment and the policy take turns (played.py), or an agent asks for turns (serve/).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
@@ -139,7 +137,6 @@ class Session:
         return len(self.trajectory.token_ids) - 1
 
     def context(self, new: Addition) -> IntArray:
-        """All tokens up to the last of `new`."""
         return np.concatenate([context(self.trajectory, new.after)[0], new.tokens])
 
     def replace_turn(self, old: Turn, new: Turn) -> None:

@@ -4,8 +4,6 @@ A place in the tree is the index of a token; what comes next goes on after it. -
 first token. Nothing is changed: each function returns a longer trajectory.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +13,10 @@ from headrace.types import BoolArray, FloatArray, IntArray, Replay, RouteArray, 
 
 
 def place_before(t: Trajectory, token: int) -> int:
-    """The place that a token comes after."""
     return next((segment.after for segment in t.segments if segment.start == token), token - 1)
 
 
 def indices(t: Trajectory, place: int) -> IntArray:
-    """The indices of the tokens from the root to `place`."""
     return np.concatenate([np.empty(0, np.int32), *(np.arange(*part, dtype=np.int32) for part in t.ranges(place))])
 
 

@@ -6,8 +6,6 @@ like, is the first times the seconds of a step plus the second times the seconds
 loop itself did between two steps is in it.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +33,7 @@ class Calibration:
     machine: Machine
     max_lag: int = 0
 
-    def of(self, config: Config) -> Calibration:
+    def of(self, config: Config) -> "Calibration":
         """The same answers and speeds with these settings."""
         machine = replace(
             self.machine,

@@ -13,8 +13,6 @@ timer, this one is there at once. So code that waits, like the buffer, runs unch
 it pass in seconds. What happens depends on the order of timers alone, not on this machine's speed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math
@@ -83,7 +81,7 @@ class GroupPart:
 
     owner: Any  # the group it belongs to, of whatever class
     lengths: Sequence[int]  # of those that run or wait
-    worker: SimulatedEngine | None = None  # None while it waits
+    worker: "SimulatedEngine | None" = None  # None while it waits
 
 
 Running = tuple[float, int, GroupPart, int]  # the step at which it ends, a number, its part, its length
@@ -108,7 +106,6 @@ class SimulatedEngine:
     down: bool = False
 
     def advance(self, now_s: float) -> None:
-        """Count the decode steps up to now."""
         since_s = max(self.at_s, self.hold_s)
         if now_s > since_s and self.ends:
             seconds, rows = now_s - since_s, len(self.ends)
@@ -128,7 +125,6 @@ class SimulatedEngine:
         return steps * (self.step_s + self.context_s * (self.level + rows * (self.steps + steps / 2)))
 
     def so_far(self, row: Running) -> float:
-        """Tokens that a running row has."""
         return row[3] - (row[0] - self.steps)
 
 
@@ -198,7 +194,6 @@ class EnginePool:
         return tokens
 
     def pause(self) -> None:
-        """Stop all workers while the learner has the devices."""
         self._paused_s, self._paused = self.now(), True
         if self._timer is not None:
             self._timer.cancel()

@@ -10,8 +10,6 @@ being generated belongs in τV only as far as it comes after them.
 Each bottleneck has its advice, and the systems of the field that bet on it.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The devices are in hardware.toml, models in models.toml. What a program reaches 
 `roofline.py`. Prices change often: a file of the same form changes the table and adds to it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 Totals only grow, over restarts too: they come from the ledger. Others are of the newest row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ on their speed are played by the simulator, with the real buffer and lag policy:
 `simulate` cannot disagree. The one with the most goodput comes first.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -65,12 +63,10 @@ class Question:
 
     @property
     def sequence_tokens(self) -> float:
-        """Of a prompt with its answer, on average."""
         return self.prompt_tokens + self.lengths.cut_mean
 
     @property
     def longest_tokens(self) -> float:
-        """Of the longest answer of a step, on average."""
         return self.lengths.expected_max(self.num_answers)
 
 

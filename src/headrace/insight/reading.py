@@ -4,8 +4,6 @@ The first steps of a run are unlike the others (caches fill, programs are compil
 numbers are about the steps after them. Nothing is written, and the run may go on meanwhile.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Numbers) -> Spread | None:
+    def of(cls, values: Numbers) -> "Spread | None":
         """Of those that are known; None if none is."""
         known = values[np.isfinite(values)]
         if not len(known):

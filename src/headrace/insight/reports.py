@@ -1,7 +1,5 @@
 """What triage, the planner and the simulator found, as reports for the terminal and the page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 

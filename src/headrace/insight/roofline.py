@@ -20,8 +20,6 @@ In buckets the four run at the same time, and the slowest sets the pace. With a 
 sends once, and engines pass buckets on.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass
 from enum import StrEnum
@@ -59,7 +57,7 @@ class MemoryBill:
     def total_bytes(self) -> float:
         return self.weight_bytes + self.training_bytes + self.kv_bytes + self.activation_bytes
 
-    def __add__(self, other: MemoryBill) -> MemoryBill:
+    def __add__(self, other: "MemoryBill") -> "MemoryBill":
         return MemoryBill(*map(add, astuple(self), astuple(other)))
 
     def fits(self, device: Accelerator) -> bool:
@@ -129,7 +127,6 @@ class Roofline:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one token's cache."""
         return self.device.number_bytes * self.model.num_layers * self.model.kv_size
 
     def decode_step_s(self, *, batch: float, context_tokens: float, tensor_parallel: int = 1) -> float:
@@ -187,7 +184,6 @@ class Roofline:
         )
 
     def payload_bytes(self, transfer: Transfer) -> float:
-        """One copy, on the wire."""
         model, number_bytes = self.model, transfer.wire_bytes or self.device.number_bytes
         match transfer.encoding:
             case WireFormat.FULL:

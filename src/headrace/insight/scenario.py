@@ -4,8 +4,6 @@ The recipe says what a step consists of. How long things take comes from a run's
 or is worked out from a model's shape and a device's datasheet.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ scoring, training and publishing take comes from a `Workload` and a `Machine`. W
 waited for, dropped or trained on is decided by the code that decides it in training.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math
@@ -68,7 +66,6 @@ class Simulated:
 
     @property
     def stage_s(self) -> StageTimes:
-        """Mean seconds that each stage is busy in a step."""
         several = {stage: [getattr(step.stage_s, stage) for step in self.counted] for stage in STAGES}
         return StageTimes(**{stage: float(np.mean(taken)) for stage, taken in several.items()})
 
@@ -91,7 +88,6 @@ class Simulated:
 
     @property
     def useful_share(self) -> float:
-        """Trained tokens, of those that were trained on or dropped."""
         return self.trained_tokens / max(1, self.trained_tokens + sum(self.dropped_tokens.values()))
 
 
@@ -305,7 +301,6 @@ class _Simulation:
                 await self._abort(serial)
 
     async def _accumulate(self) -> list[Group]:
-        """The gradient of one step, pass by pass as groups arrive."""
         machine, prompt_tokens = self.machine, self.workload.prompt_tokens
         pending, taken = 0.0, []
 

@@ -4,8 +4,6 @@ Each stage of each worker has a track, and another one where its spans overlap: 
 must lie inside each other or apart. Times are microseconds on the run's clock.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

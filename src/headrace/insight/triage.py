@@ -6,8 +6,6 @@ which names the bottleneck, and how long it would be with another setting, which
 What is typed by hand goes through the equation alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

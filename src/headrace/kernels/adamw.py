@@ -3,8 +3,6 @@
 Whether the step is taken is decided on the GPU, so the host does not wait for the gradient's norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -17,8 +17,6 @@ n sequences, T tokens, H query heads, J key/value heads, D head size, P pages of
 `pulls` are the row sums of grad * out, called delta in FlashAttention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +106,7 @@ class Blocks:
         tokens: int,
         device: torch.device,
         tree: Tree | None = None,
-    ) -> Blocks:
+    ) -> "Blocks":
         """Blocks of packed parts, from positions `starts` to `ends`, with `tokens` per block."""
         rows, first = [], 0
         for start, end, source in zip(starts, ends, sources, strict=True):

@@ -5,8 +5,6 @@ tokens, E hidden size, H query heads, J key/value heads, D head size, F width of
 2 J) D.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

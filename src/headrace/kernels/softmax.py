@@ -6,8 +6,6 @@ log-prob of a sampled token is bit-identical to its score from the same logits. 
 vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ T tokens of a micro-batch, N sampled ones of its trajectories, L mixture-of-expe
 per token. A token that two trajectories share is one of T, and two of N if both sampled it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@
 Statistics count episodes or turns, never tokens. What has no peer has an advantage of zero.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 

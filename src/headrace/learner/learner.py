@@ -295,7 +295,6 @@ class Optimizer:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Copy the masters into the weights."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
@@ -323,7 +322,6 @@ class Optimizer:
         return norm
 
     def not_finite(self) -> str | None:
-        """The name of a weight with an infinity or NaN in it."""
         named = zip(self._names, self.masters, strict=True)
         return next((name for name, master in named if not bool(torch.isfinite(master).all())), None)
 
@@ -387,7 +385,6 @@ class Sharding:
         return values
 
     def most(self, count: int) -> int:
-        """The maximum of `count` over all ranks."""
         largest = torch.tensor(count)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)

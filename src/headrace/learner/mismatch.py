@@ -5,8 +5,6 @@ device and returns one vector of sums over tokens. Vectors of micro-batches and 
 `mismatch_of` reads the total. Δ is clamped to ±20, so that one broken token stays finite.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

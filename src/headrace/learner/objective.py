@@ -17,8 +17,6 @@ it must not become an infinity. A clamped ratio has no gradient. A NaN log-prob 
 the step sees it and is skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The ranks of the learner as one, for the loop: groups become micro-batches, shared by the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +90,6 @@ class Ranks:
         return self.gather([self.first.ask(Trainer.warm_up, examples)])[0]
 
     def meet(self) -> None:
-        """The ranks find each other and share out the weights."""
         (address,) = self.gather([self.first.ask(Trainer.address)])
         self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])
 

@@ -1,7 +1,5 @@
 """Warm start: supervised fine-tuning (SFT) on worked examples before RL."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 The ranks of a sharded learner write their shards into one directory, for any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

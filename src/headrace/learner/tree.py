@@ -6,8 +6,6 @@ experts where those were recorded. So all paths from a root to the end of a segm
 those that begin alike lie together, and each goes on where it parts from the one before it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterable
 from itertools import chain, pairwise
@@ -33,7 +31,7 @@ class _Path(NamedTuple):
     sampled: bytes  # of each token, 0 or 1
     forks: bytes  # 1 for a token that a branch goes on after, too: it is shared in any case
 
-    def shared(self, other: _Path) -> int:
+    def shared(self, other: "_Path") -> int:
         """How many tokens are: up to the start of a turn or a branch, or well into one."""
         forked = 1 in self.forks[:LEAST_SHARED] or 1 in other.forks[:LEAST_SHARED]
         least = self.width * (1 if forked else LEAST_SHARED)

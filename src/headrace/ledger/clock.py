@@ -1,7 +1,5 @@
 """Measured seconds: which stage was busy when, on one monotonic clock that starts with the run."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, defaultdict
@@ -50,7 +48,6 @@ class StageClock:
                 self._moves[stage] += 1
 
     def add(self, span: StageSpan) -> None:
-        """A span that was measured elsewhere, in seconds of this clock."""
         with self._lock:
             self._finished.append(span)
 

@@ -1,7 +1,5 @@
 """Opening the ledger's SQLite file (WAL mode), with errors in the user's words."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

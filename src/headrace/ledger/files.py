@@ -4,8 +4,6 @@ A new run that replaces another (`run.overwrite`) sets the old one's files aside
 are deleted once the new run has its first checkpoint, and come back if it fails before that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -130,7 +128,6 @@ def save_settings(config: Config, run_dir: Path) -> None:
 
 
 def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """The resolved settings of a run, with `overrides` on top."""
     path = run_dir / SETTINGS
     if not path.exists():
         raise RunError(f"{run_dir} is not a run directory: it has no {SETTINGS}")
@@ -188,7 +185,6 @@ def scale(run_dir: Path, workers: int) -> str:
 
 
 def wanted_workers(run_dir: Path, default: int) -> int:
-    """The number that `scale` asked for last, else `default`."""
     try:
         return max(1, int((run_dir / WANTED_WORKERS).read_text()))
     except (OSError, ValueError):

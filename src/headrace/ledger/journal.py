@@ -5,8 +5,6 @@ anywhere in it, in several pieces: the column `spans` and the stored mask say wh
 numbers that JSON lacks (a loss may be NaN) are the strings "NaN" and "Infinity".
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sqlite3
@@ -96,7 +94,6 @@ def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterab
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> list[Trajectory]:
-    """A group's partial trajectories that were not booked since."""
     where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
     return _read(connection, _PARTIAL, f"partials t WHERE {where} ORDER BY idx", (serial,))
 
@@ -116,7 +113,6 @@ def write_partial(connection: sqlite3.Connection, serial: int, t: Trajectory) ->
 
 
 def _trajectory(values: Mapping[str, Any]) -> Trajectory:
-    """From columns, and the encoded rest as `data`."""
     arrays: Mapping[str, Any] = load(values["data"])
     replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
     kept = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else []

@@ -89,7 +89,6 @@ class Ledger:
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
-        """The ledger of a new run. `clock` stamps the transfers."""
         connection = database.create_database(run_dir)
         return cls(connection, run_dir / database.FILE_NAME, clock or StageClock())
 
@@ -230,7 +229,6 @@ class Ledger:
                     journal.write_partial(connection, serial, t)
 
     def flush(self) -> None:
-        """Store what waits for the next transaction."""
         if self._verdicts or self._turns:
             with self.writing():
                 pass

@@ -4,8 +4,6 @@ A restart that finds something else refuses to mix the two, unless the change wa
 override; then the ledger books the change.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -71,7 +69,6 @@ def _unbooked(ledger: Ledger, config: Config, reward: str) -> list[Change]:
 
 
 def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> None:
-    """Refuse every change that `overrides` do not name."""
     asked = {override.partition("=")[0].strip() for override in overrides}
     if silent := [change for change in _unbooked(ledger, config, reward) if change.key not in asked]:
         told = "".join(f"\n  {c.key} was {c.before}, and is {c.after}" for c in silent)

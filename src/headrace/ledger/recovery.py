@@ -1,7 +1,5 @@
 """What a restart reads from the ledger and books in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace

@@ -1,7 +1,5 @@
 """Rows as TensorBoard scalars."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping

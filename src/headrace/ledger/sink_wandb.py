@@ -1,7 +1,5 @@
 """Rows as Weights & Biases history."""
 
-from __future__ import annotations
-
 import html
 import secrets
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Where rows are exported besides the ledger: the sinks in `ledger.sinks`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -64,7 +62,6 @@ def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Ma
 
 
 def as_text(sample: Sample) -> str:
-    """For sinks that show text."""
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     return f"reward {reward}, {sample.fate}\n\nprompt\n{sample.prompt}\n\nanswer\n{sample.answer}"
 

@@ -3,8 +3,6 @@
 Of each trajectory whether it was trained on or dropped, and of each step one row of metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +49,6 @@ class Bookkeeper:
                 self.ledger.trained(group, version=before)
 
     def dropped(self, drops: Dropped, group: Group, was_buffered: bool) -> None:
-        """Book trajectories of `group` that are not trained on."""
         if not drops:
             return
         source: Literal["in_flight", "buffered"] = "buffered" if was_buffered else "in_flight"
@@ -159,5 +156,4 @@ class RowMaker:
         return row
 
     def flush(self) -> None:
-        """Book the spans measured after the last row."""
         self._ledger.spans(self._clock.drain())

@@ -5,8 +5,6 @@ every file. It is written under another name, flushed to disk (fsync) and rename
 one is never used. What else a resumed run needs (groups, steps, prompt cursor) is in the ledger.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

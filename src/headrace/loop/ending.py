@@ -9,8 +9,6 @@ A complete run drops what is buffered or in flight. Any other run can be resumed
 stay, and groups in flight get another attempt.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from enum import Enum, auto
@@ -45,11 +43,9 @@ class Ending:
 
     @property
     def orderly(self) -> bool:
-        """Whether the run is ending and books what is left."""
         return self.state in (State.COMPLETE, State.INTERRUPTED, State.FAILED)
 
     def ask(self) -> None:
-        """Ask the run to stop, as Ctrl-C does."""
         self.asked = True
         if self.state is State.TRAINING:
             self.state = State.INTERRUPTED

@@ -5,15 +5,13 @@ a single turn: the policy answers once, and the answer is scored. In a trajector
 lie anywhere and in several pieces; nothing after this file relies on where.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from headrace.config import Config
+from headrace.config import Config, RolloutSection
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
@@ -199,8 +197,8 @@ def redoes_waves(config: Config) -> bool:
 
 
 def sampling_of(config: Config) -> Sampling:
-    """How training answers are sampled."""
-    return Sampling(**{f.name: getattr(config.rollout, f.name) for f in fields(Sampling)})
+    known = [f.name for f in fields(Sampling) if f.name in RolloutSection.model_fields]
+    return Sampling(**{name: getattr(config.rollout, name) for name in known})
 
 
 async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:

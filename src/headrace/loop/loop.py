@@ -8,8 +8,6 @@ So synchronous, overlapped and fully asynchronous training are this one loop wit
 How answers come about is in groups.py, how a run ends in ending.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial
@@ -63,7 +61,6 @@ class Loop:
 
     @property
     def over(self) -> bool:
-        """Whether every step is done, or no more are needed."""
         return bool(self.ending.early) or self.version >= self.config.loop.steps
 
     async def run(self) -> None:
@@ -99,7 +96,6 @@ class Loop:
             self._learning.cancel()
 
     async def produce(self) -> None:
-        """Start groups whenever the buffer has room."""
         prompts = self.stages.prompts
         async with asyncio.TaskGroup() as tasks:
             while self.again:
@@ -147,7 +143,6 @@ class Loop:
             await stages.buffer.hold(False)
 
     async def _add(self, group: Group) -> None:
-        """Train on the micro-batches that `group` fills."""
         ranks, references = self.stages.ranks, None
         if ranks.uses_reference:
             references = await self._timed("reference", partial(ranks.reference_logprobs, group))

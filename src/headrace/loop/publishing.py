@@ -6,8 +6,6 @@ no worker gets the version, all keep the old one. Where engine and learner share
 weights, nothing is staged: the commit only tells the engine its new version.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

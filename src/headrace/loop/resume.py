@@ -7,8 +7,6 @@ buffered again. Groups in flight are started again, continued, or left out, by `
 tokens that are lost with them are booked as redone or crashed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -57,7 +55,6 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
 
 
 async def _load_reference(loop: Loop, on_note: Callable[[str], None]) -> None:
-    """Load the reference: the weights before the first step."""
     stages, run_dir = loop.stages, loop.stages.ledger.run_dir
     kept = Checkpoints(run_dir, 1, REFERENCE).newest(on_note)
     if kept is None:

@@ -5,8 +5,6 @@ two compute different things, or their weights differ, and every gradient would 
 trained here, and nothing is booked.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +34,6 @@ async def self_check(
     prompts: list[Prompt],
     sampling: Sampling,
 ) -> Mismatch:
-    """The mismatch of a few answers, sampled as in training."""
     short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     answers = [
         answer

@@ -1,7 +1,5 @@
 """The objects that the loop calls: one class per stage, and what serves them all."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headrace.buffer.buffer import Buffer

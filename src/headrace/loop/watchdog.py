@@ -7,8 +7,6 @@ ledger is as after a kill, and the run can be resumed. Code that blocks the even
 filter, say) cannot be cancelled; then the user is told.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import threading

@@ -1,7 +1,5 @@
 """Workers on a Ray cluster: one that runs already, or one that starts and stops with the run."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging
@@ -97,7 +95,7 @@ class RayWorker:
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
         return RayReply(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
 
-    def beside(self, make: Callable[..., Any], *args: Any) -> RayWorker:
+    def beside(self, make: Callable[..., Any], *args: Any) -> "RayWorker":
         return RayWorker(self.name, self._handle, self._place + 1, self._handle.serve_beside.remote(make, *args))
 
     async def ready(self) -> None:

@@ -9,8 +9,6 @@ threads of its own, and with more of them than cores, OpenMP lets them sleep aft
 Does not import torch: processes that host reward functions do without it, and start in a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -4,8 +4,6 @@ A new worker joins once it holds the published version. A worker that is not wan
 finishes its answers first. Both happen between two publications.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -53,7 +51,6 @@ class Elastic:
             task.cancel()
 
     def lost_one(self) -> None:
-        """Replace a worker that the pool has lost."""
         self._failures = 0
         self._fit()
 
@@ -71,7 +68,6 @@ class Elastic:
             await asyncio.sleep(LOOK_S)
 
     def _fit(self) -> None:
-        """Start or dismiss workers until the wanted number is reached."""
         staying = self.pool.staying
         for _ in range(self.wanted - len(staying) - len(self._joining)):
             task = self._in_background(self._add())

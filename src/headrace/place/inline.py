@@ -4,8 +4,6 @@ A call from the device thread is a plain function call, so the loop's update (op
 version, check) runs between two decode steps without a queue in between.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
@@ -48,7 +46,7 @@ class InlineWorker(Generic[Served]):
 
     node = ""
 
-    def __init__(self, name: str, cluster: InlineCluster, served: Served) -> None:
+    def __init__(self, name: str, cluster: "InlineCluster", served: Served) -> None:
         self.name, self.pid = name, os.getpid()
         self.served = served
         self._cluster = cluster

@@ -3,8 +3,6 @@
 The first rank also sends new weights to the rollout workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ copy of the weights. On Ray this process holds no weights. A rollout worker that
 new ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -136,7 +134,6 @@ class Place:
 
     @cached_property
     def answers(self) -> RolloutPool | Episodes:
-        """What is asked for the answers of a group."""
         return self.pool if self._player is None else Episodes(self._player.open, self.pool.abort)
 
     async def start_user_code(self) -> None:
@@ -157,7 +154,6 @@ class Place:
         return Player(Environments(hosts, section), self.desk(), config.prompts.system, follows, self._on_note)
 
     def desk(self) -> Desk:
-        """For sessions of the policy."""
         try:
             chat = Chat(self._tokenizer, stops=self.facts.eos_ids)
         except ChatError as error:
@@ -377,7 +373,6 @@ def open_place(
 
 
 def _ends(config: Config, run_dir: Path, device: str) -> Ends:
-    """Constructors of the transport's two ends."""
     match config.publish.transport:
         case "disk":
             path = run_dir / START if config.model.path in DEMOS else Path(config.model.path)

@@ -3,8 +3,6 @@
 A host that is lost is replaced. What it was judging is judged again by another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter

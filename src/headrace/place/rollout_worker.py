@@ -4,8 +4,6 @@ It samples between calls too. New weights are fetched and verified while it samp
 between two decode steps. If it shares the learner's policy, a commit moves no bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence
@@ -132,7 +130,6 @@ class RolloutWorker:
         self.engine.release_cache()
 
     def close(self) -> None:
-        """Stop sampling. Called on the event loop."""
         if self._running is not None:
             self._running.cancel()
         if self._fetching is not None:

@@ -5,8 +5,6 @@ them. When another process takes a core, every operation waits for the thread th
 and fewer threads are faster. Load averages do not tell the two cases apart; a measurement does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -44,7 +42,6 @@ class ThreadChoice:
         self._next_s = 0.0
 
     def choose(self) -> None:
-        """Measure all candidates and set the fastest."""
         begun_s = self._now()
         seconds = dict.fromkeys(self.candidates, 0.0)
         for _ in range(ROUNDS if len(seconds) > 1 else 0):

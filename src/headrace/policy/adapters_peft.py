@@ -4,8 +4,6 @@ Every linear layer but the output head (in a mixture model, those of the attenti
 W x + (alpha / rank) B A x, with B at zero to begin with: the first version is the model as it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small random models, so that a first run needs no download."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -13,8 +13,6 @@ cuBLASLt without a workspace does not split it. That is not promised anywhere, s
 it on the shapes of the model at hand.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Loads a GGUF file, and corrects what `transformers` gets wrong in it."""
 
-from __future__ import annotations
-
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Grammars that answers must follow: which tokens may come next. Needs the library llguidance."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,11 +23,9 @@ class Grammars:
         self._matcher = lru_cache(MOST_COMPILED)(self._compiled)
 
     def check(self, grammar: str) -> None:
-        """Raises ChatError if the grammar cannot be followed."""
         self._matcher(grammar)
 
     def allowed(self, grammar: str, sampled: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Of each token, whether it may follow `sampled`."""
         matcher = self._matcher(grammar).deep_copy()
         if len(sampled) and not matcher.consume_tokens([int(id) for id in sampled]):
             raise ChatError(f"what was sampled does not follow its grammar: {matcher.get_error()}")

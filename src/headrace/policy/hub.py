@@ -3,8 +3,6 @@
 Nothing else in Headrace asks the network for a model.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

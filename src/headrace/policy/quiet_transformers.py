@@ -1,7 +1,5 @@
 """Loading and saving models without the log lines and progress bars of `transformers`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -8,8 +8,6 @@ gate weights are computed from them, and gradients reach the router.
 T tokens in one row, L mixture layers, K experts per token. Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

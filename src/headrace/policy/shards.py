@@ -6,8 +6,6 @@ precision of the model, and are rounded when gathered. Each rank adds its gradie
 they are summed over the ranks once per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

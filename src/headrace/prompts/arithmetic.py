@@ -4,8 +4,6 @@ Every other column of the worked examples is off by one. A model that imitates t
 answer in three right; RL can learn the rest from the reward.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass

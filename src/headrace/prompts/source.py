@@ -4,8 +4,6 @@ A file of records (JSON lines, JSON or CSV, compressed with gzip or not) is chec
 opened, then read by an index of offsets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Prompts from a directory that `datasets` wrote with save_to_disk, or from a Parquet file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

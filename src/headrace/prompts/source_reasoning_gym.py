@@ -1,7 +1,5 @@
 """Prompts from a reasoning-gym task, made on demand."""
 
-from __future__ import annotations
-
 import difflib
 import warnings
 from collections.abc import Mapping

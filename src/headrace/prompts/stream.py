@@ -3,8 +3,6 @@
 `PromptStream` draws a record, `Renderer` makes it a Prompt: its text or chat as token ids.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -128,7 +126,6 @@ class PromptStream:
         return len(self._train)
 
     def next(self) -> tuple[int, Prompt]:
-        """The next prompt to train on and its serial."""
         self._serial += 1
         return self._serial - 1, self.at(self._serial - 1)
 
@@ -230,7 +227,6 @@ def _order(seed: int, epoch: int, num: int) -> npt.NDArray[np.int64]:
 
 
 def _id(record: Mapping[str, Any], split: str, i: int) -> str:
-    """The record's own id, or its place in the split."""
     id = str(record["id"]) if record.get("id") is not None else f"{split}-{i}"
     if not id.isascii() and id != id.encode(errors="replace").decode():
         raise DataError(f"record {i + 1} has the id {id!r}, which is not valid Unicode text")

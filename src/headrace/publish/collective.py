@@ -9,8 +9,6 @@ The members of a chain meet at a rendezvous, which every ticket names. A broken 
 repaired: the sender opens another rendezvous (`expect`) for whoever is still there.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -10,8 +10,6 @@
 Nothing is flushed to the disk (fsync): the checksums detect what a crash of the machine lost.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -3,8 +3,6 @@
 Sender and receivers are threads of one process, so they share cores and memory.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 import timeit

@@ -5,8 +5,6 @@ and keeps a copy for the next node, so every node sends each byte at most once. 
 all nodes would fetch from the sender's.)
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,6 @@ If a step fails, `abandon` at both ends leaves everybody on version 7. A receive
 stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 It may be a coroutine. An ordinary function runs in a thread, so that many agents wait for the policy at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The built-in reward `math`: mathematical equality. Needs math-verify."""
 
-from __future__ import annotations
-
 import math_verify
 
 from headrace.errors import RewardError

@@ -1,7 +1,5 @@
 """The built-in reward `reasoning-gym`: a task's own scoring of an answer. Needs reasoning-gym."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ tool cannot do with its arguments (TOLD) is told to the policy; any other except
 failure, and the episode is dropped. The guide "agents and environments" has the whole protocol.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable
@@ -37,7 +35,7 @@ class Observation(str):
 
     reward: float
 
-    def __new__(cls, text: str, reward: float) -> Observation:
+    def __new__(cls, text: str, reward: float) -> "Observation":
         reply = super().__new__(cls, text)
         reply.reward = reward
         return reply

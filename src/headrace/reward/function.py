@@ -3,8 +3,6 @@
 Optional libraries of built-in functions are loaded by the files of their names (`builtin_*.py`).
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

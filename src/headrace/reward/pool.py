@@ -6,8 +6,6 @@ Everything here runs in one asyncio loop, without threads. A worker has a proces
 so a kill also reaches what the user code has started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -155,7 +153,6 @@ class JudgeProcess:
         return not self.going or (self.mode is Mode.ASYNC and not late)
 
     async def woken(self) -> None:
-        """Wait until there is a job, a reply, or the process has ended."""
         await self.wake.wait()
         self.wake.clear()
 
@@ -254,7 +251,6 @@ class JudgePool:
         return await self.judge(blob) if isinstance(blob, bytes) else blob
 
     async def judge(self, blob: bytes) -> Score:
-        """The verdict on what was `pickled`."""
         if self._broken is not None:
             raise self._broken
         job = Job(blob, asyncio.get_running_loop().create_future())
@@ -276,7 +272,6 @@ class JudgePool:
         await asyncio.gather(*(worker.stop(gently=True) for worker in workers))
 
     async def _serve(self, slot: int) -> None:
-        """Feed one worker, and replace it when it is lost."""
         try:
             while True:
                 worker = self._workers[slot]
@@ -380,7 +375,6 @@ class JudgePool:
             worker.wake.set()
 
     def _break(self, error: Exception) -> None:
-        """Fail all current and future calls of `run` with `error`."""
         self._broken = error
         self._queue.clear()
         for job in self._unfinished:

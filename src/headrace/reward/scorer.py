@@ -1,7 +1,5 @@
 """Scoring: a completion in, a Score out, by way of cache, reward function and overlong penalty."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

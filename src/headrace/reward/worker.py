@@ -5,8 +5,6 @@ print. Requests are pickled. Replies are JSON: the trainer must not unpickle wha
 runs user code sends. There is no torch here, so that a worker starts in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -40,7 +38,6 @@ def frame(payload: bytes) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next payload; None if the other end has closed."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -64,7 +61,6 @@ def score_of(reply: Mapping[str, Any]) -> Score:
 
 
 def main(fd: int) -> None:
-    """Serve the socket `fd` until the other end closes it."""
     os.set_inheritable(fd, False)
     atexit.register(_end_group)  # before user code can register anything, so it is called last
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()

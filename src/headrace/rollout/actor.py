@@ -1,7 +1,5 @@
 """The rollout actor: prompts in, trajectories out, one by one as they finish."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -14,8 +14,6 @@ pass: drafts are made only where the predictions are right often enough to pay.
 n rows, T tokens of a verifying step, M sampled tokens to learn from.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

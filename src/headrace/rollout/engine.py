@@ -234,7 +234,6 @@ class Engine:
         return RowStore(self.policy, self.kv_tokens)
 
     def _split(self, prompt: IntArray, requests: list[Request], known: RouteArray | None) -> None:
-        """Queue the requests in groups that can run at the same time."""
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
         at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
         if known is None and len(requests) == 1:  # episodes of a group ask one by one for the same prompt
@@ -446,7 +445,6 @@ class Engine:
 
 
 def _common(a: IntArray, b: IntArray) -> int:
-    """How many tokens two sequences begin with alike."""
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size

@@ -7,8 +7,6 @@ beyond are discarded.
 R rows of a graph (the n running ones, padded with rows that write to page 0), K steps of a burst.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Page 0 belongs to no sequence: rows that pad a batch write there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ tokens are booked as redone. The noise of a request is the same on every worker,
 version the trajectory is the same, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -68,7 +66,6 @@ class RolloutPool:
     # ---- workers come and go
 
     def join(self, worker: Worker[Sampler]) -> None:
-        """Add a worker that holds the current version."""
         member = _Member(worker)
         self._members.append(member)
         member.following = asyncio.create_task(self._follow(member))
@@ -101,7 +98,6 @@ class RolloutPool:
         return member.leaves
 
     def dismiss(self, worker: Worker[Sampler]) -> None:
-        """Remove a worker without orders."""
         if member := self._member(worker):
             self._end(member)
 

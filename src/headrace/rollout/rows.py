@@ -5,8 +5,6 @@ uniform number comes from a counter-based hash (`uniforms`). Order and size of t
 matter.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -136,7 +134,7 @@ class _Column(Generic[Column]):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, rows: Rows, owner: type[Rows]) -> Column:
+    def __get__(self, rows: "Rows", owner: "type[Rows]") -> Column:
         return cast(Column, rows.states[self._name])
 
 
@@ -196,7 +194,6 @@ class Rows:
 
     @property
     def longest_possible(self) -> int:
-        """Most tokens that any row can reach."""
         return int((self.lengths + self.left).max()) if len(self) else 0
 
     def contexts(self, rows: Ints, at: Ints) -> Ints:
@@ -231,7 +228,6 @@ class Rows:
         new["prompt_key"], new["tail"] = prompt_key(prompt), contexts_of(prompt)[-1]
 
     def append(self, first: int, burst: Burst, version: int) -> None:
-        """Append the tokens of `burst` to the rows from `first` on."""
         most = int((self.sampled[first : first + len(burst.counts)] + burst.counts).max())
         if most > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * self._table.shape[1], most))
@@ -339,7 +335,6 @@ class Rows:
         return self._sequences[row].request
 
     def remove(self, row: int) -> None:
-        """Remove a row; the last row moves into its place."""
         last = len(self) - 1
         if row != last:
             count = self.sampled[last]

@@ -282,7 +282,6 @@ class RowStore:
         return forward(self._policy, chunks, plan)
 
     def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
-        """Give the next `count` rows the prompt's cache."""
         first = len(rows)
         self._arena.reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
         self._arena.copy(self._staging, place, first, first + count, num_prompt)
@@ -307,7 +306,6 @@ class RowStore:
         return accepted(drafts, self._run(rows, *drafts.cells, tokens, drafts.width))
 
     def remove(self, row: int, rows: Rows) -> None:
-        """Free a row; the last row moves into its place."""
         last = len(rows) - 1
         if row != last:
             self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)

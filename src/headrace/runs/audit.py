@@ -5,8 +5,6 @@ that stopped in the middle of a step has booked more than its rows show. Of a fi
 show all that was booked up to the last row; only what was thrown away after it may be missing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

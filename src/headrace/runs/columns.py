@@ -4,8 +4,6 @@ Ten thousand rows take a tenth of a second this way; a record for each would tak
 numbers NaN stands for what is not known, in a column of texts the empty text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """The runs in a directory, and how each one stands. Only reads, also while a run goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

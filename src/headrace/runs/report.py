@@ -1,7 +1,5 @@
 """What commands print and the page shows, described once; and how numbers and times are written."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

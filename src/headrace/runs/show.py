@@ -1,7 +1,5 @@
 """What commands and the page show of runs, accounts and trajectories: read, and put into words."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -63,7 +61,6 @@ class Account:
         return why_dropped(self.reason) if self.reason else ACCOUNT_WORDS[self.state]
 
     def row(self, generated: Amount) -> tuple[str, ...]:
-        """Under `ACCOUNT_COLUMNS`."""
         tokens, answers = self.amount.tokens, self.amount.trajectories
         share = tokens / generated.tokens if generated.tokens else 0.0
         length = f"{tokens / answers:.1f}" if answers else "-"
@@ -114,7 +111,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     @classmethod
-    def find(cls, directories: Iterable[Path]) -> TokenTexts | None:
+    def find(cls, directories: Iterable[Path]) -> "TokenTexts | None":
         """By the first of these directories whose tokenizer loads."""
         for directory in directories:
             with contextlib.suppress(Exception):  # the library raises nothing narrower
@@ -140,7 +137,6 @@ class TokenTexts:
 
 
 def run_row(facts: RunFacts, arrow: str = " → ") -> tuple[str, ...]:
-    """Under `RUN_COLUMNS`."""
     cells = [f"{facts.steps}/{facts.wanted_steps}", scores(facts, arrow)]
     cells += [str(facts.num_restarts or "-"), short(facts.trained_tokens)]
     if facts.state is RunState.UNREADABLE:

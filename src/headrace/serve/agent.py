@@ -4,8 +4,6 @@ Each episode has a key. The agent is a command, a function in a worker process, 
 that pulls episodes. Its reward is what it returns, prints or reports, else the reward function's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -84,14 +82,13 @@ class Agents:
             await host.close()
         await self._open.aclose()
 
-    def open(self, order: Order, i: int) -> AgentEpisode:
+    def open(self, order: Order, i: int) -> "AgentEpisode":
         session, known = Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i])
         if known is not None and known.turns:
             session.trajectory = replace(known, id=session.id)
         return AgentEpisode(self, session)
 
     async def launch(self, id: str, task: Mapping[str, Any], key: str) -> Parts | None:
-        """Run an agent to its end."""
         if not self._hosts:
             return await run_command(self.section.agent, task, self.front.base_url, key)
         given = {"task": dict(task), "base_url": self.front.base_url, "api_key": key}
@@ -136,7 +133,6 @@ class AgentEpisode:
         return self._outcome(conversation, reward)
 
     async def _run(self, conversation: Conversation) -> Parts | None:
-        """The agent's own reward, when it has ended or was ended."""
         task = task_of(self.session.order.prompt)
         if self._section.agent == "remote":
             await self._agents.front.offer({"id": conversation.id, "task": task, "api_key": self._key})

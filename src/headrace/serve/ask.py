@@ -4,8 +4,6 @@ What cannot be honoured is refused: a client never gets an answer to another que
 (`user`, `metadata`, `reasoning`, ...) change nothing and are passed over.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -184,7 +182,6 @@ class Ask(BaseModel, strict=True, frozen=True):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Changes to the run's own."""
         found = {name: getattr(self, name) for name in SAMPLING}
         return {name: value for name, value in found.items() if value not in (None, ())}
 

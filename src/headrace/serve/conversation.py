@@ -6,8 +6,6 @@ follows the last of them is appended to the tokens that were sampled. A chat tha
 another agent's, begins a branch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets
@@ -61,7 +59,7 @@ class Node:
     tools: Tools = None
     place: int = -1  # of its last token
     answered_s: float = 0.0
-    children: list[Node] = field(default_factory=list)
+    children: "list[Node]" = field(default_factory=list)
 
 
 class Conversation:
@@ -101,7 +99,6 @@ class Conversation:
         self._closed = self.ended_by = limit
 
     async def close(self, why: str) -> None:
-        """Refuse what comes, and wait for what is being sampled."""
         self._closed = self._closed or why
         while self._going:
             await asyncio.wait(self._going)
@@ -126,7 +123,6 @@ class Conversation:
         return task
 
     def knows(self, ask: Ask) -> bool:
-        """Whether a request goes on with this conversation."""
         if ask.previous or ask.digest in self._asked:
             return ask.digest in self._asked or ask.previous in self._nodes
         return bool(ask.messages) and self._match(self._whole(ask))[0] is not self._root
@@ -185,7 +181,6 @@ class Conversation:
             raise RefusedError("what is sampled at a temperature of 0 cannot be trained on", param="temperature")
 
     def _whole(self, ask: Ask) -> list[Message]:
-        """All messages that a request means."""
         messages: list[Message] = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
         if ask.previous:
             if ask.previous not in self._nodes:

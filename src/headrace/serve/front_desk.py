@@ -1,7 +1,5 @@
 """Who may ask: every session has a key, and what belongs to one is not found with another's."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
@@ -59,7 +57,6 @@ class FrontDesk:
             self._over.popitem(last=False)
 
     def check(self, key: str) -> None:
-        """Raises if nobody has this key."""
         if not self._is_own(key):
             self._of(key)
 
@@ -81,7 +78,6 @@ class FrontDesk:
         return self._admitted[digest]
 
     def reward(self, key: str, id: str, body: Mapping[str, Any]) -> None:
-        """An agent reports the reward of its episode."""
         conversation = self._of(key)
         if id != conversation.id:
             raise RefusedError("this key is of another episode", status=404)

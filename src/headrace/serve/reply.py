@@ -1,7 +1,5 @@
 """Answers in the forms that clients read: whole, or as a stream of events."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +14,6 @@ Json = dict[str, Any]
 
 
 def event(data: Json | str, name: str = "") -> str:
-    """A server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
@@ -45,7 +42,6 @@ def _known(prefix: str, answers: Sequence[Answered], model: str, kind: str) -> J
 
 
 def _extras(ask: Ask, answered: Answered) -> Json:
-    """What a choice holds if it was asked for."""
     extras: Json = {"logprobs": None}
     if ask.with_logprobs:
         rest: Json = {"bytes": None, "top_logprobs": []}

@@ -1,7 +1,5 @@
 """The endpoint's routes: who asks, what is refused, and how answers travel."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The endpoint on a socket, served by the event loop that the run lives in."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -18,7 +16,6 @@ STOP_S = 1
 
 @contextlib.asynccontextmanager
 async def listening(app: Any, host: str, port: int) -> AsyncIterator[int]:
-    """Serves `app`, and gives the port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
