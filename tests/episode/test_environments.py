@@ -17,6 +17,7 @@ from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
+from headrace.policy.demo import chat_tokenizer
 from headrace.runs.audit import audit, books
 from headrace.testing import tiny_model
 from headrace.types import Item, Trajectory
@@ -48,6 +49,23 @@ async def test_an_episode_is_one_trajectory_of_its_turns(workshop: ChatWorkshop)
         assert t.reward_parts == {"turns": t.reward}
         assert all(turn.replies[0].startswith("I heard") for turn in t.turns[:-1])
         assert t.turns[-1].replies == ("enough",)
+
+
+async def test_where_the_template_rewrites_history_every_turn_is_a_branch(workshop: ChatWorkshop):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ 'once: ' if m.role == 'assistant' and not loop.last }}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tiny_model(workshop.directory / "rewriting", tokenizer=tokenizer)
+    config = workshop.config("branches", "model.exact=true", f"model.path={workshop.directory / 'rewriting'}")
+    await play(config)
+    run = workshop.directory / "branches"
+    assert audit(run) == []
+    assert [row.mismatch_mean for row in rows_of(run)] == [0.0, 0.0, 0.0]
+    found = trained(run)
+    assert {(len(t.turns), len(t.segments)) for t in found} == {(3, 2)}
+    assert all(t.sampled[turn.start : turn.end].all() for t in found for turn in t.turns)
 
 
 async def test_in_exact_mode_the_learner_has_the_bits_of_every_turn(workshop: ChatWorkshop):
