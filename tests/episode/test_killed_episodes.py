@@ -54,9 +54,9 @@ def kept_turns(run: Path) -> dict[tuple[int, int], Trajectory]:
     with ledger:
         serials = [serial for (serial,) in ledger.read("SELECT serial FROM attempts WHERE state = 'open'")]
         return {
-            (serial, index): episode
+            (serial, episode.index): episode
             for serial in serials
-            for index, episode in read_partials(ledger.connection, serial).items()
+            for episode in read_partials(ledger.connection, serial)
         }
 
 

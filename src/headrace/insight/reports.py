@@ -188,7 +188,6 @@ def _bill(bill: MemoryBill, question: Question) -> str:
 
 
 def simulation_report(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> Report:
-    """A line for each max_lag, and what the lines say in words."""
     apart = f"{machine.rollout_workers} rollout workers, {layout.learner_gpus} GPUs that train"
     pools: tuple[str, ...] = ("rollout idle", "learner idle")
     if layout.turns:

@@ -357,9 +357,10 @@ class _Simulation:
         self._booked_s, self._booked = now_s, busy
 
     def _result(self) -> Simulated:
-        wall_s, engines = self.loop.time(), self.pool.workers
+        wall_s, now_s, engines = self.loop.time(), self.pool.now(), self.pool.workers
         for engine in engines:
-            engine.advance(self.pool.now())
+            engine.advance(now_s)
+            engine.busy_s -= max(0.0, engine.hold_s - now_s)  # a prompt that is not computed yet
         in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
         in_flight += sum(group.done_tokens for group in self._running.values())
         if self.pool.lost_tokens:
