@@ -173,9 +173,11 @@ def test_a_reward_function_adds_to_what_the_environment_gives(workshop: ChatWork
         ("class E:\n    def start(self, p): ...\n    def add(self, *numbers): ...", "'add'"),
     ],
 )
-def test_a_class_that_is_no_environment_is_refused_before_the_run(workshop: ChatWorkshop, code: str, message: str):
-    (workshop.directory / "wrong.py").write_text(code, encoding="utf-8")
-    environment = f"episode.environment={workshop.directory / 'wrong.py'}:E"
+def test_a_class_that_is_no_environment_is_refused_before_the_run(
+    workshop: ChatWorkshop, tmp_path: Path, code: str, message: str
+):
+    (tmp_path / "wrong.py").write_text(code, encoding="utf-8")
+    environment = f"episode.environment={tmp_path / 'wrong.py'}:E"
     with pytest.raises(ConfigError, match=message):
         api.train(workshop.config("wrong", environment))
     assert not (workshop.directory / "wrong").exists()
