@@ -32,6 +32,7 @@ from headrace.place.device import DeviceThread
 from headrace.types import Completion, DropReason, FinishReason, Group, Order, Prompt, Score, Span, Timing, Trajectory
 
 SAMPLES = 3
+MOST_AT_ONCE = 4  # groups that start together
 
 
 def answer_id(serial: int, prompt: Prompt, index: int, attempt: int) -> str:
@@ -396,7 +397,12 @@ class Process:
         config = world.config()
         books = Bookkeeper(self.ledger)
         self.buffer = Buffer(
-            LagPolicy(max_lag=world.max_lag, groups_per_step=world.groups_per_step, min_share=world.min_share),
+            LagPolicy(
+                max_lag=world.max_lag,
+                groups_per_step=world.groups_per_step,
+                min_share=world.min_share,
+                most_at_once=MOST_AT_ONCE,
+            ),
             Sieve(config.buffer),
             patience=config.buffer.patience,
             on_buffered=self.ledger.buffered,

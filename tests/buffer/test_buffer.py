@@ -40,11 +40,17 @@ class Books:
 
 
 def make(
-    max_lag: int, size: int = 2, *, patience: int = 10**6, overlong: bool = False, min_share: float = 1.0
+    max_lag: int,
+    size: int = 2,
+    *,
+    patience: int = 10**6,
+    overlong: bool = False,
+    min_share: float = 1.0,
+    most_at_once: int = 0,
 ) -> tuple[Buffer, Books]:
     books = Books()
     buffer = Buffer(
-        LagPolicy(max_lag=max_lag, groups_per_step=size, min_share=min_share),
+        LagPolicy(max_lag=max_lag, groups_per_step=size, min_share=min_share, most_at_once=most_at_once),
         Sieve(BufferSection(drop_overlong=overlong)),
         patience=patience,
         on_buffered=books.on_buffered,
@@ -98,6 +104,33 @@ async def test_on_policy_admits_in_waves():
     buffer.start(3)
     assert await soon(buffer.admit()) == 1  # the wave goes on where it was
     assert books.reasons == {"no_signal": 2}
+
+
+async def test_a_wave_counts_on_drops_and_what_it_keeps_is_trained_on_in_its_step():
+    buffer, books = make(max_lag=0, size=3, most_at_once=8)
+
+    async def wave(first: int, good: int) -> int:
+        """Start what is admitted; `good` of it has signal. Returns the next serial."""
+        until = first + await buffer.admit()
+        for serial in range(first, until):
+            buffer.start(serial)
+        for serial in range(first, until):
+            await buffer.put(group(serial, version=buffer.version, rewards=[0, 1] if serial < first + good else [1, 1]))
+        return until
+
+    assert await wave(0, good=1) == 3
+    assert await wave(3, good=4) == 7, "two are missing, and one of three was kept"
+    taken = [(await buffer.next()).serial for _ in range(5)]
+    assert taken == [0, 3, 4, 5, 6], "the step has five groups instead of three, and none is thrown away"
+    assert await buffer.next() is None
+    assert await soon(buffer.admit()) is None
+    await buffer.settle(1)
+    assert await wave(7, good=3) == 11, "three are missing, and six of eight count as kept"
+    assert [(await buffer.next()).serial for _ in range(3)] == [7, 8, 9]
+    assert await buffer.next() is None
+    await buffer.settle(2)
+    assert await soon(buffer.admit()) == 4, "three of four, and what came two steps ago no longer counts"
+    assert books.reasons == {"no_signal": 6}
 
 
 async def test_off_policy_replaces_at_once():

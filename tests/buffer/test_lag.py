@@ -54,8 +54,26 @@ def test_on_policy_replacements_wait_for_the_wave():
     assert SYNC.admit(version=0, committed=3, in_flight=0, buffered=0, wave_left=1, window=4) == 1
     # a wave that is only partly started may be completed
     assert SYNC.admit(version=0, committed=1, in_flight=1, buffered=0, wave_left=3, window=4) == 3
-    # a wave never exceeds what is free
-    assert SYNC.admit(version=0, committed=3, in_flight=1, buffered=0, wave_left=3, window=4) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "begun", "kept", "most_at_once", "size"),
+    [
+        (4, 0, 0, 100, 4),  # nothing is known yet
+        (4, 7, 7, 100, 4),  # all were kept
+        (4, 7, 3, 100, 8),  # half of them
+        (1, 7, 3, 100, 2),
+        (4, 15, 0, 100, 64),  # none: as if one of sixteen were
+        (4, 15, 0, 20, 20),  # as many as there are rows for
+        (4, 15, 0, 1, 4),  # but never fewer than are missing
+        (0, 15, 0, 100, 0),
+        (-2, 15, 0, 100, -2),
+    ],
+)
+def test_a_wave_is_as_large_as_its_need(missing: int, begun: int, kept: int, most_at_once: int, size: int):
+    policy = LagPolicy(max_lag=0, groups_per_step=4, most_at_once=most_at_once)
+    wave = policy.wave(missing, begun=begun, kept=kept)
+    assert wave == size or (missing < 0 and wave <= 0)
 
 
 def test_off_policy_replacements_start_at_once():

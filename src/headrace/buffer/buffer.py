@@ -26,6 +26,7 @@ class LagPolicy:
     groups_per_step: int
     min_share: float = 1.0  # of groups_per_step that suffices for a step
     eager: bool = False  # always admit all that max_lag allows, whether the learner needs it or not
+    most_at_once: int = 0  # groups that the engines have rows for
 
     @property
     def most_ahead(self) -> int:
@@ -52,10 +53,17 @@ class LagPolicy:
         until every group in flight is scored. So the engine's batches depend on the data alone, not
         on how fast rewards arrive, and two runs with one seed are bit-identical.
         """
-        room = min(self.capacity(version=version, committed=committed), window - in_flight - buffered)
-        if self.max_lag == 0 and in_flight:
-            return min(room, wave_left)
-        return room
+        if self.max_lag == 0:
+            return wave_left
+        return min(self.capacity(version=version, committed=committed), window - in_flight - buffered)
+
+    def wave(self, missing: int, *, begun: int, kept: int) -> int:
+        """Groups that start together, so that about `missing` are kept, if as many are as `kept` of the last `begun`.
+
+        What is kept beyond `missing` is trained on in the same step.
+        """
+        likely = -(-missing * (begun + 1) // (kept + 1))
+        return max(missing, min(likely, self.most_at_once))
 
     def widened(self, window: int) -> int:
         """The window after the learner had to wait for a group.
@@ -179,6 +187,8 @@ class Buffer:
     _taken: int = 0  # groups of the current step
     _missing: int = 0  # groups that the current step does without
     _wave_left: int = 0
+    _begun: tuple[int, int] = (0, 0)  # groups started in the last step and in this one
+    _kept: tuple[int, int] = (0, 0)  # those of them that were buffered
     _window: int = 0  # groups that may be in flight or buffered
     _idle: int | None = None  # fewest buffered groups since the step began
     _barren: Counter[str] = field(default_factory=Counter)  # drop reasons since the last good group
@@ -187,14 +197,23 @@ class Buffer:
     def __post_init__(self) -> None:
         self._window = self.policy.least_window
 
-    def restore(self, *, version: int, wave: int, buffered: list[Group], num_again: int) -> None:
-        """Continue a run that ended too soon, before `num_again` groups are started again."""
+    def restore(
+        self,
+        *,
+        version: int,
+        wave: int,
+        buffered: list[Group],
+        num_again: int,
+        begun: tuple[int, int] = (0, 0),
+        kept: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Continue a run that ended too soon. Then `num_again` groups are started again; `begun` is without them."""
         self.version, self.wave, self.buffered = version, wave, sorted(buffered, key=self.policy.order)
         self._committed = version * self.policy.groups_per_step + len(buffered)
+        self._begun, self._kept = begun, kept
         if self.policy.max_lag == 0 and not num_again:  # its wave was complete
             self._do_without()
-        # groups that are started again belong to a wave that may not have been started completely
-        self._wave_left = self.policy.capacity(version=version, committed=self._committed)
+        self._wave_left = num_again
 
     # ---- the producer's side
 
@@ -203,7 +222,8 @@ class Buffer:
         async with self._changed:
             while True:
                 if not self.in_flight:
-                    self._wave_left = self.policy.capacity(version=self.version, committed=self._committed)
+                    missing = self.policy.capacity(version=self.version, committed=self._committed)
+                    self._wave_left = self.policy.wave(missing, begun=sum(self._begun), kept=sum(self._kept))
                 room = self.policy.admit(
                     version=self.version,
                     committed=self._committed,
@@ -222,6 +242,7 @@ class Buffer:
         self.in_flight[serial], self._attempts[serial] = None, attempt
         self._committed += 1
         self._wave_left -= 1
+        self._begun = (self._begun[0], self._begun[1] + 1)
         return self.version
 
     def begin(self, serial: int, version: int) -> None:
@@ -250,6 +271,7 @@ class Buffer:
                 self.on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
             else:
                 self._barren.clear()
+                self._kept = (self._kept[0], self._kept[1] + 1)
                 insort(self.buffered, kept, key=self.policy.order)
                 self.on_buffered(kept)
                 waits = True
@@ -278,7 +300,8 @@ class Buffer:
         async with self._changed:
             while True:
                 self._evict()
-                if self._taken + self._missing >= self.policy.groups_per_step:
+                all_taken = self._taken + self._missing >= self.policy.groups_per_step
+                if all_taken and (self.policy.max_lag > 0 or not (self.in_flight or self.buffered)):
                     return None
                 group = self.policy.select(self.buffered, self.in_flight)
                 if group is not None:
@@ -298,7 +321,9 @@ class Buffer:
         """`version` is published. Returns the serials of groups in flight that are too old now."""
         async with self._changed:
             self.version = version
+            self._committed -= max(0, self._taken + self._missing - self.policy.groups_per_step)  # more than it needed
             self._taken = self._missing = 0
+            self._begun, self._kept = (self._begun[1], 0), (self._kept[1], 0)
             self._window, self._idle = self.policy.narrowed(self._window, idle=self._idle or 0), None
             self._changed.notify_all()
             return self.policy.abort(self.in_flight, version=version)

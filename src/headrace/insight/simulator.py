@@ -23,6 +23,7 @@ from headrace.measured import STAGES, StageTimes
 from headrace.types import DropReason, FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer asks for none
+LEAST_SHARED = 32  # tokens of a prompt, as in learner/tree.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +170,7 @@ class _Simulation:
             groups_per_step=workload.groups_per_step,
             min_share=workload.min_share,
             eager=machine.batchwise,  # a batch begins as a whole
+            most_at_once=machine.rollout_workers * machine.rows_per_worker // workload.samples,
         )
         self.buffer = Buffer(
             policy, Sieve(section), patience=section.patience, on_buffered=lambda group: None, on_drop=self._on_drop
@@ -303,6 +305,7 @@ class _Simulation:
     async def _accumulate(self) -> list[Group]:
         machine, prompt_tokens = self.machine, self.workload.prompt_tokens
         pending, taken = 0.0, []
+        shared = prompt_tokens if prompt_tokens >= LEAST_SHARED else 0.0  # computed once for a group, as in training
 
         async def train() -> None:
             nonlocal pending
@@ -314,11 +317,13 @@ class _Simulation:
             taken.append(group)
             tokens = group.num_sampled_tokens + self.workload.samples * prompt_tokens
             await self._work("reference", machine.reference_token_s * tokens)
+            known = 0.0  # tokens of the prompt that this pass computes already
             for trajectory in group.trajectories:
-                tokens = trajectory.num_sampled_tokens + prompt_tokens
+                tokens = trajectory.num_sampled_tokens + prompt_tokens - known
                 if machine.pass_tokens and pending + tokens > machine.pass_tokens:
                     await train()
-                pending += tokens
+                    tokens += known
+                pending, known = pending + tokens, shared
             if not machine.pass_tokens:
                 await train()
         await train()

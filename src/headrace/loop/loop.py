@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
+from headrace.learner.tree import Forest
 from headrace.ledger.clock import STALL
 from headrace.ledger.files import BEST
 from headrace.loop.books import RowMaker
@@ -102,8 +103,10 @@ class Loop:
                 serial, number, so_far = self.again.pop(0)
                 tasks.create_task(self.groups.start(serial, prompts.at(serial), number, so_far))
             while True:
-                for _ in range(await self.stages.buffer.admit()):
-                    tasks.create_task(self.groups.start(*prompts.next()))
+                room = await self.stages.buffer.admit()
+                with self.stages.ledger.writing():  # a restart finds all of a wave, or nothing
+                    for _ in range(room):
+                        tasks.create_task(self.groups.start(*prompts.next()))
 
     async def learn(self) -> None:
         """Train on groups of the buffer, publish, and only then let new groups start."""
@@ -150,7 +153,8 @@ class Loop:
 
     async def _train_on(self, micro_batches: list[list[Item]]) -> None:
         for items in micro_batches:
-            detail = f"{sum(map(len, items))} tokens"  # `insight` fits the cost of a pass and of a token
+            computed = Forest(item.trajectory for item in items).num_tokens
+            detail = f"{computed} tokens"  # `insight` fits the cost of a pass and of a token
             await self._timed("train", partial(self.stages.ranks.accumulate, items), detail)
 
     async def _timed(self, stage: str, work: Callable[[], R], detail: str = "") -> R:

@@ -109,8 +109,16 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     redone = set(recovery.attempts(state="redone"))
     again += [(serial, a.number + 1, None) for serial, a in sorted(newest.items()) if a in redone]
     buffered = [_group(loop, serial, attempt) for serial, attempt in recovery.buffered_groups()]
-    wave = max((attempt.wave for attempt in recovery.attempts()), default=0)
-    loop.stages.buffer.restore(version=loop.version, wave=wave, buffered=buffered, num_again=len(again))
+    finished = [a.version for serial, a in newest.items() if serial not in {serial for serial, *_ in again}]
+    trained = [groups for step, groups in recovery.steps_after(loop.version - 1) if step == loop.version]
+    loop.stages.buffer.restore(
+        version=loop.version,
+        wave=max((attempt.wave for attempt in newest.values()), default=0),
+        buffered=buffered,
+        num_again=len(again),
+        begun=(finished.count(loop.version - 1), finished.count(loop.version)),
+        kept=(sum(map(len, trained)), len(buffered)),
+    )
     return again, lost
 
 

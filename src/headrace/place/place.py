@@ -98,7 +98,7 @@ class Place:
         room_tokens = _room_for_prompts(config, self.facts.max_context)
         self._tokenizer = load_tokenizer(config.model)
         self._storing: asyncio.TimerHandle | None = None
-        self._worked_chats: dict[str, Example] = {}  # by prompt id
+        self._worked_chats: dict[str, asyncio.Task[Example]] = {}  # by prompt id
         self.prompts = PromptStream(config.prompts, self._tokenizer, config.run.seed, room_tokens=room_tokens)
         hosts = partial(RewardHosts, cluster, config.reward, on_note) if ends and config.reward.workers else None
         self.scorer = Scorer(
