@@ -245,6 +245,14 @@ def test_rooted_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rooted(config) == config
 
 
+@pytest.mark.parametrize(
+    "agent", ["python a.py --judge http://localhost:8000/v1", "node bin/agent.js --mode=a:b", "./run.sh a:b", "remote"]
+)
+def test_a_command_is_not_rooted(agent: str):
+    config = load_config(None, [f"episode.agent={agent}"])
+    assert rooted(config).episode.agent == agent
+
+
 def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "arithmetic", "exact"):

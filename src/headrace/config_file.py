@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from headrace.config import DEMOS, MOST, Config
 from headrace.errors import ConfigError
-from headrace.user_code import names_file
+from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
 NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episode.environment", "episode.agent")
@@ -74,13 +74,13 @@ def rooted(config: Config) -> Config:
 
     What is no path of an existing file stays as it is, such as 'demo' or a dotted module's name.
     """
-    model, prompts, run, reward = config.model, config.prompts, config.run, config.reward
+    model, prompts, run, reward, episode = config.model, config.prompts, config.run, config.reward, config.episode
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
         "prompts": {key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")},
         "run": {"dir": run.dir and os.path.abspath(run.dir)},
         "reward": {"function": _absolute_function(reward.function)},
-        "episode": {key: _absolute_function(getattr(config.episode, key)) for key in ("environment", "agent")},
+        "episode": {"environment": _absolute_function(episode.environment), "agent": _absolute_agent(episode.agent)},
         "buffer": {"filters": tuple(map(_absolute_function, config.buffer.filters))},
     }
     sections = {name: getattr(config, name).model_copy(update=new) for name, new in changes.items()}
@@ -94,6 +94,10 @@ def _absolute(path: str) -> str:
 
 def _absolute_source(spec: str) -> str:
     return _absolute_function(spec) if names_file(spec.rpartition(":")[0]) else _absolute(spec)
+
+
+def _absolute_agent(spec: str) -> str:
+    return _absolute_function(spec) if names_function(spec) else spec
 
 
 def _absolute_function(spec: str) -> str:

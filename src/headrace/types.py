@@ -141,13 +141,13 @@ class Turn:
     end: int
     finish: FinishReason
     temperature: float = 1.0
-    agent: str = ""  # who asked for it, where an episode has several agents
     reward: float | None = None  # given by the environment for this turn alone
     text: str = ""
     replies: tuple[str, ...] = ()  # of the environment: one per tool call, or one to the text
     environment_s: float = 0.0  # that these took
     state: str = ""  # of the environment before the turn; turns with equal ones can be compared
     snapshot: str = ""  # of the environment after the turn, to restore it; of the newest only
+    agent: str = ""  # who asked for it, where an episode has several agents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

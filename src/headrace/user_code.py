@@ -84,6 +84,9 @@ def quiet(logger_name: str, warning: str = "") -> Iterator[None]:
 class TooLongError(HeadraceError):
     """A user's code ran longer than its limit."""
 
+    def __init__(self, text: str = "it did not come to an end in time") -> None:
+        super().__init__(text)
+
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
@@ -112,6 +115,11 @@ def time_limit(seconds: float) -> Iterator[None]:
 def names_file(place: str) -> bool:
     """Whether the part before the colon is a file, not a module."""
     return place.endswith(".py") or "/" in place or os.sep in place
+
+
+def names_function(agent: str) -> bool:
+    """Whether it is file.py:function or module:function, not a command, which may have colons, too."""
+    return ":" in agent and not any(map(str.isspace, agent)) and agent.rpartition(":")[2].isidentifier()
 
 
 def source_hash(spec: str) -> str:

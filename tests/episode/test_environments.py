@@ -12,7 +12,7 @@ from chat_runs import ChatWorkshop
 from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
-from headrace.errors import ConfigError, StalledError
+from headrace.errors import ConfigError, DataError, StalledError
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
@@ -200,3 +200,18 @@ def test_worked_chats_teach_tool_calls(tmp_path: Path):
     called = [turn for turn in turns if "tool_call" in turn.text and turn.replies and " to " in turn.replies[0]]
     assert len(called) > len(turns) / 3
     assert json.loads(called[0].text.split("<tool_call>")[1].split("</tool_call>")[0])["name"] == "guess"
+
+
+def test_a_worked_chat_without_an_answer_is_told(tmp_path: Path):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "prompt": "x", "n": 3, "worked": [{"role": "user", "content": "Find it."}]})
+            + "\n"
+            for i in range(9)
+        )
+    )
+    recipe = Path(__file__).parents[2] / "src" / "headrace" / "recipes" / "guess.toml"
+    settings = [f"prompts.source={source}", "prompts.eval_count=1", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(DataError, match=r"prompt 'p\d': its worked chat has no answer"):
+        api.train(api.load_config(recipe, settings))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import time
-from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
 from chat_runs import ChatWorkshop
+from killed_episodes import finished, kept_turns, kill_in_mid_episode
 from kills import num_kills_that_hit, train
 from tiny_runs import same_bits, weights
 
 from headrace import api
-from headrace.errors import RunError
-from headrace.ledger.journal import read_partials, read_trajectories
-from headrace.ledger.ledger import Amount, Ledger
+from headrace.ledger.ledger import Amount
 from headrace.runs.audit import audit, books
 from headrace.types import Trajectory
 
@@ -35,41 +31,6 @@ class Notes(api.Watcher):
 
     def note(self, text: str) -> None:
         self.texts.append(text)
-
-
-def finished(run: Path) -> dict[tuple[int, int], Trajectory]:
-    """The newest attempt at each episode that is over."""
-    with Ledger.open(run) as ledger:
-        found = read_trajectories(ledger.connection, "t.serial IS NOT NULL", ())
-        serials = dict(ledger.read("SELECT id, serial FROM trajectories"))
-    return {(serials[t.id], t.index): t for t in sorted(found, key=lambda t: len(t.id.partition(":")[0]))}
-
-
-def kept_turns(run: Path) -> dict[tuple[int, int], Trajectory]:
-    """Episodes under way, as a killed run left them."""
-    try:
-        ledger = Ledger.open(run)
-    except RunError:  # it is just starting
-        return {}
-    with ledger:
-        serials = [serial for (serial,) in ledger.read("SELECT serial FROM attempts WHERE state = 'open'")]
-        return {
-            (serial, episode.index): episode
-            for serial in serials
-            for episode in read_partials(ledger.connection, serial)
-        }
-
-
-def kill_in_mid_episode(process: Any, run: Path, more_s: float | None) -> None:
-    """Kill the process some time after an episode has two turns; or let it come to its end."""
-    if more_s is None:
-        process.join(300)
-    else:
-        while process.is_alive() and not any(len(t.turns) > 1 for t in kept_turns(run).values()):
-            time.sleep(0.01)
-        time.sleep(more_s)
-    process.kill()
-    process.join()
 
 
 def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(workshop: ChatWorkshop):

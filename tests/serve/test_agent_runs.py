@@ -9,16 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import pytest
+from killed_episodes import finished, kept_turns, kill_in_mid_episode
+from kills import train
 from tiny_runs import select
 
 import headrace
 from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
+from headrace.ledger.ledger import Amount
 from headrace.policy.demo import build_demo
-from headrace.runs.audit import audit
+from headrace.runs.audit import audit, books
 from headrace.serve.agent import run_command
 
 # An agent of two turns, without any library. What it does besides is in the task.
@@ -37,8 +41,8 @@ def run(task, base_url, api_key):
         messages += [ask(base_url, api_key, messages), {"role": "user", "content": "And?"}]
         if task["kind"] == "crash":
             raise KeyError("a bug")
-        if task["kind"] == "hang":
-            time.sleep(600)
+        if task["kind"] in ("hang", "slow"):
+            time.sleep({"hang": 600, "slow": 0.2}[task["kind"]])
     while task["kind"] == "endless":
         messages += [ask(base_url, api_key, messages), {"role": "user", "content": "And?"}]
     return None if task["kind"] == "silent" else len(messages[1]["content"] or "") + len(messages[3]["content"] or "")
@@ -139,6 +143,41 @@ async def test_a_command_ends_with_all_its_processes(tmp_path: Path):
     await asyncio.wait([running])
     status = Path(f"/proc/{mark.read_text().strip()}/stat")
     assert not status.exists() or ") Z " in status.read_text()  # gone, or nobody has looked at how it ended
+
+
+@pytest.mark.parametrize("leave", ["sleep 600 &", "setsid sleep 20 &"])
+async def test_what_a_command_leaves_behind_delays_nothing(leave: str, monkeypatch: pytest.MonkeyPatch):
+    """Processes of its group are ended. One that left the group may keep the output open."""
+    monkeypatch.setattr("headrace.serve.agent.GRACE_S", 0.5)
+    script = f"{leave} echo '{{\"reward\": 0.25}}'"
+    found = await asyncio.wait_for(run_command(f"sh -c {shlex.quote(script)}", {}, "", ""), 15)
+    assert found == {"agent": 0.25}
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_no_turn_of_a_killed_run_is_sampled_again(workshop: Path, kind: str):
+    """The agent is run again, and gets the answers that were kept."""
+    script = workshop / "agent.py"
+    agent = f"{script}:run" if kind == "function" else f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
+    run, log = workshop / f"killed-{kind}", workshop / f"killed-{kind}.log"
+    more = ("loop.steps=3", "recovery.every_steps=1")
+    process = forked.start(log, train, settings(workshop, run.name, agent, ("slow",), *more))
+    kill_in_mid_episode(process, run, 0.0, turns=1)
+    before = kept_turns(run)
+    assert before
+    api.resume(run)
+    later, num_checked = finished(run), 0
+    for key, kept in before.items():
+        if key in later:
+            end = kept.turns[-1].end
+            assert later[key].token_ids[:end].tolist() == kept.token_ids.tolist()
+            assert later[key].logprobs[:end].tobytes() == kept.logprobs.tobytes()
+            assert later[key].turns[0].text == kept.turns[0].text
+            num_checked += 1
+    assert num_checked
+    assert audit(run) == []
+    assert books(run).in_flight == Amount()
+    assert "agent_error" not in books(run).dropped
 
 
 async def test_remote_agents_pull_episodes_and_report_rewards(workshop: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,8 +12,11 @@ import httpx
 import pytest
 from served import House, add, house
 
+from headrace.episode.chat import MARKS
 from headrace.serve import starlette_app, uvicorn_server
+from headrace.serve.front_desk import FrontDesk
 
+FUNCTION = {"type": "function"}
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hm?"}]}
 OWN = {"Authorization": "Bearer k"}
 
@@ -88,6 +91,10 @@ async def test_an_unknown_key_opens_nothing(headers: Any, path: str):
         chat(temperature=-1),
         chat(temperature=float("nan")),
         chat(temperature=True),
+        chat(temperature=1e-300),  # logits divided by it are not finite, which would end the run
+        saying(role="assistant", content="", reasoning_content=7),
+        saying(role="user", content="".join(map(chr, MARKS))),
+        chat(tools=[FUNCTION | {"function": {"name": "f", "parameters": "x"}}], tool_choice="required"),
         chat(top_p=0),
         chat(top_p=2),
         chat(n=0),
@@ -133,6 +140,9 @@ async def test_what_makes_no_sense_is_refused_in_words(body: Any):
         ("/v1/responses", {"input": [7]}),
         ("/v1/responses", {"input": "x", "instructions": 7}),
         ("/v1/responses", {"input": "x", "n": 2}),
+        ("/v1/responses", {"input": "x", "prompt": {"id": "pmpt_1"}}),
+        ("/v1/completions", {"prompt": "hi", "messages": [1]}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"messages": [1]}}),
         ("/v1/responses", {"input": "x", "text": 7}),
         ("/v1/responses", {"input": "x", "truncation": "auto"}),
         ("/v1/responses", {"input": [{"type": "function_call", "name": 7}]}),
@@ -248,3 +258,74 @@ async def test_a_stream_that_its_client_closes_half_way_leaves_its_turn(listenin
     body = json.dumps(ASKED).encode()
     assert b" 200 " in await said(port, HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     assert len(home.sessions[0].trajectory.turns) == 2
+
+
+async def test_our_own_errors_are_told_in_the_same_form(monkeypatch: pytest.MonkeyPatch):
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the engine is gone")
+
+    async with house(num_calls=0) as home:
+        home.sessions.append(session := home.open("k"))
+        monkeypatch.setattr(type(session), "sample", broken)
+        transport = httpx.ASGITransport(app=starlette_app.application(home.front), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport) as client:
+            found = await client.post("http://house/v1/chat/completions", json=ASKED, headers=OWN)
+            assert found.status_code == 500
+            assert found.json()["error"]["type"] == "server_error"
+            assert "the engine is gone" in found.json()["error"]["message"]
+            found = await client.post("http://house/v1/chat/completions", json=chat(stream=True), headers=OWN)
+            assert "the engine is gone" in found.text
+            assert found.text.startswith("event: error\ndata: {")
+
+
+async def test_a_limit_that_one_request_has_met_does_not_end_the_episode():
+    """Else a crash of the agent, much later, would count as an end with a reward of zero."""
+    async with house(num_calls=0) as home:
+        home.open("k", max_tokens=200)
+        conversation = home.front.conversation("k", None, is_retry=False)
+        async with home.client(httpx) as client:
+            url = "http://house/v1/chat/completions"
+            found = await client.post(url, json=saying(role="user", content="x" * 2000), headers=OWN)
+            assert found.json()["error"]["code"] == "context_length_exceeded"
+            assert conversation.ended_by
+            assert (await client.post(url, json=ASKED, headers=OWN)).status_code == 200
+            assert not conversation.ended_by
+
+
+async def test_a_retry_of_what_was_refused_gets_no_earlier_answer(monkeypatch: pytest.MonkeyPatch):
+    async with house(num_calls=0) as home:
+        session = home.open("k")
+        async with home.client(httpx) as client:
+
+            async def ask(**headers: str) -> httpx.Response:
+                return await client.post("http://house/v1/chat/completions", json=ASKED, headers=OWN | headers)
+
+            first = await ask()
+            monkeypatch.setattr("headrace.serve.conversation.MOST_AT_ONCE", 0)
+            assert (await ask()).status_code == 429
+            monkeypatch.setattr("headrace.serve.conversation.MOST_AT_ONCE", 256)
+            retried = await ask(**{"x-stainless-retry-count": "1"})
+            assert retried.json()["id"] != first.json()["id"]
+            assert (await ask(**{"x-stainless-retry-count": "2"})).json()["id"] == retried.json()["id"]
+        assert len(session.trajectory.turns) == 2
+
+
+async def test_a_remote_agent_that_is_gone_gets_no_episode(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.serve.front_desk.LOOK_S", 0.05)
+    desk, gone = FrontDesk("tiny", 100, "secret"), asyncio.Event()
+
+    async def is_gone() -> bool:
+        return gone.is_set()
+
+    async def is_here() -> bool:
+        return False
+
+    pulling = asyncio.create_task(desk.pull("secret", is_gone))
+    await asyncio.sleep(0.01)
+    gone.set()
+    offering = asyncio.create_task(desk.offer({"id": "e"}))
+    with pytest.raises(Exception, match="no episode is waiting"):
+        await pulling
+    assert not offering.done()
+    assert (await desk.pull("secret", is_here))["id"] == "e"
+    await offering

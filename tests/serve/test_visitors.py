@@ -70,3 +70,21 @@ async def test_old_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch):
         assert num_sessions(home) == 4
         await say(home, [*chats[0], answers[0], {"role": "user", "content": "And?"}])  # from its text alone
         assert num_sessions(home) == 5
+
+
+async def test_equal_requests_are_conversations_of_their_own():
+    """Else one of them would grow for ever, with every health check."""
+    async with house(num_calls=0) as home:
+        visitors = serve(home)
+        for _ in range(3):
+            await say(home, [{"role": "user", "content": "Hm?"}])
+        assert [len(visit.session.trajectory.turns) for visit in visitors._visits.values()] == [1, 1, 1]
+
+
+async def test_as_many_conversations_are_kept_as_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(front_desk, "MOST_VISITS", 8)
+    async with house(num_calls=0) as home:
+        visitors = serve(home)
+        for i in range(10):
+            await say(home, [{"role": "user", "content": f"I am {i}."}])
+            assert len(visitors._visits) == min(i + 1, 8)

@@ -350,7 +350,9 @@ def _num_shared(a: str, b: str) -> int:
 
 def _unused_character(messages: Messages, tools: Tools) -> str:
     text = json.dumps([list(messages), list(tools or ())], ensure_ascii=False, default=str)
-    return next(chr(code) for code in MARKS if chr(code) not in text)
+    if mark := next((chr(code) for code in MARKS if chr(code) not in text), ""):
+        return mark
+    raise ChatError(f"the messages hold all characters from U+{MARKS[0]:X} to U+{MARKS[-1]:X}: one must be free")
 
 
 def _marker(tokens: set[str]) -> Callable[[str, str], str]:

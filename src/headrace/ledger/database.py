@@ -177,7 +177,7 @@ def _claim(run_dir: Path) -> None:
             (run_dir / name).unlink(missing_ok=True)
     except OSError as error:
         told = f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir"
-        if (run_dir / FILE_NAME).exists():
+        if isinstance(error, FileExistsError) and error.filename == str(run_dir / FILE_NAME):
             told = f"{run_dir} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it"
         raise RunError(f"{told}.") from error
 

@@ -183,7 +183,7 @@ def _trajectory(answer: Answer) -> Trajectory:
 def in_flight_rule(config: Config) -> str:
     """What a restart does about answers under way. A turn of an episode is never sampled again."""
     rule = config.recovery.in_flight
-    if config.episode.environment:
+    if config.episode.environment or config.episode.agent:
         return "resume" if rule == "requeue" else rule
     return "requeue" if rule == "resume" and redoes_waves(config) else rule
 

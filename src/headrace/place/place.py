@@ -202,6 +202,7 @@ class Place:
                 min_share=config.buffer.min_share,
                 # with "drain", what starts during a step would delay its update
                 eager=config.rollout.on_update == "drain",
+                most_at_once=config.rollout.workers * config.rollout.max_running // config.rollout.samples,
             ),
             self._sieve,
             patience=config.buffer.patience,
@@ -251,9 +252,11 @@ class Place:
         if self._player is None:
             needed = "which needs episode.environment or episode.agent"
             raise DataError(f"prompt '{prompt.id}' has a chat as its worked example, {needed}")
+        if not any(message.get("role") == "assistant" for message in solution):
+            raise DataError(f"prompt '{prompt.id}': its worked chat has no answer")
         if prompt.id not in self._worked_chats:
-            self._worked_chats[prompt.id] = await self._player.worked(prompt, solution)
-        return self._worked_chats[prompt.id]
+            self._worked_chats[prompt.id] = asyncio.create_task(self._player.worked(prompt, solution))
+        return await self._worked_chats[prompt.id]
 
     def progress(self) -> object:
         """What the stages have done so far: equal results mean that nothing happened in between.

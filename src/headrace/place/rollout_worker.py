@@ -82,6 +82,7 @@ class RolloutWorker:
     async def take(self, orders: Sequence[Order]) -> None:
         if self._running is None:
             self._running = asyncio.create_task(self.actor.run())
+            self._running.add_done_callback(lambda _: self._news.set())  # an engine's error is told at once
         try:
             for order in orders:
                 self.actor.start(order)

@@ -13,7 +13,7 @@ from headrace.reward.function import Mode, RewardFunction, failure, read_verdict
 from headrace.types import Command, Score
 from headrace.user_code import load_function
 
-MOST_THREADS = 64
+MOST_THREADS = 256  # agents that one worker runs at a time
 
 
 class AgentFunction(RewardFunction):
@@ -35,12 +35,20 @@ def agent_function(spec: str) -> AgentFunction:
         inspect.signature(run).bind({}, "", "")
     except TypeError as error:
         raise ConfigError(f"episode.agent = '{spec}' must take (task, base_url, api_key): {error}") from error
-    threads = ThreadPoolExecutor(MOST_THREADS)
+    threads, going = ThreadPoolExecutor(MOST_THREADS), dict[str, asyncio.Task[Any] | None]()
 
     async def call(command: Command) -> Any:
+        if command.do == "cancel":  # a thread goes on to its end
+            if task := going.get(command.episode):
+                task.cancel()
+            return None
+        going[command.episode] = asyncio.current_task()
         given = command.given["task"], command.given["base_url"], command.given["api_key"]
-        if inspect.iscoroutinefunction(run):
-            return await run(*given)
-        return await asyncio.get_running_loop().run_in_executor(threads, run, *given)
+        try:
+            if inspect.iscoroutinefunction(run):
+                return await run(*given)
+            return await asyncio.get_running_loop().run_in_executor(threads, run, *given)
+        finally:
+            del going[command.episode]
 
     return AgentFunction(name="agent", call=call, mode=Mode.ASYNC)

@@ -32,6 +32,7 @@ START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
 PAUSE_S = 0.5  # before a retry of what was unavailable; doubled each time
 MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one worker has at a time
+MAX_PLAYING = 1024  # agents, or replies of environments that are coroutines
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 
@@ -290,7 +291,8 @@ class JudgePool:
         if not worker.takes_more():
             return []
         mode, going = worker.mode, worker.going
-        num_wanted = min(MAX_GOING[mode] - len(going), len(self._queue))
+        plays = mode is Mode.ASYNC and self._setup.setting.startswith("episode.")
+        num_wanted = min((MAX_PLAYING if plays else MAX_GOING[mode]) - len(going), len(self._queue))
         if mode is not Mode.BATCH and self._num_workers > 1:
             num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
         jobs: list[Job] = []

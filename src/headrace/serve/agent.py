@@ -12,11 +12,11 @@ import os
 import secrets
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 
@@ -24,11 +24,13 @@ from headrace.config import Config
 from headrace.episode.chat import Message
 from headrace.episode.session import AbortedError, Desk, Session
 from headrace.errors import ConfigError
+from headrace.reward.agent import MOST_THREADS
 from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.serve.conversation import Conversation, Parts
 from headrace.serve.front_desk import FrontDesk, parts_of
 from headrace.types import Command, DropReason, Example, FinishReason, Order, Outcome, Prompt
+from headrace.user_code import names_function
 
 KEY = "HEADRACE_KEY"  # in the environment: what remote agents say
 DAY_S = 86_400.0
@@ -60,12 +62,12 @@ class Agents:
         self._key = (os.environ.get(KEY) or secrets.token_urlsafe(24)) if agent == "remote" else ""
         self.front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
         self._hosts: list[JudgePool] = []  # for an agent that is a function
-        if ":" in agent and not any(map(str.isspace, agent)) and agent.rpartition(":")[2].isidentifier():
+        if names_function(agent):
             limit_s = self.section.max_s + self.section.timeout_s if self.section.max_s else DAY_S
             setup = Setup(function=agent, timeout_s=limit_s, setting="episode.agent")
             self._hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(self.section.workers)]
         self._next = itertools.cycle(self._hosts)
-        self.slots = asyncio.Semaphore(sys.maxsize if self._hosts else self.section.workers * COMMANDS_PER_WORKER)
+        self.slots = asyncio.Semaphore(self.section.workers * (MOST_THREADS if self._hosts else COMMANDS_PER_WORKER))
 
     async def prepare(self) -> None:
         """Raises if the agent cannot be loaded, or nothing can be served."""
@@ -92,7 +94,13 @@ class Agents:
         if not self._hosts:
             return await run_command(self.section.agent, task, self.front.base_url, key)
         given = {"task": dict(task), "base_url": self.front.base_url, "api_key": key}
-        score = await next(self._next).run(Command(episode=id, do="agent", given=given))
+        host = next(self._next)
+        try:
+            score = await host.run(Command(episode=id, do="agent", given=given))
+        except asyncio.CancelledError:  # it is given up: its place is another's
+            with suppress(Exception):
+                await asyncio.wait_for(host.run(Command(episode=id, do="cancel")), GRACE_S)
+            raise
         if score.failure is not None:
             raise AgentFailedError(score.detail)
         return parts_of(score.value)
@@ -202,40 +210,35 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
     text = json.dumps(task, default=str)
     env = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
     env |= {"HEADRACE_TASK": text} if len(text) <= LONGEST_VARIABLE else {}
-    pipe = asyncio.subprocess.PIPE
-    try:
-        words = shlex.split(command)
-        starting = asyncio.create_task(
-            asyncio.create_subprocess_exec(
-                *words, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+    # files, not pipes: what the command has left behind may keep those open, and nobody could wait for its end
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+        given.write(text.encode())
+        given.seek(0)
+        try:
+            words = shlex.split(command)
+            starting = asyncio.create_task(
+                asyncio.create_subprocess_exec(
+                    *words, stdin=given, stdout=out, stderr=err, env=env, start_new_session=True
+                )
             )
-        )
-        process = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        begun = await starting
-        _end_group(begun)
-        await begun.communicate()
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"episode.agent = '{command}' cannot be started: {error}") from error
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
-    try:
-        with suppress(ConnectionError):
-            process.stdin.write(text.encode())
-            process.stdin.close()
-        await process.wait()
-    finally:
-        _end_group(process)
-        printed, complaints = await tails
-        await process.wait()
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            begun = await starting
+            _end_group(begun)
+            await begun.wait()
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"episode.agent = '{command}' cannot be started: {error}") from error
+        try:
+            await process.wait()
+        finally:
+            _end_group(process)
+            await process.wait()
+        printed, complaints = map(_tail, (out, err))
     if process.returncode:
-        detail = complaints.decode(errors="replace").strip()[-MOST_DETAIL:]
-        raise AgentFailedError(f"the command ended with {process.returncode}: {detail}")
+        raise AgentFailedError(f"the command ended with {process.returncode}: {complaints[-MOST_DETAIL:]}")
     with suppress(ValueError):
-        return parts_of(json.loads(printed.decode(errors="replace").strip().rpartition("\n")[2]))
+        return parts_of(json.loads(printed.rpartition("\n")[2]))
     return None
 
 
@@ -244,8 +247,6 @@ def _end_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    kept = b""
-    while read := await stream.read(KEPT_BYTES):
-        kept = (kept + read)[-KEPT_BYTES:]
-    return kept
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_BYTES))
+    return file.read(KEPT_BYTES).decode(errors="replace").strip()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
+from headrace.config import LEAST
 from headrace.episode.chat import content_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -53,6 +54,8 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError("must have tool_calls that call functions by their names")
+    if not all(isinstance(given.get(key) or "", str) for key in ("reasoning_content", "reasoning")):
+        raise ValueError("must have thinking that is a text")
     return {key: given[key] for key in KEPT if given.get(key) is not None} | {"content": content_text(given)}
 
 
@@ -98,6 +101,8 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     function = given.get("function", given)  # the Responses API writes its fields beside the type
     if given.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError("must be a function with a name")
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise ValueError("must have parameters that are a JSON schema")
     kept = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
     return {"type": "function", "function": kept}
 
@@ -132,6 +137,12 @@ def _prompt(given: Any) -> Any:
     of_tokens = isinstance(given, list) and all(type(id) is int and 0 <= id < 2**31 for id in given)
     if not given or not (of_tokens or isinstance(given, str)):
         raise ValueError("must be a text, or a list of token ids")
+    return given
+
+
+def _temperature(given: float) -> float:
+    if 0 < given < LEAST:
+        raise ValueError(f"must be 0, or at least {LEAST:g}")
     return given
 
 
@@ -172,7 +183,7 @@ class Ask(BaseModel, strict=True, frozen=True):
     with_token_ids: Flag = Field(False, alias="return_token_ids")
     with_logprobs: Flag = Field(False, alias="logprobs")
     stop_ids: TokenIds = Field([], alias="stop_token_ids")
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(_temperature)] | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     top_k: Annotated[int, Field(ge=-1, le=2**31), AfterValidator(lambda k: max(0, k))] | None = None
@@ -211,7 +222,7 @@ class ChatAsk(Ask):
 class ResponsesAsk(Ask):
     """A request to /v1/responses."""
 
-    neutral = NEUTRAL | {"n": (1,), "logprobs": (False,)}
+    neutral = NEUTRAL | {"n": (1,), "logprobs": (False,), "prompt": ()}
     messages: Items = Field(alias="input", min_length=1)
     text: dict[str, Any] = {}
     json_schema: Schema = Field(None, validation_alias=AliasPath("text", "format"))
@@ -220,7 +231,7 @@ class ResponsesAsk(Ask):
 class CompletionsAsk(Ask):
     """A request to /v1/completions."""
 
-    neutral = NEUTRAL | {"logprobs": (False,)}
+    neutral = NEUTRAL | {"logprobs": (False,), "messages": ()}
     prompt: Annotated[Any, BeforeValidator(_prompt)]
     max_new_tokens: int | None = Field(16, ge=1, le=2**31, validation_alias=LIMIT)
 
@@ -228,7 +239,7 @@ class CompletionsAsk(Ask):
 class GenerateAsk(Ask):
     """A request to /inference/v1/generate: token ids in and out."""
 
-    neutral = NEUTRAL | {"stream": (False,), "logprobs": (0, 1)}
+    neutral = NEUTRAL | {"stream": (False,), "logprobs": (0, 1), "messages": ()}
     prompt: TokenIds = Field(alias="token_ids", min_length=1)
     with_logprobs: Annotated[bool, BeforeValidator(lambda num_likeliest: True)] = Field(False, alias="logprobs")
 

@@ -22,7 +22,7 @@ from headrace.episode.session import Addition, Session
 from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, MissingExtraError
 from headrace.serve.ask import Ask, RefusedError
-from headrace.types import FinishReason, Sampling, Turn
+from headrace.types import FinishReason, IntArray, Sampling, Turn
 
 MOST_AT_ONCE = 256  # requests of one session
 ID_CHARS = 9  # of a tool call: some templates refuse other lengths
@@ -38,7 +38,7 @@ class Answered:
     call_ids: tuple[str, ...]
     text: str  # as it was sampled, without its end
     finish: FinishReason
-    prompt_ids: list[int]
+    prompt_ids: IntArray
     token_ids: list[int]
     logprobs: list[float]
 
@@ -118,17 +118,25 @@ class Conversation:
             if is_retry or (not task.done() and all([await gone() for gone in clients])):
                 clients.append(is_gone)
                 return task
-        task = self._begin(ask)
+        try:
+            task = self._begin(ask)
+        except RefusedError:
+            self._asked.pop(ask.digest, None)  # its retry is not answered with an earlier answer
+            raise
         self._asked[ask.digest] = task, [is_gone]
         return task
 
-    def knows(self, ask: Ask) -> bool:
-        if ask.previous or ask.digest in self._asked:
-            return ask.digest in self._asked or ask.previous in self._nodes
-        return bool(ask.messages) and self._match(self._whole(ask))[0] is not self._root
+    def knows(self, ask: Ask, *, is_retry: bool) -> bool:
+        """Whether the request goes on here. An equal one is another conversation, if it is no retry."""
+        if ask.previous or (is_retry and ask.digest in self._asked):
+            return ask.previous in self._nodes or not ask.previous
+        whole = self._whole(ask)
+        begins = any(child.new[0] == normal(whole[0]) for child in self._root.children) if whole else False
+        return begins and self._match(whole)[0] is not self._root
 
     def _begin(self, ask: Ask) -> asyncio.Task[list[Answered]]:
         self._refuse(ask)
+        self.ended_by = ""  # by a request that was refused; the agent goes on
         node, new = self._match(self._whole(ask))
         addition = self._addition(ask, node, new)
         tokens = self.session.context(addition)
@@ -256,12 +264,12 @@ class Conversation:
 
     def _answered(self, ask: Ask, turn: Turn, stop: Sequence[str], node: Node, new: Sequence[Message]) -> Answered:
         session, t = self.session, self.session.trajectory
-        prompt = context(t, place_before(t, turn.start))[0].tolist()
+        prompt = context(t, place_before(t, turn.start))[0]
         sampled = session.sampled_ids(turn).tolist()
         text = _cut(session.desk.chat.text(sampled), stop if turn.finish is FinishReason.STOP else ())
         answer = ParsedAnswer(text)
         if ask.messages:
-            read = session.desk.chat.parse(sampled, prompt, ask.tools)
+            read = session.desk.chat.parse(sampled, prompt.tolist(), ask.tools)
             if not read.tool_calls or (ask.may_call and ask.tools):
                 answer = read
             if turn.finish is FinishReason.STOP:

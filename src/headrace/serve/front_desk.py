@@ -6,8 +6,8 @@ import hmac
 import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from headrace.user_code import load_optional
 
 MOST_REMEMBERED = 10_000  # keys of sessions that are over
 MOST_VISITS = 256  # conversations of a served model that are kept
+MOST_TURNS = 1024  # of a served conversation: what goes on from it after that is another one
 PULL_S = 30.0  # that a remote agent waits for an episode
+LOOK_S = 1.0  # after which it is looked whether it still waits
 
 
 class FrontDesk:
@@ -63,7 +65,7 @@ class FrontDesk:
     def prepared(self, ask: Ask) -> Ask:
         return ask
 
-    def conversation(self, key: str, ask: Ask) -> Conversation:
+    def conversation(self, key: str, ask: Ask, *, is_retry: bool) -> Conversation:
         return self._of(key)
 
     def _is_own(self, key: str) -> bool:
@@ -93,21 +95,25 @@ class FrontDesk:
         self._offers.put_nowait((episode, taken))
         await taken
 
-    async def pull(self, key: str) -> dict[str, Any]:
-        """An episode for a remote agent, as soon as the run starts one."""
+    async def pull(self, key: str, is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+        """An episode for a remote agent, as soon as the run starts one. Who is gone gets none."""
         if not self._is_own(key):
             raise RefusedError("this key is not known", status=401, code="invalid_api_key")
-        try:
-            async with asyncio.timeout(PULL_S):
-                while (offered := await self._offers.get()) is not None:
-                    episode, taken = offered
-                    if not taken.done():  # it may have been given up
-                        taken.set_result(None)
-                        return {**episode, "base_url": self.base_url}
-        except TimeoutError as error:
-            raise RefusedError("no episode is waiting", status=503, after_s=1) from error
-        self._offers.put_nowait(None)  # for those that wait too
-        raise RefusedError("the run is over", status=410, code="run_over")
+        for _ in range(int(PULL_S / LOOK_S)):
+            offered: Any = ()
+            with suppress(TimeoutError):
+                offered = await asyncio.wait_for(self._offers.get(), LOOK_S)
+            gone = await is_gone()
+            if offered is None or (offered and gone):
+                self._offers.put_nowait(offered)  # for those that wait too
+            if offered is None:
+                raise RefusedError("the run is over", status=410, code="run_over")
+            if gone:
+                break
+            if offered and not offered[1].done():  # it may have been given up
+                offered[1].set_result(None)
+                return {**offered[0], "base_url": self.base_url}
+        raise RefusedError("no episode is waiting", status=503, after_s=1)
 
 
 class Visitors(FrontDesk):
@@ -124,20 +130,22 @@ class Visitors(FrontDesk):
         """With a seed of its own, if the client gave none."""
         return ask if ask.seed is not None else ask.model_copy(update={"seed": secrets.randbits(62)})
 
-    def conversation(self, key: str, ask: Ask) -> Conversation:
-        found = next((visit for visit in reversed(self._visits.values()) if visit.knows(ask)), None)
+    def conversation(self, key: str, ask: Ask, *, is_retry: bool) -> Conversation:
+        known = (visit for visit in reversed(self._visits.values()) if visit.knows(ask, is_retry=is_retry))
+        found = next((visit for visit in known if len(visit.session.trajectory.turns) < MOST_TURNS), None)
         if found is None:
             prompt = Prompt(id=f"visit-{next(self._numbers)}", text="", token_ids=np.empty(0, np.int32))
             order = Order(serial=0, prompt=prompt, samplings=(self._sampling,), indices=(0,), counted=False)
             found = Conversation(Session(self._desk, order, 0))
             self._visits[found.id] = found
         self._visits.move_to_end(found.id)
-        for visit in [visit for visit in self._visits.values() if visit.is_idle][: len(self._visits) - MOST_VISITS]:
+        idle = [visit for visit in self._visits.values() if visit.is_idle and visit is not found]
+        for visit in idle[: max(0, len(self._visits) - MOST_VISITS)]:
             del self._visits[visit.id]
             self._desk.forget(visit.session.id)
         return found
 
-    async def pull(self, key: str) -> dict[str, Any]:
+    async def pull(self, key: str, is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
         raise RefusedError("this model is not being trained: there are no episodes", status=404)
 
 

@@ -51,7 +51,7 @@ def _extras(ask: Ask, answered: Answered) -> Json:
 
 
 def _prompt_ids(ask: Ask, answers: Sequence[Answered]) -> Json:
-    return {"prompt_token_ids": answers[0].prompt_ids} if ask.with_token_ids else {}
+    return {"prompt_token_ids": answers[0].prompt_ids.tolist()} if ask.with_token_ids else {}
 
 
 # ---- chat completions

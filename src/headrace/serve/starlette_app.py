@@ -34,7 +34,13 @@ FORMS: dict[str, tuple[Read, Whole, Events | None]] = {
     "/v1/completions": (CompletionsAsk.read, reply.completion, reply.completion_events),
     "/inference/v1/generate": (GenerateAsk.read, reply.generation, None),
 }
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 def application(desk: FrontDesk) -> Starlette:
@@ -42,7 +48,7 @@ def application(desk: FrontDesk) -> Starlette:
     routes = [(path, "POST", partial(_answer, desk, *form)) for path, form in FORMS.items()]
     routes += [("/v1/models", "GET", partial(_models, desk)), ("/episodes", "POST", partial(_pull, desk))]
     routes += [("/episodes/{id}/reward", "POST", partial(_reward, desk))]
-    refused = (RefusedError, AbortedError, ClientDisconnect, RecursionError, UnicodeError, 404, 405)
+    refused = (RefusedError, AbortedError, ClientDisconnect, RecursionError, UnicodeError, 404, 405, Exception)
     return Starlette(
         routes=[
             Route(prefix + path, handler, methods=[method])
@@ -54,21 +60,30 @@ def application(desk: FrontDesk) -> Starlette:
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
-    match error:
-        case RefusedError():
-            refused = error
-        case AbortedError():
-            refused = RefusedError("the episode is over", status=410, code="episode_over")
-        case HTTPException():
-            text = f"there is no {request.method} {request.url.path[:80]} here"
-            refused = RefusedError(text, status=error.status_code, code="unknown_url")
-        case _:
-            refused = RefusedError("the request is nested too deeply, is not valid Unicode, or was broken off")
-    kind = KINDS.get(refused.status, "invalid_request_error")
-    content = {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
+    if isinstance(error, HTTPException):
+        text = f"there is no {request.method} {request.url.path[:80]} here"
+        error = RefusedError(text, status=error.status_code, code="unknown_url")
+    refused = _as_refused(error)
     headers = {"x-should-retry": "true", "Retry-After": str(refused.after_s)}
     headers = headers if refused.after_s else {"x-should-retry": "false"}
-    return JSONResponse({"error": content}, status_code=refused.status, headers=headers)
+    return JSONResponse({"error": _explained(error)}, status_code=refused.status, headers=headers)
+
+
+def _as_refused(error: Exception) -> RefusedError:
+    match error:
+        case RefusedError():
+            return error
+        case AbortedError():
+            return RefusedError("the episode is over", status=410, code="episode_over")
+        case ClientDisconnect() | RecursionError() | UnicodeError():
+            return RefusedError("the request is nested too deeply, is not valid Unicode, or was broken off")
+    return RefusedError(f"{type(error).__name__}: {error}"[:400], status=500)
+
+
+def _explained(error: Exception) -> dict[str, Any]:
+    refused = _as_refused(error)
+    kind = KINDS.get(refused.status, "invalid_request_error")
+    return {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
 
 
 def _key(request: Request) -> str:
@@ -100,7 +115,7 @@ async def _answer(desk: FrontDesk, read: Read, whole: Whole, events: Events | No
     desk.check(_key(request))  # before anything is read
     ask = desk.prepared(read(await _body(request)))
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    conversation = desk.conversation(_key(request), ask)
+    conversation = desk.conversation(_key(request), ask, is_retry=is_retry)
     task = await conversation.take(ask, is_retry=is_retry, is_gone=request.is_disconnected)
     if ask.stream and events is not None:
         written = _stream(task, lambda answers: events(ask, answers, desk.model))
@@ -117,8 +132,8 @@ async def _stream(
     try:
         for text in events(answers.result()):
             yield text
-    except AbortedError:
-        yield reply.event({"error": {"message": "the episode is over", "code": "episode_over"}}, "error")
+    except Exception as error:  # the status is sent already
+        yield reply.event({"error": _explained(error)}, "error")
 
 
 async def _models(desk: FrontDesk, request: Request) -> Response:
@@ -128,7 +143,7 @@ async def _models(desk: FrontDesk, request: Request) -> Response:
 
 
 async def _pull(desk: FrontDesk, request: Request) -> Response:
-    return JSONResponse(await desk.pull(_key(request)))
+    return JSONResponse(await desk.pull(_key(request), request.is_disconnected))
 
 
 async def _reward(desk: FrontDesk, request: Request) -> Response:
