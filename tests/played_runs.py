@@ -29,7 +29,19 @@ from headrace.loop.resume import resume
 from headrace.loop.stages import Stages
 from headrace.measured import EngineCounts, Mismatch, StepStats
 from headrace.place.device import DeviceThread
-from headrace.types import Completion, DropReason, FinishReason, Group, Order, Prompt, Score, Span, Timing, Trajectory
+from headrace.types import (
+    Completion,
+    DropReason,
+    FinishReason,
+    Group,
+    Item,
+    Order,
+    Prompt,
+    Score,
+    Span,
+    Timing,
+    Trajectory,
+)
 
 SAMPLES = 3
 MOST_AT_ONCE = 4  # groups that start together
@@ -327,7 +339,7 @@ class Learner:
         return [self._answers(group) for group in self._groups[-1:]]
 
     def _answers(self, group: Group) -> list[Any]:
-        return [trajectory.token_ids for trajectory in group.trajectories]
+        return [Item(trajectory=trajectory, advantage=0.0) for trajectory in group.trajectories]
 
     def accumulate(self, items: list[Any]) -> None:
         """Nothing: `finish` does it all."""

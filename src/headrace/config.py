@@ -156,8 +156,13 @@ class EpisodeSection(SettingsSection):
         "(task, base_url, api_key) -> reward, or 'remote'",
     )
     listen: str = setting("127.0.0.1:0", "host:port of the endpoint for agents; port 0 takes a free one")
-    workers: PositiveInt = setting(1, "processes for environments, or for agents that are functions; 16 commands run for each", most=MOST_PROCESSES)
-    timeout_s: Timeout = setting(60.0, "seconds for one reply of an environment, or between two requests of an agent; a slower one is a drop, not a zero")
+    workers: PositiveInt = setting(
+        1, "processes for environments, or for agents that are functions; 16 commands run for each", most=MOST_PROCESSES
+    )
+    timeout_s: Timeout = setting(
+        60.0,
+        "seconds for an environment's reply, or between two requests of an agent; a slower one is a drop, not a zero",
+    )
     max_turns: PositiveInt = setting(32, "an episode ends after this many turns, and is scored", most=10_000)
     max_tokens: NonNegativeInt = setting(0, "an episode ends at this many tokens; 0: the model's context")
     max_s: Seconds = setting(0.0, "an episode ends after this many seconds; 0 is off")

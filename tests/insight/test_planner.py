@@ -72,7 +72,8 @@ def test_a_plan_is_what_simulate_says_of_its_layout(max_lag: int) -> None:
 
 def test_a_plan_costs_what_its_devices_cost() -> None:
     best = plan(SEVEN)[0]
-    assert best.goodput == pytest.approx(SEVEN.num_answers * 1024 / best.step_s, rel=0.1)
+    # rollout-bound with lag, the few steps that are played train on short answers first: long ones are under way
+    assert best.goodput == pytest.approx(SEVEN.num_answers * 1024 / best.step_s, rel=0.15)
     per_hour = best.goodput * 3600 / 1e6  # millions of trained tokens
     assert best.dollars_per_million == pytest.approx(8 * SEVEN.device.dollars_per_hour / per_hour)
 

@@ -236,7 +236,7 @@ class _Candidate:
         tokens = question.num_answers * question.lengths.cut_mean
         decode_s = tokens * self._full_step_s / machine.rows_per_worker
         rollout_s = (decode_s + prompt_tokens * machine.prefill_token_s) / machine.rollout_workers
-        trained_tokens = tokens + question.num_samples * prompt_tokens
+        trained_tokens = tokens + prompt_tokens  # once for all answers to a prompt
         token_s = machine.train_token_s + machine.reference_token_s
         learner_s = trained_tokens * token_s + machine.publish_s
         if self.max_lag:

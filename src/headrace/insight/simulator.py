@@ -23,7 +23,6 @@ from headrace.measured import STAGES, StageTimes
 from headrace.types import DropReason, FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer asks for none
-LEAST_SHARED = 32  # tokens of a prompt, as in learner/tree.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +304,7 @@ class _Simulation:
     async def _accumulate(self) -> list[Group]:
         machine, prompt_tokens = self.machine, self.workload.prompt_tokens
         pending, taken = 0.0, []
-        shared = prompt_tokens if prompt_tokens >= LEAST_SHARED else 0.0  # computed once for a group, as in training
+        shared = prompt_tokens if self.workload.shares_prompts else 0.0
 
         async def train() -> None:
             nonlocal pending
