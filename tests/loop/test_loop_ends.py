@@ -53,7 +53,7 @@ def test_nothing_but_equal_rewards_stalls(workshop: Workshop, max_lag: int):
         api.train(workshop.config(name, *extra, reward="constant"))
     run = workshop.directory / name
     assert_all_accounted_for(run)
-    # two steps' worth, and not much more than what was under way besides: at max_lag = 0 a second wave, four times the first
+    # two steps' worth, and not much more than what was under way besides; at max_lag = 0, a wave four times the first
     most = 6 + 2 * 3 * (max_lag + 1) if max_lag else 3 + 4 * 3
     assert 4 * 6 <= drop_reasons(run)["no_signal"] <= 4 * most
     assert not select(run, "SELECT * FROM rows")
