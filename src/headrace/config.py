@@ -199,8 +199,10 @@ class LearnerSection(SettingsSection):
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
-    credit: Literal["episode", "turn", "state"] = setting(
-        "episode", "what turns are credited with: the episode's reward, or their own return, compared by turn or state"
+    credit: Literal["episode", "turn", "state", "agent"] = setting(
+        "episode",
+        "what turns are credited with: the episode's reward, their own return compared by turn or state, or what their "
+        "agent earned (the part of the reward with its name)",
     )
     discount: Annotated[float, Field(ge=0, le=1)] = setting(
         1.0, "of rewards of later turns in a turn's return (credit per turn or state)"

@@ -20,7 +20,8 @@ import headrace
 from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
-from headrace.ledger.ledger import Amount
+from headrace.ledger.journal import read_trajectories
+from headrace.ledger.ledger import Amount, Ledger
 from headrace.policy.demo import build_demo
 from headrace.runs.audit import audit, books
 from headrace.serve.agent import run_command
@@ -238,3 +239,23 @@ def test_an_agent_that_cannot_run_is_told_at_once(workshop: Path, agent: str, me
 def test_an_episode_has_an_environment_or_an_agent():
     with pytest.raises(ConfigError, match="leave one empty"):
         load_config(None, ["episode.agent=a.py:run", "episode.environment=a.py:Guess"])
+
+
+def test_self_play_credits_each_player_with_what_it_won(tmp_path: Path):
+    """The recipe in small: both players are the policy, and their rewards always add up to one."""
+    recipe = Path(__file__).parents[2] / "src" / "headrace" / "recipes" / "self_play.toml"
+    small = [
+        "prompts.count=60",
+        "prompts.eval_count=4",
+        "warmstart.steps=20",
+        "warmstart.lr=1e-2",
+        "warmstart.examples=8",
+    ]
+    small += ["loop.steps=1", "loop.groups_per_step=2", "model.threads=1", f"run.dir={tmp_path / 'run'}"]
+    summary = headrace.train(load_config(recipe, small))
+    assert summary["trained_tokens"] > 0
+    with Ledger.open(tmp_path / "run") as ledger:
+        games = read_trajectories(ledger.connection, "t.state = 'trained'", ())
+    assert {game.reward for game in games} == {1.0}
+    assert {turn.agent for game in games for turn in game.turns} == {"first", "second"}
+    assert len({game.reward_parts["first"] for game in games}) == 2

@@ -149,8 +149,9 @@ class Sieve:
         group, dropped = self._uncut(group)
         reason = refusal if group.trajectories else DropReason.INCOMPLETE
         if reason is None and self.section.drop_no_signal:
-            turns = [tuple(turn.reward for turn in t.turns) if self.by_turn else () for t in group.trajectories]
-            if len({(t.reward, given) for t, given in zip(group.trajectories, turns, strict=True)}) == 1:
+            answers = group.trajectories
+            parts = [(*(turn.reward for turn in t.turns), *sorted(t.reward_parts.items())) for t in answers]
+            if len({(t.reward, *(own if self.by_turn else ())) for t, own in zip(answers, parts, strict=True)}) == 1:
                 reason = DropReason.NO_SIGNAL
         if reason is None:
             return group, dropped
