@@ -27,10 +27,10 @@ def tools_of(server: Any) -> type:
             return list((await client.list_tools()).tools)
 
     tools = {tool.name: _method(tool) for tool in asyncio.run(listed())}
-    return type("Tools", (Session,), {"server": server, **tools})
+    return type("Tools", (McpSession,), {"server": server, **tools})
 
 
-class Session:
+class McpSession:
     """A connection to `server`, made with the first call. It lives in a task of its own, as MCP demands."""
 
     server: Any
@@ -65,7 +65,7 @@ class Session:
 def _method(tool: Any) -> Any:
     schema, needed = tool.input_schema.get("properties", {}), tool.input_schema.get("required", ())
 
-    async def method(self: Session, **given: Any) -> str:
+    async def method(self: McpSession, **given: Any) -> str:
         return await self._call(tool.name, given)
 
     method.__name__, method.__doc__ = tool.name, tool.description or tool.name
