@@ -227,7 +227,7 @@ async def test_remote_agents_pull_episodes_and_report_rewards(workshop: Path, mo
     [
         ("nowhere.py:run", "there is no file"),
         ("agent.py:ask_nobody", "has no function"),
-        ("no-such-command --now", "cannot be started"),
+        ("no-such-command --now", "cannot be started: there is no command 'no-such-command'"),
     ],
 )
 def test_an_agent_that_cannot_run_is_told_at_once(workshop: Path, agent: str, message: str):

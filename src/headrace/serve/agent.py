@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import shlex
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -71,6 +72,9 @@ class Agents:
 
     async def prepare(self) -> None:
         """Raises if the agent cannot be loaded, or nothing can be served."""
+        if not self._hosts and not self._key and not shutil.which(self.section.agent.split()[0]):
+            told = f"there is no command '{self.section.agent.split()[0]}'"
+            raise ConfigError(f"episode.agent = '{self.section.agent}' cannot be started: {told}")
         await self._open.enter_async_context(self.front.listening(*self._at))
         if self._key:
             key = f"the key in {KEY}" if os.environ.get(KEY) else f"the key {self._key}"
