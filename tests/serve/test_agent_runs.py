@@ -227,6 +227,7 @@ async def test_remote_agents_pull_episodes_and_report_rewards(workshop: Path, mo
     [
         ("nowhere.py:run", "there is no file"),
         ("agent.py:ask_nobody", "has no function"),
+        ("'never closed", "cannot be started: No closing quotation"),
         ("no-such-command --now", "cannot be started: there is no command 'no-such-command'"),
     ],
 )

@@ -72,9 +72,13 @@ class Agents:
 
     async def prepare(self) -> None:
         """Raises if the agent cannot be loaded, or nothing can be served."""
-        if not self._hosts and not self._key and not shutil.which(self.section.agent.split()[0]):
-            told = f"there is no command '{self.section.agent.split()[0]}'"
-            raise ConfigError(f"episode.agent = '{self.section.agent}' cannot be started: {told}")
+        agent = self.section.agent
+        try:
+            program = "" if self._hosts or self._key else (shlex.split(agent) or [agent])[0]
+        except ValueError as error:
+            raise ConfigError(f"episode.agent = '{agent}' cannot be started: {error}") from error
+        if program and not shutil.which(program):
+            raise ConfigError(f"episode.agent = '{agent}' cannot be started: there is no command '{program}'")
         await self._open.enter_async_context(self.front.listening(*self._at))
         if self._key:
             key = f"the key in {KEY}" if os.environ.get(KEY) else f"the key {self._key}"
@@ -219,10 +223,9 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
         given.write(text.encode())
         given.seek(0)
         try:
-            words = shlex.split(command)
             starting = asyncio.create_task(
                 asyncio.create_subprocess_exec(
-                    *words, stdin=given, stdout=out, stderr=err, env=env, start_new_session=True
+                    *shlex.split(command), stdin=given, stdout=out, stderr=err, env=env, start_new_session=True
                 )
             )
             process = await asyncio.shield(starting)
@@ -231,7 +234,7 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
             _end_group(begun)
             await begun.wait()
             raise
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ConfigError(f"episode.agent = '{command}' cannot be started: {error}") from error
         try:
             await process.wait()
