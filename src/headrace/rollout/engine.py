@@ -45,17 +45,17 @@ class _PromptGroup:
     prompt: IntArray
     requests: list[Request]
     longest: int  # most tokens that one of its sequences can reach
-    place: int = -1  # handle of the prompt's KV cache
+    place: int = -1  # handle of the prompt's KV cache, while it is computed
     done: int = 0  # prompt tokens in the cache
     routes: list[RouteArray] = field(default_factory=list)  # experts of those tokens
-    aborted: set[str] = field(default_factory=set)
     parked: Parked | None = None  # a preempted row, the only request of its group
     known: RouteArray | None = None  # experts of the first tokens, to be kept
     cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
-    @property
-    def all_aborted(self) -> bool:
-        return len(self.aborted) == len(self.requests)
+    @classmethod
+    def of(cls, parked: Parked) -> _PromptGroup:
+        """To compute all that it sampled again, with the same experts."""
+        return cls(parked.tokens, [parked.request], parked.longest, parked=parked, known=parked.routes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,13 +121,7 @@ class Engine:
 
     def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
         """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
-
-        def queue() -> None:
-            parked = self._rows.parked(request, known, start)
-            group = _PromptGroup(known.token_ids, [request], parked.longest, parked=parked, known=parked.routes)
-            self._waiting.append(group)
-
-        self._inbox.append(queue)
+        self._inbox.append(lambda: self._waiting.append(_PromptGroup.of(self._rows.parked(request, known, start))))
 
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step, with the tokens they have and finish ABORT."""
@@ -274,46 +268,42 @@ class Engine:
 
     def _prefill(self, budget: int) -> int:
         """Compute at most `budget` prompt tokens; the requests of a complete prompt start."""
-        chunks, complete, left = [], [], budget
+        chunks: list[Chunk] = []
+        left = budget
         for group in self._prefilling:
-            start, known = group.done, group.known
-            group.done = min(start + left, len(group.prompt))
-            chunks.append((group, Chunk(group.place, start, group.done, group.prompt, known)))
+            start, group.done = group.done, min(group.done + left, len(group.prompt))
+            chunks.append(Chunk(group.place, start, group.done, group.prompt, group.known))
             left -= group.done - start
-            if group.done == len(group.prompt):
-                complete.append((group, len(chunks) - 1))
             if not left:
                 break
-        last_hidden, routes = self._store.prefill([chunk for _, chunk in chunks])
-        ends = np.cumsum([chunk.size for _, chunk in chunks])
-        for (group, _), part in zip(chunks, np.split(routes, ends[:-1]), strict=True):
+        last_hidden, routes = self._store.prefill(chunks)
+        ends = np.cumsum([chunk.size for chunk in chunks])
+        for group, part in zip(self._prefilling, np.split(routes, ends[:-1]), strict=False):
             group.routes.append(part)
+        complete = [g for g in self._prefilling if g.done == len(g.prompt)]
+        self._prefilling = self._prefilling[len(complete) :]
         self._start(complete, last_hidden)
-        self._prefilling = [g for g in self._prefilling if g.place >= 0]
         self.computed_tokens += budget - left
         return budget - left
 
-    def _start(self, complete: list[tuple[_PromptGroup, int]], last_hidden: torch.Tensor) -> None:
-        """Sample a token for each request; groups come with their prompts' index in `last_hidden`."""
+    def _start(self, complete: list[_PromptGroup], last_hidden: torch.Tensor) -> None:
+        """Sample a token for each request; `last_hidden` begins with what follows these prompts."""
         first, ends = len(self._rows), []
-        for group, end in complete:
-            requests = [r for r in group.requests if r.id not in group.aborted]
-            if requests:
-                num_prompt = len(group.prompt)
-                self._store.fork(group.place, self._rows, len(requests), num_prompt, group.longest)
-                routes = np.concatenate(group.routes)
-                if group.parked is not None:
-                    self._rows.resume(group.parked, self.clock(), routes)
-                else:
-                    self._rows.add(group.prompt, requests, self.clock(), routes)
-                    self.prompt_tokens += num_prompt
-                    self.cached_tokens += group.cached
-                    self._begun.extend((r.id, self.version) for r in requests)
-                    if self._drafter is not None:
-                        self._drafter.read(group.prompt)
-                ends += [end] * len(requests)
+        for end, group in enumerate(complete):
+            num_prompt, num_rows = len(group.prompt), len(group.requests)
+            self._store.fork(group.place, self._rows, num_rows, num_prompt, group.longest)
             self._store.close(group.place)
-            group.place = -1
+            routes = np.concatenate(group.routes)
+            if group.parked is not None:
+                self._rows.resume(group.parked, self.clock(), routes)
+            else:
+                self._rows.add(group.prompt, group.requests, self.clock(), routes)
+                self.prompt_tokens += num_prompt
+                self.cached_tokens += group.cached
+                self._begun.extend((r.id, self.version) for r in group.requests)
+                if self._drafter is not None:
+                    self._drafter.read(group.prompt)
+            ends += [end] * num_rows
         if ends:
             logits, which = self.policy.logits(last_hidden)[ends], np.arange(first, len(self._rows))
             self._record(sample(logits, self._rows, which), first)
@@ -343,7 +333,7 @@ class Engine:
         if self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
             group = self._prefilling.pop()
             self._store.close(group.place)
-            group.place, group.done = -1, 0
+            group.done = 0
             group.routes.clear()
             self._waiting.appendleft(group)
             return
@@ -365,10 +355,8 @@ class Engine:
 
     def _park(self, row: int, *, new_time_limit: bool = False) -> _PromptGroup:
         """Preempt a row, and keep what it sampled; it continues after its tokens are recomputed."""
-        sequence, parked = self._rows.sequence(row), self._remove(row)
-        if new_time_limit:
-            parked = replace(parked, decoded_s=0.0)
-        return _PromptGroup(sequence, [parked.request], parked.longest, parked=parked, known=parked.routes)
+        parked = self._remove(row)
+        return _PromptGroup.of(replace(parked, decoded_s=0.0) if new_time_limit else parked)
 
     def _record(self, burst: Burst, first: int) -> None:
         """Record the sampled tokens of rows `first`.., and finish the rows that are done."""
@@ -392,16 +380,14 @@ class Engine:
             self._finish(row, finish)
 
     def _finish(self, row: int, finish: FinishReason) -> None:
+        """A row ends. Its cache is kept for the next turn, in place of what it went on from."""
         if (session := self._rows.request(row).session) and finish is not FinishReason.ABORT:
-            self._keep(row, session)
+            parked = self._rows.park(row, self.clock())
+            tokens = parked.tokens[:-1]
+            before = [k for k in self._kept if k.session == session and _common(k.tokens, tokens) == len(k.tokens)]
+            self._drop_kept(before)
+            self._kept.append(_Kept(session, tokens, parked.routes, self._store.keep(row, len(tokens))))
         self._finished.append(self._remove(row).generation(finish, self.clock()))
-
-    def _keep(self, row: int, session: str) -> None:
-        """Keep the cache of a row that ends, in place of what it goes on from."""
-        tokens, routes = self._rows.sequence(row)[:-1], self._rows.routes(row)
-        longer = [k for k in self._kept if k.session == session and _common(k.tokens, tokens) == len(k.tokens)]
-        self._drop_kept(longer)
-        self._kept.append(_Kept(session, tokens, routes, self._store.keep(row, len(tokens))))
 
     def _find_kept(self, group: _PromptGroup) -> _Kept | None:
         """What is kept of the group's session and begins most like its prompt; it counts as just used."""
@@ -430,18 +416,17 @@ class Engine:
         for row in reversed(range(len(self._rows))):
             if self._rows.request(row).id in ids:
                 self._finish(row, FinishReason.ABORT)
+        now_s, finish = self.clock(), FinishReason.ABORT
         for group in [*self._waiting, *self._prefilling]:
-            for request in group.requests:
-                if request.id in ids and request.id not in group.aborted:
-                    group.aborted.add(request.id)
-                    now_s, finish = self.clock(), FinishReason.ABORT
-                    nothing = Generation(id=request.id, finish=finish, started_s=now_s, finished_s=now_s)
-                    parked = group.parked
-                    self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
-        for group in [g for g in self._prefilling if g.all_aborted]:
-            self._store.close(group.place)
-        self._prefilling = [g for g in self._prefilling if not g.all_aborted]
-        self._waiting = deque(g for g in self._waiting if not g.all_aborted)
+            for id in [request.id for request in group.requests if request.id in ids]:
+                nothing = Generation(id=id, finish=finish, started_s=now_s, finished_s=now_s)
+                self._finished.append(group.parked.generation(finish, now_s) if group.parked else nothing)
+            group.requests = [request for request in group.requests if request.id not in ids]
+        for group in self._prefilling:
+            if not group.requests:
+                self._store.close(group.place)
+        self._prefilling = [group for group in self._prefilling if group.requests]
+        self._waiting = deque(group for group in self._waiting if group.requests)
 
 
 def _common(a: IntArray, b: IntArray) -> int:

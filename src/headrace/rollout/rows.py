@@ -6,10 +6,10 @@ matter.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -100,8 +100,7 @@ class Parked:
     """A parked (preempted) row: all it sampled, without its KV cache. It can be resumed exactly."""
 
     sequence: _Sequence
-    sampled: npt.NDArray[np.void]  # token, logprob and version of each
-    routes: RouteArray  # of all tokens but the newest, with the prompt's
+    sampled: npt.NDArray[np.void]  # token, logprob, version and experts of each
     decoded_s: float  # time used of `max_wall_s`
 
     @property
@@ -112,10 +111,19 @@ class Parked:
     def longest(self) -> int:
         return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
 
+    @property
+    def tokens(self) -> IntArray:
+        return np.concatenate([self.sequence.prompt, self.sampled["token"].astype(np.int32)])
+
+    @property
+    def routes(self) -> RouteArray:
+        """Experts of prompt and sampled tokens, all but the newest."""
+        return np.concatenate([self.sequence.routes, self.sampled["routes"][:-1]])
+
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
         routes = None
-        if self.routes.shape[1]:
-            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
+        if (known := self.routes).shape[1]:
+            routes = np.concatenate([known, np.zeros_like(known[:1])])
         return Generation(
             id=self.request.id,
             token_ids=self.sampled["token"].astype(np.int32),
@@ -162,7 +170,7 @@ class Rows:
         self._make_grammars = make_grammars
         self.samplings: list[Sampling] = []
         self._sequences: list[_Sequence] = []
-        self._started = 0  # rows in total
+        self._orders = itertools.count()  # of starts
         self._all_states = np.zeros(0, STATE)
         fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
         self._table = np.zeros((0, 0), [*fields, ("routes", routes_dtype, routes_shape)])
@@ -212,9 +220,7 @@ class Rows:
         n, more = len(self), len(requests)
         if n + more > len(self._all_states):
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
-        for request in requests:
-            self._sequences.append(_Sequence(request, prompt, now_s, routes, self._started))
-            self._started += 1
+        self._sequences += [_Sequence(r, prompt, now_s, routes, next(self._orders)) for r in requests]
         self.samplings += [r.sampling for r in requests]
         new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
@@ -291,7 +297,7 @@ class Rows:
         """The state to resume the row from; the row itself stays until `remove`."""
         sampled = self._table[row, : self.sampled[row]].copy()
         decoded_s = now_s - float(self.states["began_s"][row])
-        return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
+        return Parked(self._sequences[row], sampled, decoded_s)
 
     def parked(self, request: Request, known: Trajectory, start: int) -> Parked:
         """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
@@ -302,10 +308,9 @@ class Rows:
         if known.replay is not None and known.replay.routes is not None:
             whole["routes"] = known.replay.routes
         supports = known.replay.supports[np.count_nonzero(known.sampled[:start]) :] if known.replay else []
-        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"]
-        sequence = _Sequence(request, prompt, started_s, routes[:start], self._started, supports)
-        self._started += 1
-        return Parked(sequence, whole[start:], routes[:-1], 0.0)
+        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"][:start]
+        sequence = _Sequence(request, prompt, started_s, routes, next(self._orders), supports)
+        return Parked(sequence, whole[start:], 0.0)
 
     def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
         """Append a parked row. `routes` are of all its tokens, the newest included."""
@@ -322,14 +327,6 @@ class Rows:
 
     def answer(self, row: int) -> Ints:
         return self._table["token"][row, : self.sampled[row]]
-
-    def sequence(self, row: int) -> IntArray:
-        return np.concatenate([self._sequences[row].prompt, self.answer(row).astype(np.int32)])
-
-    def routes(self, row: int) -> RouteArray:
-        """Experts of prompt and sampled tokens, all but the newest."""
-        sampled = self._table["routes"][row, : self.sampled[row] - 1]
-        return np.concatenate([self._sequences[row].routes, sampled])
 
     def request(self, row: int) -> Request:
         return self._sequences[row].request
@@ -384,5 +381,5 @@ def prompt_key(prompt: IntArray) -> np.uint64:
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:
     """Runs of equal `versions` as spans; the first begins at position `start`."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    runs = [(a, b) for a, b in pairwise(cuts) if b > a]
+    runs = [(a, b) for a, b in itertools.pairwise(cuts) if b > a]
     return tuple(Span(version=int(versions[a]), start=start + a, end=start + b) for a, b in runs)

@@ -333,8 +333,8 @@ def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
     """What is in the cache of each row, in batches of about `budget` tokens."""
     batch: list[Chunk] = []
     for row in range(len(rows)):
-        sequence = rows.sequence(row)[:-1]
-        batch.append(Chunk(row, 0, len(sequence), sequence, rows.routes(row)))
+        parked = rows.park(row, 0.0)
+        batch.append(Chunk(row, 0, len(parked.tokens) - 1, parked.tokens, parked.routes))
         if sum(c.end for c in batch) >= budget or row == len(rows) - 1:
             yield batch
             batch = []
