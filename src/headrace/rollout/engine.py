@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +26,7 @@ from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
 from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
-from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
+from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, accepted, batches, sample
 from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 from headrace.user_code import load_optional
 
@@ -92,7 +92,6 @@ class Engine:
         self.parks = 0  # sequences preempted at `max_wall_s`
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
-        self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
                 f"model.exact = true and rollout.speculate = {speculate}: speculative decoding on a CPU "
@@ -102,6 +101,7 @@ class Engine:
         if speculate:
             self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
         self._rows = Rows(policy.routers.shape, policy.routers.dtype, self._make_grammars)
+        assert self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
@@ -177,7 +177,8 @@ class Engine:
             group.cached = group.done = group.cached if self.on_update == "keep" else 0
             del group.routes[1 if group.done else 0 :]
         if self.on_update == "recompute":
-            self._store.recompute(self._rows, self.prefill_tokens)
+            for chunks in batches(self._rows, self.prefill_tokens):
+                self._store.recompute(chunks)
 
     @torch.inference_mode()
     def release_cache(self) -> None:
@@ -185,7 +186,7 @@ class Engine:
         self._drop_kept(self._kept)
         while self._prefilling or len(self._rows):
             self._make_room()
-        self._held = None
+        vars(self).pop("_store", None)
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -212,20 +213,16 @@ class Engine:
 
     # ---- inside
 
-    @property
+    @cached_property
     def _store(self) -> Store:
         """The KV cache; allocated again when it is needed after `release_cache`."""
-        self._held = self._held or self._make_store()
-        return self._held
+        if self.policy.device.type == "cuda":
+            return PagedStore(self.policy, self.kv_tokens, self._rows, self.max_running)
+        return RowStore(self.policy, self.kv_tokens, self._rows)
 
     def _make_grammars(self) -> Any:
         module, policy = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar"), self.policy
         return module.Grammars(policy.tokenizer, len(policy.head_weight), sorted(policy.eos_ids))
-
-    def _make_store(self) -> Store:
-        if self.policy.device.type == "cuda":
-            return PagedStore(self.policy, self.kv_tokens, self.max_running)
-        return RowStore(self.policy, self.kv_tokens)
 
     def _split(self, prompt: IntArray, requests: list[Request], known: RouteArray | None) -> None:
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
@@ -290,35 +287,35 @@ class Engine:
         """Sample a token for each request; `last_hidden` begins with what follows these prompts."""
         first, ends = len(self._rows), []
         for end, group in enumerate(complete):
-            num_prompt, num_rows = len(group.prompt), len(group.requests)
-            self._store.fork(group.place, self._rows, num_rows, num_prompt, group.longest)
-            self._store.close(group.place)
             routes = np.concatenate(group.routes)
             if group.parked is not None:
                 self._rows.resume(group.parked, self.clock(), routes)
             else:
                 self._rows.add(group.prompt, group.requests, self.clock(), routes)
-                self.prompt_tokens += num_prompt
+                self.prompt_tokens += len(group.prompt)
                 self.cached_tokens += group.cached
                 self._begun.extend((r.id, self.version) for r in group.requests)
                 if self._drafter is not None:
                     self._drafter.read(group.prompt)
-            ends += [end] * num_rows
+            self._store.fork(group.place, len(group.requests))
+            self._store.close(group.place)
+            ends += [end] * len(group.requests)
         if ends:
             logits, which = self.policy.logits(last_hidden)[ends], np.arange(first, len(self._rows))
             self._record(sample(logits, self._rows, which), first)
 
     def _decode(self, wanted: int) -> int:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
-        while not (steps := self._store.steps(self._rows, wanted)):
+        while not (steps := self._store.steps(wanted)):
             self._make_room()
-        drafts = None
-        if self._drafter is not None and not any(sampling.grammar for sampling in self._rows.samplings):
-            drafts = self._drafter.propose(self._rows, steps)
-        if drafts is None or not self._store.fits(self._rows, drafts):
-            self._record(self._store.decode(self._rows, steps), 0)
+        drafts, rows = None, self._rows
+        if self._drafter is not None and not any(sampling.grammar for sampling in rows.samplings):
+            drafts = self._drafter.propose(rows, steps)
+        if drafts is None or not self._store.fits(drafts):
+            which = np.arange(len(rows))
+            self._record(self._store.decode(which, np.zeros_like(which), rows.last_tokens, steps), 0)
             return steps
-        burst = self._store.verify(self._rows, drafts)
+        burst = accepted(drafts, self._store.decode(*drafts.cells, drafts.inputs(rows.last_tokens), 1))
         self.num_drafts += int(np.count_nonzero(drafts.counts))
         self.drafted_tokens += int(drafts.counts.sum())
         self.accepted_tokens += int((burst.counts - 1).sum())
@@ -407,7 +404,7 @@ class Engine:
     def _remove(self, row: int) -> Parked:
         """Remove a row, and return what it was; the last row moves into its place."""
         parked = self._rows.park(row, self.clock())
-        self._store.remove(row, self._rows)
+        self._store.remove(row)
         self._rows.remove(row)
         return parked
 

@@ -26,7 +26,7 @@ from headrace.policy.routes import Routes
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
 from headrace.rollout.pages import PAGE, PageTable, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
-from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample
+from headrace.rollout.store import MOST_STEPS, Chunk, forward, sample
 from headrace.types import RouteArray
 
 
@@ -53,16 +53,17 @@ class PagedPass:
         return self.attention(q_THD.contiguous(), keys, values, scale=scale, window=window)
 
 
-class PagedStore:
+class PagedStore(PageTables):
     """The paged cache of an engine; the methods are those of `RowStore`.
 
     Rows take pages as they grow; when no page is left, a row has to be preempted. Graphs of decode
     steps are captured when first needed and stay valid: weights change in place.
     """
 
-    def __init__(self, policy: Policy, kv_tokens: int, max_running: int) -> None:
-        self._policy, self._tables = policy, PageTables(kv_tokens)
-        cache_shape = self._tables.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
+    def __init__(self, policy: Policy, kv_tokens: int, running: Rows, max_running: int) -> None:
+        super().__init__(kv_tokens)
+        self._policy, self._running = policy, running
+        cache_shape = self.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
         rows = _row_size(max(max_running, MOST_VERIFIED))
         most_pages = -(-(min(policy.max_context, kv_tokens) + MOST_STEPS) // PAGE)
         routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype  # dense: empty
@@ -82,72 +83,32 @@ class PagedStore:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    def most_rows(self, longest: int) -> int:
-        return self._tables.most_rows(longest)
-
-    def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
-        return self._tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
-
-    def open(self, num_prompt: int, num_requests: int, kept: list[int] | None = None, num_kept: int = 0) -> int | None:
-        """The prompt shares the full pages of `kept`, and gets a copy of the last one."""
-        num_full = num_kept // PAGE
-        place = self._tables.open(num_prompt, num_requests, (kept or [])[:num_full])
-        if place is not None and kept is not None and num_kept % PAGE:
-            for cache in chain(*self._cache):
-                cache[self._tables.prompt(place)[num_full]] = cache[kept[num_full]]
-        return place
-
-    def keep(self, row: int, num_tokens: int) -> list[int]:
-        return self._tables.keep(row, num_tokens)
-
-    def drop_kept(self, kept: list[int]) -> None:
-        self._tables.pages.give_back(kept)
-
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
-        return self._forward(chunks, [self._tables.prompt(c.row) for c in chunks])
-
-    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
-        """The rows share the prompt's full pages; each gets its own copy of the last one."""
-        source, targets = self._tables.fork(place, count, num_prompt)
-        for cache in chain(*self._cache) if targets else ():
+    def copy_page(self, source: int, targets: list[int]) -> None:
+        for cache in chain(*self._cache):
             cache[targets] = cache[source].clone()
 
-    def close(self, place: int) -> None:
-        self._tables.close(place)
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
+        return self._forward(chunks, [self.prompt(c.row) for c in chunks])
 
-    def steps(self, rows: Rows, wanted: int) -> int:
+    def recompute(self, chunks: Sequence[Chunk]) -> None:
+        """Shared pages are written once per row, with the same values."""
+        self._forward(chunks, [self.rows[c.row] for c in chunks])
+
+    def steps(self, wanted: int) -> int:
         """Takes the pages that the next steps write to."""
-        for steps in (wanted, 1) if rows.plain else (1,):
-            if self._tables.grow(rows.lengths, steps):
+        for steps in (wanted, 1) if self._running.plain else (1,):
+            if self.grow(self._running.lengths, steps):
                 return steps
         return 0
 
-    def decode(self, rows: Rows, steps: int) -> Burst:
-        which = np.arange(len(rows))
-        return self._run(rows, which, np.zeros_like(which), rows.last_tokens, steps)
-
-    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+    def fits(self, drafts: Drafts) -> bool:
         """Takes the pages that the drafts write to."""
-        return self._tables.reach(rows.lengths + drafts.counts + 1)
-
-    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
-        # A layer writes the keys and values of all rows before it attends: a token sees its past.
-        which, ahead = drafts.cells
-        tokens = drafts.inputs(rows.last_tokens)
-        return accepted(drafts, self._run(rows, which, ahead, tokens, 1))
-
-    def remove(self, row: int, rows: Rows) -> None:
-        self._tables.remove(row)
-
-    def recompute(self, rows: Rows, budget: int) -> None:
-        """Shared pages are written once per row, with the same values."""
-        for chunks in batches(rows, budget):
-            self._forward(chunks, [self._tables.rows[c.row] for c in chunks])
+        return self.reach(self._running.lengths + drafts.counts + 1)
 
     def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
         """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
         policy, device = self._policy, self._policy.device
-        table, at = self._tables.table(pages), [np.arange(c.start, c.end) for c in chunks]
+        table, at = self.table(pages), [np.arange(c.start, c.end) for c in chunks]
         slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
         positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
@@ -160,14 +121,16 @@ class PagedStore:
 
         return forward(policy, chunks, PagedPass(self._cache, positions_T[None], slots_T, attention))
 
-    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
+    def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
         """A burst, or one step where sampling needs the host. A token is a row of the graph."""
+        # A layer writes the keys and values of all rows before it attends: a token sees its past.
+        rows = self._running
         n, lengths = len(tokens), rows.lengths[which] + ahead
         if rows.plain:
             noise = np.stack([uniforms(rows.seeds[which], lengths + k) for k in range(steps)])
             self._temperatures[:n] = self._to_device(rows.temperatures[which])
             self._noise[:steps, :n] = self._to_device(noise)
-        self._replay(self._tables.table()[which], lengths, tokens, steps)
+        self._replay(self.table()[which], lengths, tokens, steps)
         routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
         if not rows.plain:
             return sample(self._logits[:n], rows, which, ahead, routes[0])

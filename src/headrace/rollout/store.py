@@ -47,9 +47,9 @@ GROWTH_TOKENS = 64  # rows of cache get longer by this many at least
 class Arena:
     """Keys and values of every layer. Rows and length grow as the running sequences need."""
 
-    def __init__(self, policy: Policy, budget_tokens: int) -> None:
+    def __init__(self, policy: Policy, budget_tokens: int, granule_tokens: int = 1) -> None:
         self._budget_tokens = budget_tokens
-        self._granule_tokens = exact.TILE if policy.exact else 8  # `capacity` is a multiple of it
+        self._granule_tokens = granule_tokens  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
         self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
@@ -103,16 +103,16 @@ class Chunk:
 class PrefillPlan:
     """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
 
-    def __init__(self, arena: Arena, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
         self.arena, self.chunks = arena, chunks
-        self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(device)[None]
+        self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks])[None]
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         outs = []
         for c, q, keys, values in self._write(layer, q_THD, k_TJD, v_TJD):
             mask = None
             if c.start or (window and c.end > window):
-                mask = visible(torch.arange(c.start, c.end, device=q.device), c.end, window)
+                mask = visible(torch.arange(c.start, c.end), c.end, window)
             q, k, v = q.transpose(0, 1), keys[..., : c.end].transpose(1, 2), values[:, : c.end]
             out = F.scaled_dot_product_attention(
                 q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -143,11 +143,12 @@ class PrefillPlan:
 class DecodePlan:
     """One new token for each of the rows 0..n-1; grouped query heads (GQA) share a read."""
 
-    def __init__(self, arena: Arena, positions_n: Tensor, longest: int, equal: bool) -> None:
-        self.arena, self.longest, self.positions = arena, longest, positions_n[None]
-        self._rows = torch.arange(len(positions_n), device=positions_n.device)
-        self._at, self._equal = positions_n, equal
-        self._grid = positions_n[:, None]  # [n, m], m tokens of each row
+    def __init__(self, arena: Arena, at: Ints) -> None:
+        self.arena, self.longest = arena, int(at.max()) + 1
+        self._equal = self.longest == int(at.min()) + 1
+        self._at, self._rows = torch.from_numpy(at), torch.arange(len(at))
+        self.positions = self._at[None]
+        self._grid = self._at[:, None]  # [n, m], m tokens of each row
         self._masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
@@ -155,7 +156,7 @@ class DecodePlan:
         keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
         grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
         if not self._equal or 0 < window < self.longest:
-            mask = self._mask(window, keys, num_heads, grouped.shape[1])
+            mask = self._mask(window, keys, num_heads, grouped.shape[1] // self._grid.shape[1])
         out = _weigh(grouped, keys, values, mask, scale)
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
@@ -188,31 +189,27 @@ class DecodePlan:
 
 
 class VerifyPlan(DecodePlan):
-    """Speculative decoding: for each of the rows 0..n-1 its newest token and its draft.
+    """Several new tokens of a row: in speculative decoding its newest and its draft; or a short chunk.
 
     Rejected drafts leave keys and values beyond the row's end; they are masked, and overwritten by
-    the next tokens. `shape` is (n, m), m the most tokens of a row: all rows are padded to m, and
-    padding may attend to anything. Not batch-invariant.
+    the next tokens. All rows are padded to the most tokens of one, m, and padding may attend to
+    anything. Not batch-invariant.
     """
 
-    def __init__(
-        self, arena: Arena, at_T: Tensor, which_T: Tensor, ahead_T: Tensor, shape: tuple[int, int], longest: int
-    ) -> None:
-        super().__init__(arena, at_T, longest, equal=False)
-        self._rows, self._ahead = which_T, ahead_T
-        self._grid = at_T.new_zeros(shape)
-        self._grid[which_T, ahead_T] = at_T
+    def __init__(self, arena: Arena, at: Ints, which: Ints, ahead: Ints) -> None:
+        super().__init__(arena, at)
+        self._rows, self._ahead, self._equal = torch.from_numpy(which), torch.from_numpy(ahead), False
+        self._grid = self._at.new_zeros(int(which.max()) + 1, int(ahead.max()) + 1)
+        self._grid[self._rows, self._ahead] = self._at
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        num_heads = k_TJD.shape[1]
-        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
+        """A row's tokens attend like further query heads of one token."""
         q = q_THD.new_zeros(*self._grid.shape, *q_THD.shape[1:])
         q[self._rows, self._ahead] = q_THD
-        q = q.unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)  # [n * J, m, H / J, D]
-        mask = self._mask(window, keys, num_heads, q.shape[2])
-        out = _weigh(q.flatten(1, 2), keys, values, mask, scale).unflatten(1, q.shape[1:3])
-        out = out.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2, 3)
-        return out[self._rows, self._ahead]  # type: ignore[no-any-return]
+        q = q.unflatten(2, (k_TJD.shape[1], -1)).transpose(1, 2)  # [n, J, m, H / J, D]
+        out = super().attend(layer, q.flatten(1, 3), k_TJD, v_TJD, scale, window)
+        out = out.unflatten(1, q.shape[1:4]).transpose(1, 2)  # [n, m, J, H / J, D]
+        return out.flatten(2, 3)[self._rows, self._ahead]  # type: ignore[no-any-return]
 
 
 def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -224,15 +221,13 @@ def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: 
     return torch.bmm(probs, values)
 
 
-KeptRow = list[tuple[Tensor, Tensor]]  # keys [J, D, C] and values [J, C, D] of each layer
-
-
 class RowStore:
     """A row of cache per sequence, one decode step at a time."""
 
-    def __init__(self, policy: Policy, kv_tokens: int) -> None:
-        self._policy, self._kv_tokens = policy, kv_tokens
-        self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
+    def __init__(self, policy: Policy, kv_tokens: int, running: Rows) -> None:
+        self._policy, self._kv_tokens, self._running = policy, kv_tokens, running
+        granule_tokens = exact.TILE if policy.exact else 8
+        self._arena, self._staging = Arena(policy, kv_tokens, granule_tokens), Arena(policy, 2**62, granule_tokens)
         self._free = list(range(4 * STAGING_ROWS))
         self._kept_tokens = 0  # in caches that `keep` made
 
@@ -244,7 +239,7 @@ class RowStore:
         """Whether a prompt group may start that makes it `num_rows` rows of up to `longest` tokens."""
         return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
-    def open(self, num_prompt: int, num_requests: int, kept: KeptRow | None = None, num_kept: int = 0) -> int | None:
+    def open(self, num_prompt: int, num_requests: int, kept: Arena | None = None, num_kept: int = 0) -> int | None:
         """A place for a prompt's cache, or None if there is none now; it begins with `num_kept` tokens of `kept`."""
         place = min(self._free, default=None)
         longest = max(num_prompt, self._staging.capacity)
@@ -253,80 +248,68 @@ class RowStore:
         self._free.remove(place)
         if kept is not None and num_kept:
             self._staging.reserve(place + 1, num_prompt)
-            for layer, (keys, values) in enumerate(kept):
-                self._staging.keys[layer][place, ..., :num_kept] = keys[..., :num_kept]
-                self._staging.values[layer][place, :, :num_kept] = values[:, :num_kept]
+            self._staging.copy(kept, 0, place, place + 1, num_kept)
         return place
 
-    def keep(self, row: int, num_tokens: int) -> KeptRow:
+    def keep(self, row: int, num_tokens: int) -> Arena:
         """A copy of the cache of a row that ends: its first `num_tokens`."""
+        kept = Arena(self._policy, num_tokens)
+        kept.reserve(1, num_tokens)
+        kept.copy(self._arena, row, 0, 1, num_tokens)
         self._kept_tokens += num_tokens
-        layers = zip(self._arena.keys, self._arena.values, strict=True)
-        return [(keys[row, ..., :num_tokens].clone(), values[row, :, :num_tokens].clone()) for keys, values in layers]
+        return kept
 
-    def drop_kept(self, kept: KeptRow) -> None:
-        self._kept_tokens -= kept[0][1].shape[1]
+    def drop_kept(self, kept: Arena) -> None:
+        self._kept_tokens -= kept.capacity
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
         """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
-        longest = max(c.end for c in chunks)
-        self._staging.reserve(max(c.row for c in chunks) + 1, longest)
-        plan: PrefillPlan | VerifyPlan = PrefillPlan(self._staging, chunks, self._policy.device)
-        most = max(c.size for c in chunks)
+        sizes = [c.size for c in chunks]
+        self._staging.reserve(max(c.row for c in chunks) + 1, max(c.end for c in chunks))
+        plan: PrefillPlan | VerifyPlan = PrefillPlan(self._staging, chunks)
         together = len(chunks) > 1 or chunks[0].start > 0
-        if together and most <= SHORT_CHUNK and not self._policy.exact:
-            which = np.concatenate([np.full(c.size, c.row) for c in chunks])
-            ahead = np.concatenate([np.arange(c.size) for c in chunks])
-            cells, shape = (_to(self._policy, which), _to(self._policy, ahead)), (self._staging.num_rows, most)
-            plan = VerifyPlan(self._staging, plan.positions[0], *cells, shape, longest)
+        if together and max(sizes) <= SHORT_CHUNK and not self._policy.exact:
+            which, ahead = np.repeat([c.row for c in chunks], sizes), np.concatenate([*map(np.arange, sizes)])
+            plan = VerifyPlan(self._staging, plan.positions[0].numpy(), which, ahead)
         return forward(self._policy, chunks, plan)
 
-    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
-        first = len(rows)
-        self._arena.reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
-        self._arena.copy(self._staging, place, first, first + count, num_prompt)
+    def recompute(self, chunks: Sequence[Chunk]) -> None:
+        """Compute the cache of rows again, with their experts."""
+        forward(self._policy, chunks, PrefillPlan(self._arena, chunks))
+
+    def fork(self, place: int, count: int) -> None:
+        """The last `count` rows begin with the prompt's cache."""
+        rows = self._running
+        first, num_prompt = len(rows) - count, int(rows.lengths[-1])
+        self._arena.reserve(len(rows), num_prompt + 1, rows.longest_possible)
+        self._arena.copy(self._staging, place, first, len(rows), num_prompt)
 
     def close(self, place: int) -> None:
         self._free.append(place)
 
-    def steps(self, rows: Rows, wanted: int) -> int:
+    def steps(self, wanted: int) -> int:
         """Decode steps there is room for, at most `wanted`; 0 if a row must be preempted first."""
         return 1
 
-    def decode(self, rows: Rows, steps: int) -> Burst:
-        return self._run(rows, np.arange(len(rows)), np.zeros(len(rows), np.int64), rows.last_tokens, 1)
-
-    def fits(self, rows: Rows, drafts: Drafts) -> bool:
+    def fits(self, drafts: Drafts) -> bool:
         """Whether the drafts fit. Here always: admission counts on the longest possible rows."""
         return True
 
-    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
-        """One decode step that verifies `drafts`: the tokens up to the first that is not accepted."""
-        tokens = drafts.inputs(rows.last_tokens)
-        return accepted(drafts, self._run(rows, *drafts.cells, tokens, drafts.width))
-
-    def remove(self, row: int, rows: Rows) -> None:
-        last = len(rows) - 1
-        if row != last:
-            self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
-
-    def recompute(self, rows: Rows, budget: int) -> None:
-        """Compute the cache of all rows again, with their experts, `budget` tokens at a time."""
-        for chunks in batches(rows, budget):
-            forward(self._policy, chunks, PrefillPlan(self._arena, chunks, self._policy.device))
-
-    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, width: int) -> Burst:
+    def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
         """Compute `tokens`, `ahead` of the newest token of row `which`, and sample after each."""
-        positions = rows.lengths[which] - 1 + ahead  # the newest token is not in the cache yet
-        longest, policy, arena = int(positions.max()) + 1, self._policy, self._arena
-        arena.reserve(len(rows), longest, rows.longest_possible)
-        plan = DecodePlan(arena, _to(policy, positions), longest, longest == int(positions.min()) + 1)
-        if width > 1:
-            cells_T = _to(policy, which), _to(policy, ahead)
-            plan = VerifyPlan(arena, plan.positions[0], *cells_T, (len(rows), width), longest)
+        rows, policy, arena = self._running, self._policy, self._arena
+        at = rows.lengths[which] - 1 + ahead  # the newest token is not in the cache yet
+        arena.reserve(len(rows), int(at.max()) + 1, rows.longest_possible)
+        plan = DecodePlan(arena, at) if len(at) == len(rows) else VerifyPlan(arena, at, which, ahead)
         routes = Routes()
-        logits = policy.logits(policy.hidden(_to(policy, tokens), plan.positions, plan, routes))
+        logits = policy.logits(policy.hidden(torch.from_numpy(tokens), plan.positions, plan, routes))
         return sample(logits, rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
+
+    def remove(self, row: int) -> None:
+        """The last row moves into the place of this one."""
+        last = len(self._running) - 1
+        if row != last:
+            self._arena.copy(self._arena, last, row, row + 1, int(self._running.lengths[last]) - 1)
 
 
 def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
