@@ -99,13 +99,14 @@ class Drafter:
 
     def learn(self, rows: Rows) -> None:
         """Learn from every token that was sampled since the last call."""
-        fresh = rows.sampled - rows.learned
+        learned = rows.states["learned"]
+        fresh = rows.sampled - learned
         if not fresh.any():
             return
         which, at = _ragged(fresh)
-        at += rows.learned[which]
+        at += learned[which]
         tokens = rows.tokens_at(which, at)
-        slots, tags = _places(rows.prompt_keys[which], rows.contexts(which, at))
+        slots, tags = _places(rows.states["prompt_key"][which], rows.contexts(which, at))
         guesses, kinds = self._look_up(slots, tags)
         right, known = guesses == tokens, kinds[kinds >= 0]
         num_scored = np.bincount(known, minlength=len(self._scored))
@@ -114,7 +115,7 @@ class Drafter:
         self._scored = self._scored * keep + num_scored
         self._right = self._right * keep + num_right
         self._write(slots, tags, tokens)
-        rows.learned[:] = rows.sampled
+        learned[:] = rows.sampled
 
     def propose(self, rows: Rows, steps: int) -> Drafts | None:
         """Drafts for the rows, or None where `steps` plain decode steps are faster."""
@@ -146,7 +147,7 @@ class Drafter:
         which = np.flatnonzero(room > 0)
         contexts, chance = rows.contexts(which, rows.sampled[which]), np.ones(len(which))
         for depth in range(self._longest):
-            guesses, kinds = self._look_up(*_places(rows.prompt_keys[which], contexts))
+            guesses, kinds = self._look_up(*_places(rows.states["prompt_key"][which], contexts))
             chance = chance * rates[kinds]
             likely = (chance > floor) & (room[which] > depth)
             if not likely.any():

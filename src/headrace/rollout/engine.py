@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +25,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
-from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
+from headrace.rollout.rows import Answer, Burst, Generation, Request, Rows
 from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, accepted, batches, sample
 from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 from headrace.user_code import load_optional
@@ -48,12 +48,12 @@ class _PromptGroup:
     place: int = -1  # handle of the prompt's KV cache, while it is computed
     done: int = 0  # prompt tokens in the cache
     routes: list[RouteArray] = field(default_factory=list)  # experts of those tokens
-    parked: Parked | None = None  # a preempted row, the only request of its group
+    parked: Answer | None = None  # a preempted row, the only request of its group
     known: RouteArray | None = None  # experts of the first tokens, to be kept
     cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
     @classmethod
-    def of(cls, parked: Parked) -> _PromptGroup:
+    def of(cls, parked: Answer) -> _PromptGroup:
         """To compute all that it sampled again, with the same experts."""
         return cls(parked.tokens, [parked.request], parked.longest, parked=parked, known=parked.routes)
 
@@ -100,7 +100,7 @@ class Engine:
         self._drafter: Drafter | None = None
         if speculate:
             self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
-        self._rows = Rows(policy.routers.shape, policy.routers.dtype, self._make_grammars)
+        self._rows = Rows(policy.routers.shape, policy.routers.dtype, cache(self._make_grammars))
         assert self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
@@ -357,20 +357,18 @@ class Engine:
 
     def _record(self, burst: Burst, first: int) -> None:
         """Record the sampled tokens of rows `first`.., and finish the rows that are done."""
-        had = self._rows.sampled[first:].copy()
-        self._rows.append(first, burst, self.version)
-        ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
-        fresh = self._rows.sampled[first:] - had
+        counts, ended = self._rows.ends(first, burst, self.policy.eos_ids, self.policy.tokenizer)
         # tokens beyond a row's end may be NaN
-        if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < fresh]).any():
+        if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < counts]).any():
             raise ModelError(
                 f"version {self.version} of the policy gives the next token a probability that is not "
                 "a number (NaN): its weights, or what it computes from them, are not finite. Nothing "
                 "was trained on it; resume the run from its last checkpoint, and if it comes to this "
                 "again, lower learner.lr or set model.dtype=float32"
             )
-        self.sampled_tokens += int(fresh[self._rows.counted[first:]].sum())
-        self.computed_tokens += int(fresh.sum())
+        self._rows.append(first, replace(burst, counts=counts), self.version)
+        self.sampled_tokens += int(counts[self._rows.states["counted"][first:]].sum())
+        self.computed_tokens += int(counts.sum())
         if ended and self._drafter is not None:
             self._drafter.learn(self._rows)
         for row, finish in sorted(ended.items(), reverse=True):
@@ -401,7 +399,7 @@ class Engine:
             self._store.drop_kept(kept.cache)
         self._kept = [kept for kept in self._kept if kept not in dropped]
 
-    def _remove(self, row: int) -> Parked:
+    def _remove(self, row: int) -> Answer:
         """Remove a row, and return what it was; the last row moves into its place."""
         parked = self._rows.park(row, self.clock())
         self._store.remove(row)

@@ -127,8 +127,8 @@ class PagedStore(PageTables):
         rows = self._running
         n, lengths = len(tokens), rows.lengths[which] + ahead
         if rows.plain:
-            noise = np.stack([uniforms(rows.seeds[which], lengths + k) for k in range(steps)])
-            self._temperatures[:n] = self._to_device(rows.temperatures[which])
+            noise = np.stack([uniforms(rows.states["seed"][which], lengths + k) for k in range(steps)])
+            self._temperatures[:n] = self._to_device(rows.states["temperature"][which])
             self._noise[:steps, :n] = self._to_device(noise)
         self._replay(self.table()[which], lengths, tokens, steps)
         routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)

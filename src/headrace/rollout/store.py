@@ -345,7 +345,7 @@ def forward(
 def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, routes: RouteArray | None = None) -> Burst:
     """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end."""
     # noise depends on the position: a token sampled ahead is the one that would be sampled later
-    noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
+    noise = uniforms(rows.states["seed"][which], rows.lengths[which] + ahead)
     samplings = [rows.samplings[row] for row in which.tolist()]
     if any(s.grammar for s in samplings):
         logits = _by_grammar(logits, rows, which)
@@ -429,7 +429,7 @@ def _by_grammar(logits: Tensor, rows: Rows, which: Ints) -> Tensor:
     allowed = np.ones(logits.shape, np.bool_)
     for line, row in enumerate(which.tolist()):
         if grammar := rows.samplings[row].grammar:
-            allowed[line] = rows.grammars.allowed(grammar, rows.answer(row))
+            allowed[line] = rows.grammars().allowed(grammar, rows.answer(row))
     return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
 
 
