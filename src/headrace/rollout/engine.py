@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
 from headrace.rollout.rows import Answer, Burst, Generation, Request, Rows
-from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, accepted, batches, sample
+from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, batches, sample
 from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 from headrace.user_code import load_optional
 
@@ -34,8 +34,6 @@ if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore
 
 MOST_COMPARED = 32  # waiting prompts that a new one is compared with
-
-Store: TypeAlias = "RowStore | PagedStore"
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +176,7 @@ class Engine:
             del group.routes[1 if group.done else 0 :]
         if self.on_update == "recompute":
             for chunks in batches(self._rows, self.prefill_tokens):
-                self._store.recompute(chunks)
+                self._store.prefill(chunks, of_rows=True)
 
     @torch.inference_mode()
     def release_cache(self) -> None:
@@ -214,7 +212,7 @@ class Engine:
     # ---- inside
 
     @cached_property
-    def _store(self) -> Store:
+    def _store(self) -> RowStore | PagedStore:
         """The KV cache; allocated again when it is needed after `release_cache`."""
         if self.policy.device.type == "cuda":
             return PagedStore(self.policy, self.kv_tokens, self._rows, self.max_running)
@@ -315,7 +313,7 @@ class Engine:
             which = np.arange(len(rows))
             self._record(self._store.decode(which, np.zeros_like(which), rows.last_tokens, steps), 0)
             return steps
-        burst = accepted(drafts, self._store.decode(*drafts.cells, drafts.inputs(rows.last_tokens), 1))
+        burst = drafts.accepted(self._store.decode(*drafts.cells, drafts.inputs(rows.last_tokens), 1))
         self.num_drafts += int(np.count_nonzero(drafts.counts))
         self.drafted_tokens += int(drafts.counts.sum())
         self.accepted_tokens += int((burst.counts - 1).sum())

@@ -24,7 +24,7 @@ from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.rollout.draft import MOST_VERIFIED, Drafts
-from headrace.rollout.pages import PAGE, PageTable, PageTables
+from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.rollout.store import MOST_STEPS, Chunk, forward, sample
 from headrace.types import RouteArray
@@ -35,7 +35,6 @@ class PagedPass:
     """A plan: writes keys and values of new tokens to their slots, then attends."""
 
     cache: Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
-    positions: Tensor  # [1, T]
     slots: Tensor  # [T] page * PAGE + offset in the page
     attention: Callable[..., Tensor]
 
@@ -87,13 +86,6 @@ class PagedStore(PageTables):
         for cache in chain(*self._cache):
             cache[targets] = cache[source].clone()
 
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
-        return self._forward(chunks, [self.prompt(c.row) for c in chunks])
-
-    def recompute(self, chunks: Sequence[Chunk]) -> None:
-        """Shared pages are written once per row, with the same values."""
-        self._forward(chunks, [self.rows[c.row] for c in chunks])
-
     def steps(self, wanted: int) -> int:
         """Takes the pages that the next steps write to."""
         for steps in (wanted, 1) if self._running.plain else (1,):
@@ -105,12 +97,13 @@ class PagedStore(PageTables):
         """Takes the pages that the drafts write to."""
         return self.reach(self._running.lengths + drafts.counts + 1)
 
-    def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
-        """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+    def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
+        """Shared pages of rows are written once per row, with the same values."""
         policy, device = self._policy, self._policy.device
+        pages = [self.rows[c.row] if of_rows else self.prompt(c.row) for c in chunks]
         table, at = self.table(pages), [np.arange(c.start, c.end) for c in chunks]
         slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
-        positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
+        slots_T = torch.from_numpy(np.concatenate(slots)).to(device)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
         blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
@@ -119,38 +112,34 @@ class PagedStore(PageTables):
         def attention(q: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
             return block_attention(q, keys, values, tables, blocks, **how)[0]
 
-        return forward(policy, chunks, PagedPass(self._cache, positions_T[None], slots_T, attention))
+        return forward(policy, chunks, PagedPass(self._cache, slots_T, attention))
 
     def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
         """A burst, or one step where sampling needs the host. A token is a row of the graph."""
         # A layer writes the keys and values of all rows before it attends: a token sees its past.
-        rows = self._running
-        n, lengths = len(tokens), rows.lengths[which] + ahead
+        rows, n, padded = self._running, len(tokens), _row_size(len(tokens))
+        lengths, table = rows.lengths[which] + ahead, self.table()[which]
         if rows.plain:
             noise = np.stack([uniforms(rows.states["seed"][which], lengths + k) for k in range(steps)])
             self._temperatures[:n] = self._to_device(rows.states["temperature"][which])
             self._noise[:steps, :n] = self._to_device(noise)
-        self._replay(self.table()[which], lengths, tokens, steps)
+        self._page_table[:padded].zero_()
+        self._page_table[:n, : table.shape[1]] = self._to_device(table)
+        self._lengths[:padded] = 1
+        self._lengths[:n] = self._to_device(lengths.astype(np.int32))
+        self._tokens[:n] = self._to_device(tokens)
+        self._step.zero_()
+        num_segments = -(-(int(lengths.max()) + steps) // SEGMENT)
+        size = padded, 1 << (num_segments - 1).bit_length()  # few sizes of graph
+        if size not in self._graphs:
+            self._graphs[size] = self._record(*size)
+        for _ in range(steps):
+            self._graphs[size].replay()
         routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
         if not rows.plain:
             return sample(self._logits[:n], rows, which, ahead, routes[0])
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
         return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
-
-    def _replay(self, tables: PageTable, lengths: Ints, tokens: Ints, steps: int) -> None:
-        n, rows = len(tokens), _row_size(len(tokens))
-        self._page_table[:rows].zero_()
-        self._page_table[:n, : tables.shape[1]] = self._to_device(tables)
-        self._lengths[:rows] = 1
-        self._lengths[:n] = self._to_device(lengths.astype(np.int32))
-        self._tokens[:n] = self._to_device(tokens)
-        self._step.zero_()
-        num_segments = -(-(int(lengths.max()) + steps) // SEGMENT)
-        segments = 1 << (num_segments - 1).bit_length()  # few sizes of graph
-        if (rows, segments) not in self._graphs:
-            self._graphs[rows, segments] = self._record(rows, segments)
-        for _ in range(steps):
-            self._graphs[rows, segments].replay()
 
     def _record(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         inputs = (self._page_table, self._lengths, self._tokens, self._step)
@@ -177,9 +166,8 @@ class PagedStore(PageTables):
         pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
         longest = segments * SEGMENT
         attention = partial(decode_attention, tables=tables, lengths=lengths, longest=longest)
-        slots = pages * PAGE + positions % PAGE
-        plan = PagedPass(self._cache, positions[None], slots, attention)
-        hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
+        plan = PagedPass(self._cache, pages * PAGE + positions % PAGE, attention)
+        hidden = self._policy.hidden(self._tokens[:rows], positions[None], plan, routes)
         if (chosen := routes.chosen) is not None:
             self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
         logits = torch.mm(hidden, self._policy.head_weight.t(), out=self._logits[:rows])

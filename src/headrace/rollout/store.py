@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +28,13 @@ from headrace.policy import exact
 from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
+from headrace.roles import AttentionPlan
 from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.softmax import draw_tokens, truncated
-if TYPE_CHECKING:
-    from headrace.rollout.paged import PagedPass
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time; more of them if they are short
@@ -105,7 +104,6 @@ class PrefillPlan:
 
     def __init__(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
         self.arena, self.chunks = arena, chunks
-        self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks])[None]
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         outs = []
@@ -147,7 +145,6 @@ class DecodePlan:
         self.arena, self.longest = arena, int(at.max()) + 1
         self._equal = self.longest == int(at.min()) + 1
         self._at, self._rows = torch.from_numpy(at), torch.arange(len(at))
-        self.positions = self._at[None]
         self._grid = self._at[:, None]  # [n, m], m tokens of each row
         self._masks: dict[int, Tensor] = {}
 
@@ -262,20 +259,16 @@ class RowStore:
     def drop_kept(self, kept: Arena) -> None:
         self._kept_tokens -= kept.capacity
 
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
-        """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
-        sizes = [c.size for c in chunks]
-        self._staging.reserve(max(c.row for c in chunks) + 1, max(c.end for c in chunks))
-        plan: PrefillPlan | VerifyPlan = PrefillPlan(self._staging, chunks)
+    def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
+        """Compute chunks of opened prompts (a row is a place), or of rows again; returns what `forward` does."""
+        arena, sizes = self._arena if of_rows else self._staging, [c.size for c in chunks]
+        arena.reserve(max(c.row for c in chunks) + 1, max(c.end for c in chunks))
+        plan: PrefillPlan | VerifyPlan = PrefillPlan(arena, chunks)
         together = len(chunks) > 1 or chunks[0].start > 0
-        if together and max(sizes) <= SHORT_CHUNK and not self._policy.exact:
+        if together and max(sizes) <= SHORT_CHUNK and not of_rows and not self._policy.exact:
             which, ahead = np.repeat([c.row for c in chunks], sizes), np.concatenate([*map(np.arange, sizes)])
-            plan = VerifyPlan(self._staging, plan.positions[0].numpy(), which, ahead)
+            plan = VerifyPlan(arena, np.repeat([c.start for c in chunks], sizes) + ahead, which, ahead)
         return forward(self._policy, chunks, plan)
-
-    def recompute(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the cache of rows again, with their experts."""
-        forward(self._policy, chunks, PrefillPlan(self._arena, chunks))
 
     def fork(self, place: int, count: int) -> None:
         """The last `count` rows begin with the prompt's cache."""
@@ -302,8 +295,8 @@ class RowStore:
         arena.reserve(len(rows), int(at.max()) + 1, rows.longest_possible)
         plan = DecodePlan(arena, at) if len(at) == len(rows) else VerifyPlan(arena, at, which, ahead)
         routes = Routes()
-        logits = policy.logits(policy.hidden(torch.from_numpy(tokens), plan.positions, plan, routes))
-        return sample(logits, rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
+        hidden = policy.hidden(torch.from_numpy(tokens), torch.from_numpy(at)[None], plan, routes)
+        return sample(policy.logits(hidden), rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
 
     def remove(self, row: int) -> None:
         """The last row moves into the place of this one."""
@@ -323,11 +316,10 @@ def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
             batch = []
 
 
-def forward(
-    policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | VerifyPlan | PagedPass
-) -> tuple[Tensor, RouteArray]:
+def forward(policy: Policy, chunks: Sequence[Chunk], plan: AttentionPlan) -> tuple[Tensor, RouteArray]:
     """The hidden state of each chunk's last token, and the experts of all tokens."""
     tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
+    at = np.concatenate([np.arange(c.start, c.end) for c in chunks])
     routes = Routes()
     if any(c.known is not None for c in chunks):  # these tokens keep their experts
         num_known = [0 if c.known is None else len(c.known) for c in chunks]
@@ -337,7 +329,7 @@ def forward(
         forced[known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
         forced_T = policy.routers.to_device(forced, policy.device)
         routes = Routes(forced_T, torch.from_numpy(known).to(policy.device))
-    hidden = policy.hidden(_to(policy, tokens), plan.positions, plan, routes)
+    hidden = policy.hidden(_to(policy, tokens), _to(policy, at)[None], plan, routes)
     last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
     return last, policy.routers.to_host(routes, len(tokens))
 
@@ -349,18 +341,17 @@ def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, route
     samplings = [rows.samplings[row] for row in which.tolist()]
     if any(s.grammar for s in samplings):
         logits = _by_grammar(logits, rows, which)
-    outcome = draw(logits, samplings, noise)
+    tokens, logprobs, allowed = draw(logits, samplings, noise)
     return Burst(
-        tokens=outcome.tokens.cpu().numpy()[None],
-        logprobs=outcome.logprobs.float().cpu().numpy()[None],
+        tokens=tokens.cpu().numpy()[None],
+        logprobs=logprobs.float().cpu().numpy()[None],
         counts=np.ones(len(which), np.int64),
-        supports=None if outcome.allowed is None else _supports(outcome.allowed, samplings)[None],
+        supports=None if allowed is None else _supports(allowed, samplings)[None],
         routes=None if routes is None else routes[None],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """A token for each of n requests; `allowed` is None if no request truncates."""
 
     tokens: Tensor  # [n]
@@ -370,10 +361,10 @@ class Draw:
 
 def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
     """Sample a token per row by inverse CDF at `uniforms_n`; a temperature of 0 is greedy."""
-    device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
+    uniforms = torch.from_numpy(uniforms_n).to(logits_nV.device)
     kinds = {id(s): s for s in samplings}.values()  # few different ones, and an id is fast
     truncates = any(s.truncates for s in kinds)
-    if logits_nV.is_cuda and kernels.AVAILABLE:
+    if logits_nV.is_cuda:
         return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in kinds):
@@ -388,7 +379,7 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the log-prob is NaN
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if any(s.temperature == 0.0 for s in kinds):
-        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings])
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
         chosen = torch.where(greedy, 0.0, chosen)
     return Draw(tokens, chosen, allowed)
@@ -407,20 +398,16 @@ def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, tr
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     """Tokens left by top-k, then top-p, then min-p: the order of `transformers` and vLLM."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
-
     vocab = logits.shape[1]
-    top_k = column([s.top_k or vocab for s in samplings])
+    limits = [(s.top_k or vocab, s.top_p if s.top_p < 1.0 else 2.0, s.min_p) for s in samplings]
+    top_k, top_p, min_p = torch.tensor(limits).T[..., None]
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    keep = torch.arange(vocab, device=logits.device)[None] < top_k
+    keep = torch.arange(vocab) < top_k
     probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
     # a token stays if those before it hold less than top_p, so the most likely one always stays;
     # a top_p of 1 excludes nothing, although rounding may bring the sum to 1 before the last token
-    top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
     keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
-    keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
+    keep &= probs >= min_p * probs[:, :1]
     return torch.zeros_like(keep).scatter_(1, order, keep) & torch.isfinite(logits)
 
 
@@ -443,18 +430,6 @@ def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.o
     for line, support in zip(lines, np.split(ids, ends[:-1]), strict=True):
         found[line] = support.copy()  # a view would keep all of `ids` in memory
     return found
-
-
-def accepted(drafts: Drafts, drawn: Burst) -> Burst:
-    """What each row sampled, up to and including the first token that differs from its draft."""
-    which, ahead = drafts.cells
-    counts = drafts.num_accepted(drawn.tokens[0]) + 1  # the first that differs follows right tokens
-    cells = np.zeros((drafts.width, len(counts)), np.int64)
-    cells[ahead, which] = np.arange(len(which))
-    cells = cells[: counts.max()]
-    supports = None if drawn.supports is None else drawn.supports[0][cells]
-    routes = None if drawn.routes is None else drawn.routes[0][cells]
-    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, supports, routes)
 
 
 def _to(policy: Policy, array: Ints) -> Tensor:
