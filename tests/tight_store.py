@@ -44,8 +44,8 @@ class TightStore(RowStore):
             self._staged[place] = row
         return place
 
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
-        return super().prefill([replace(c, row=self._staged[c.row]) for c in chunks])
+    def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
+        return super().prefill([c if of_rows else replace(c, row=self._staged[c.row]) for c in chunks], of_rows)
 
     def fork(self, place: int, count: int) -> None:
         self.tables.fork(place, count)
