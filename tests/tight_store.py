@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from headrace.policy.policy import Policy
-from headrace.rollout.draft import Drafts
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows
 from headrace.rollout.store import Chunk, RowStore
@@ -22,7 +21,7 @@ class TightStore(RowStore):
 
     def __init__(self, policy: Policy, kv_tokens: int, running: Rows, most_steps: int = 1) -> None:
         super().__init__(policy, 10**9, running)
-        self._most_steps = most_steps
+        self.most_steps = most_steps
         self.tables = PageTables(kv_tokens)
         self.batches: list[int] = []  # rows of each decode step
         self._staged: dict[int, int] = {}
@@ -55,14 +54,8 @@ class TightStore(RowStore):
         self.tables.close(place)
         super().close(self._staged.pop(place))
 
-    def steps(self, wanted: int) -> int:
-        for steps in (min(wanted, self._most_steps), 1) if self._running.plain else (1,):
-            if self.tables.grow(self._running.lengths, steps):
-                return steps
-        return 0
-
-    def fits(self, drafts: Drafts) -> bool:
-        return self.tables.reach(self._running.lengths + drafts.counts + 1)
+    def grow(self, lengths: Ints, steps: int) -> bool:
+        return self.tables.grow(lengths, steps)
 
     def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
         self.batches.append(len(self._running))

@@ -53,7 +53,8 @@ class _PromptGroup:
     @classmethod
     def of(cls, parked: Answer) -> _PromptGroup:
         """To compute all that it sampled again, with the same experts."""
-        return cls(parked.tokens, [parked.request], parked.longest, parked=parked, known=parked.routes)
+        longest = len(parked.prompt) + parked.request.sampling.max_new_tokens
+        return cls(parked.tokens, [parked.request], longest, parked=parked, known=parked.routes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +96,8 @@ class Engine:
                 f"model.exact = true and rollout.speculate = {speculate}: speculative decoding on a CPU "
                 "is not batch-invariant; set rollout.speculate = 0"
             )
-        self._drafter: Drafter | None = None
-        if speculate:
-            self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
+        drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
+        self._drafter = drafter(speculate) if speculate else None
         self._rows = Rows(policy.routers.shape, policy.routers.dtype, cache(self._make_grammars))
         assert self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
@@ -304,12 +304,12 @@ class Engine:
 
     def _decode(self, wanted: int) -> int:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
-        while not (steps := self._store.steps(wanted)):
+        while not (steps := self._room_for(wanted)):
             self._make_room()
         drafts, rows = None, self._rows
         if self._drafter is not None and not any(sampling.grammar for sampling in rows.samplings):
             drafts = self._drafter.propose(rows, steps)
-        if drafts is None or not self._store.fits(drafts):
+        if drafts is None or not self._store.grow(rows.lengths + drafts.counts + 1, 0):
             which = np.arange(len(rows))
             self._record(self._store.decode(which, np.zeros_like(which), rows.last_tokens, steps), 0)
             return steps
@@ -320,8 +320,15 @@ class Engine:
         self._record(burst, 0)
         return 1
 
+    def _room_for(self, wanted: int) -> int:
+        """Decode steps there is room for, at most `wanted`; 0 if a row must be preempted first."""
+        for steps in (min(wanted, self._store.most_steps), 1) if self._rows.plain else (1,):
+            if self._store.grow(self._rows.lengths, steps):
+                return steps
+        return 0
+
     def _make_room(self) -> None:
-        """The cache is full: preempt what started last. It will be recomputed."""
+        """The cache is full: preempt what started last. It keeps what it sampled, and will be recomputed."""
         if self._kept:
             self._drop_kept(self._kept[:1])
             return
@@ -329,10 +336,9 @@ class Engine:
             group = self._prefilling.pop()
             self._store.close(group.place)
             group.done = 0
-            group.routes.clear()
             self._waiting.appendleft(group)
             return
-        self._waiting.appendleft(self._park(self._rows.youngest()))
+        self._waiting.appendleft(_PromptGroup.of(self._remove(self._rows.youngest())))
         self.preemptions += 1
 
     def _enforce_max_wall_s(self) -> None:
@@ -344,14 +350,9 @@ class Engine:
             return
         parked: list[_PromptGroup] = []  # queue behind the others, then have `max_wall_s` again
         while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
-            parked.append(self._park(rows[0], new_time_limit=True))
+            parked.append(_PromptGroup.of(replace(self._remove(rows[0]), decoded_s=0.0)))
             self._waiting.append(parked[-1])
         self.parks += len(parked)
-
-    def _park(self, row: int, *, new_time_limit: bool = False) -> _PromptGroup:
-        """Preempt a row, and keep what it sampled; it continues after its tokens are recomputed."""
-        parked = self._remove(row)
-        return _PromptGroup.of(replace(parked, decoded_s=0.0) if new_time_limit else parked)
 
     def _record(self, burst: Burst, first: int) -> None:
         """Record the sampled tokens of rows `first`.., and finish the rows that are done."""

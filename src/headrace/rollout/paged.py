@@ -23,7 +23,7 @@ from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.rollout.draft import MOST_VERIFIED, Drafts
+from headrace.rollout.draft import MOST_VERIFIED
 from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.rollout.store import MOST_STEPS, Chunk, forward, sample
@@ -59,6 +59,8 @@ class PagedStore(PageTables):
     steps are captured when first needed and stay valid: weights change in place.
     """
 
+    most_steps = MOST_STEPS
+
     def __init__(self, policy: Policy, kv_tokens: int, running: Rows, max_running: int) -> None:
         super().__init__(kv_tokens)
         self._policy, self._running = policy, running
@@ -86,21 +88,10 @@ class PagedStore(PageTables):
         for cache in chain(*self._cache):
             cache[targets] = cache[source].clone()
 
-    def steps(self, wanted: int) -> int:
-        """Takes the pages that the next steps write to."""
-        for steps in (wanted, 1) if self._running.plain else (1,):
-            if self.grow(self._running.lengths, steps):
-                return steps
-        return 0
-
-    def fits(self, drafts: Drafts) -> bool:
-        """Takes the pages that the drafts write to."""
-        return self.reach(self._running.lengths + drafts.counts + 1)
-
     def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
         """Shared pages of rows are written once per row, with the same values."""
         policy, device = self._policy, self._policy.device
-        pages = [self.rows[c.row] if of_rows else self.prompt(c.row) for c in chunks]
+        pages = [self.rows[c.row] if of_rows else self._prompts[c.row][0] for c in chunks]
         table, at = self.table(pages), [np.arange(c.start, c.end) for c in chunks]
         slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
         slots_T = torch.from_numpy(np.concatenate(slots)).to(device)

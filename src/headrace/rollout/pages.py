@@ -102,9 +102,6 @@ class PageTables:
     def drop_kept(self, kept: list[int]) -> None:
         self.pages.give_back(kept)
 
-    def prompt(self, place: int) -> list[int]:
-        return self._prompts[place][0]
-
     def fork(self, place: int, count: int) -> None:
         """Append `count` rows that share the prompt's full pages; each has its own copy of the last one."""
         # The first row goes on in the prompt's last page: close the prompt, nothing else may write.
@@ -121,8 +118,12 @@ class PageTables:
         self.pages.give_back([*pages, *lasts[1:]])
 
     def grow(self, lengths: Ints, steps: int) -> bool:
-        """Take the pages that the next `steps` of all rows write to, or none if too few are free."""
-        if self.reach(lengths + steps):
+        """Give every row the pages for its next `steps` tokens, or none if too few are free."""
+        pairs = zip(lengths + steps, self.rows, strict=True)
+        needed = [max(0, num_pages(length) - len(held)) for length, held in pairs]
+        if sum(needed) <= self.pages.num_free:
+            for held, count in zip(self.rows, needed, strict=True):
+                held += self.pages.take(count)
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
             raise ConfigError(
@@ -130,16 +131,6 @@ class PageTables:
                 f"cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
             )
         return False
-
-    def reach(self, lengths: Ints) -> bool:
-        """Give every row the pages for `lengths` tokens, or none if too few are free."""
-        pairs = zip(lengths, self.rows, strict=True)
-        needed = [max(0, num_pages(length) - len(held)) for length, held in pairs]
-        if sum(needed) > self.pages.num_free:
-            return False
-        for held, count in zip(self.rows, needed, strict=True):
-            held += self.pages.take(count)
-        return True
 
     def remove(self, row: int) -> None:
         """Give a row's pages back; the last row moves into its place."""

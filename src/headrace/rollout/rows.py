@@ -100,10 +100,6 @@ class Answer:
     decoded_s: float = 0.0  # time used of `max_wall_s`, if it is parked
 
     @property
-    def longest(self) -> int:
-        return len(self.prompt) + self.request.sampling.max_new_tokens
-
-    @property
     def tokens(self) -> IntArray:
         return np.concatenate([self.prompt, self.sampled["token"].astype(np.int32)])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.roles import AttentionPlan
-from headrace.rollout.draft import Drafts
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
 
@@ -118,14 +117,11 @@ class PrefillPlan:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
+    def attend_exact(self, layer: int, q_THD: Tensor, *given: Any) -> Tensor:
         """Batch-invariant: the same bits however the prompt is cut into chunks."""
-        outs = []
-        for c, q, keys, values in self._write(layer, q_THD * scale, k_TJD, v_TJD):
-            outs.append(exact.attend_causal(q[None], keys, values, c.start, window)[0])
-        return torch.cat(outs)
+        k_TJD, v_TJD, scale, window = given
+        written = self._write(layer, q_THD * scale, k_TJD, v_TJD)
+        return torch.cat([exact.attend_causal(q[None], k, v, c.start, window)[0] for c, q, k, v in written])
 
     def _write(self, layer: int, *qkv: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
         """Store each chunk's keys and values; yields its queries, and the cache of its row."""
@@ -149,12 +145,15 @@ class DecodePlan:
         self._masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        num_heads, mask = k_TJD.shape[1], None
+        num_heads = k_TJD.shape[1]
         keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
         grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
+        start, beta = q_THD.new_empty(1, 1, 1), 0
         if not self._equal or 0 < window < self.longest:
-            mask = self._mask(window, keys, num_heads, grouped.shape[1] // self._grid.shape[1])
-        out = _weigh(grouped, keys, values, mask, scale)
+            start, beta = self._mask(window, keys, num_heads, grouped.shape[1] // self._grid.shape[1]), 1
+        scores = torch.baddbmm(start, grouped, keys, beta=beta, alpha=scale)
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        out = torch.bmm(torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype), values)
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def attend_exact(
@@ -209,17 +208,10 @@ class VerifyPlan(DecodePlan):
         return out.flatten(2, 3)[self._rows, self._ahead]  # type: ignore[no-any-return]
 
 
-def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of `q [B, Q, D]` over `keys [B, D, C]` and `values [B, C, D]`."""
-    start = q.new_empty(1, 1, 1) if mask is None else mask
-    scores = torch.baddbmm(start, q, keys, beta=0 if mask is None else 1, alpha=scale)
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
-    return torch.bmm(probs, values)
-
-
 class RowStore:
     """A row of cache per sequence, one decode step at a time."""
+
+    most_steps = 1  # of a call of `decode`
 
     def __init__(self, policy: Policy, kv_tokens: int, running: Rows) -> None:
         self._policy, self._kv_tokens, self._running = policy, kv_tokens, running
@@ -280,12 +272,8 @@ class RowStore:
     def close(self, place: int) -> None:
         self._free.append(place)
 
-    def steps(self, wanted: int) -> int:
-        """Decode steps there is room for, at most `wanted`; 0 if a row must be preempted first."""
-        return 1
-
-    def fits(self, drafts: Drafts) -> bool:
-        """Whether the drafts fit. Here always: admission counts on the longest possible rows."""
+    def grow(self, lengths: Ints, steps: int) -> bool:
+        """Make room for the next `steps` tokens of all rows. Here there is: admission counts on the longest rows."""
         return True
 
     def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
