@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -162,20 +163,14 @@ class RolloutActor:
 
 def without_last_turn(known: Trajectory) -> Trajectory:
     """An unfinished trajectory up to where its last run of sampled tokens begins."""
-    others = np.flatnonzero(~known.sampled)
-    cut = int(others[-1]) + 1 if len(others) else 0
+    cut = int(np.flatnonzero(~known.sampled).max(initial=-1)) + 1
     replay, num_before = known.replay, int(np.count_nonzero(known.sampled[:cut]))
     if replay is not None:
         routes = None if replay.routes is None else replay.routes[:cut]
         replay = Replay.of(replay.supports[:num_before], routes) if num_before else None
-    return replace(
-        known,
-        token_ids=known.token_ids[:cut],
-        sampled=known.sampled[:cut],
-        logprobs=known.logprobs[:cut],
-        spans=tuple(span for span in known.spans if span.end <= cut),
-        replay=replay,
-    )
+    arrays: dict[str, Any] = {name: getattr(known, name)[:cut] for name in ("token_ids", "sampled", "logprobs")}
+    spans = tuple(span for span in known.spans if span.end <= cut)
+    return replace(known, **arrays, spans=spans, replay=replay)
 
 
 def joined(before: Trajectory, generation: Generation) -> Replay | None:

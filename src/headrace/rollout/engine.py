@@ -57,16 +57,6 @@ class _PromptGroup:
         return cls(parked.tokens, [parked.request], longest, parked=parked, known=parked.routes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
-    """The cache of a request that ended, for the next turn of its session."""
-
-    session: str
-    tokens: IntArray  # in the cache: all but the newest
-    routes: RouteArray
-    cache: Any  # the store's
-
-
 @dataclass(eq=False)
 class Engine:
     """Continuous batching on one device."""
@@ -98,14 +88,14 @@ class Engine:
             )
         drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
         self._drafter = drafter(speculate) if speculate else None
-        self._rows = Rows(policy.routers.shape, policy.routers.dtype, cache(self._make_grammars))
+        self._rows = Rows((policy.routers.dtype, policy.routers.shape), cache(self._make_grammars))
         assert self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
         self._finished: list[Generation] = []
         self._begun: deque[tuple[str, int]] = deque()
-        self._kept: list[_Kept] = []  # least recently used first
+        self._kept: list[Answer] = []  # for the next turns of their sessions; least recently used first
 
     # ---- called from any thread
 
@@ -115,7 +105,7 @@ class Engine:
 
     def forget(self, sessions: set[str]) -> None:
         """These sessions are over: their cache is free."""
-        self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.session in sessions]))
+        self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.request.session in sessions]))
 
     def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
         """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
@@ -251,7 +241,7 @@ class Engine:
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            cached = 0 if kept is None else _common(group.prompt[:-1], kept.tokens)
+            cached = 0 if kept is None else _common(group.prompt[:-1], kept.tokens[:-1])
             place = self._store.open(**sizes, kept=None if kept is None else kept.cache, num_kept=cached)
             if place is None:
                 break
@@ -375,25 +365,27 @@ class Engine:
 
     def _finish(self, row: int, finish: FinishReason) -> None:
         """A row ends. Its cache is kept for the next turn, in place of what it went on from."""
-        if (session := self._rows.request(row).session) and finish is not FinishReason.ABORT:
-            parked = self._rows.park(row, self.clock())
-            tokens = parked.tokens[:-1]
-            before = [k for k in self._kept if k.session == session and _common(k.tokens, tokens) == len(k.tokens)]
-            self._drop_kept(before)
-            self._kept.append(_Kept(session, tokens, parked.routes, self._store.keep(row, len(tokens))))
-        self._finished.append(self._remove(row).generation(finish, self.clock()))
+        session, cache = self._rows.answers[row].request.session, None
+        if session and finish is not FinishReason.ABORT:
+            cache = self._store.keep(row, int(self._rows.lengths[row]) - 1)
+        answer = self._remove(row)
+        if cache is not None:
+            mine = [kept for kept in self._kept if kept.request.session == session]
+            self._drop_kept([k for k in mine if _common(k.tokens[:-1], answer.tokens[:-1]) == len(k.tokens) - 1])
+            self._kept.append(replace(answer, supports=[], cache=cache))
+        self._finished.append(answer.generation(finish, self.clock()))
 
-    def _find_kept(self, group: _PromptGroup) -> _Kept | None:
+    def _find_kept(self, group: _PromptGroup) -> Answer | None:
         """What is kept of the group's session and begins most like its prompt; it counts as just used."""
         session = group.requests[0].session if len(group.requests) == 1 else ""
-        found = [kept for kept in self._kept if session and kept.session == session]
-        best = max(found, key=lambda kept: _common(group.prompt, kept.tokens), default=None)
+        found = [kept for kept in self._kept if session and kept.request.session == session]
+        best = max(found, key=lambda kept: _common(group.prompt, kept.tokens[:-1]), default=None)
         if best is not None:
             self._kept.remove(best)
             self._kept.append(best)
         return best
 
-    def _drop_kept(self, dropped: Sequence[_Kept]) -> None:
+    def _drop_kept(self, dropped: Sequence[Answer]) -> None:
         for kept in dropped:
             self._store.drop_kept(kept.cache)
         self._kept = [kept for kept in self._kept if kept not in dropped]
@@ -408,7 +400,7 @@ class Engine:
     def _abort(self, ids: set[str]) -> None:
         """A request without a row has sampled something only if it is parked."""
         for row in reversed(range(len(self._rows))):
-            if self._rows.request(row).id in ids:
+            if self._rows.answers[row].request.id in ids:
                 self._finish(row, FinishReason.ABORT)
         now_s, finish = self.clock(), FinishReason.ABORT
         for group in [*self._waiting, *self._prefilling]:

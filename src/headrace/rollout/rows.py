@@ -86,7 +86,8 @@ class Burst:
 class Answer:
     """An answer under way: what never changes of it, and the supports it collects.
 
-    Parked (preempted), it has all it sampled, without its KV cache, and can be resumed exactly.
+    Parked (preempted), it has all it sampled, without its KV cache, and can be resumed exactly. When
+    it is over, its cache may be kept for the next turn of its session.
     """
 
     request: Request
@@ -98,6 +99,7 @@ class Answer:
     # if it is parked: token, logprob, version and experts of each
     sampled: npt.NDArray[np.void] = field(default_factory=lambda: NOTHING)
     decoded_s: float = 0.0  # time used of `max_wall_s`, if it is parked
+    cache: Any = None  # the store's, of all tokens but the newest, if it is kept
 
     @property
     def tokens(self) -> IntArray:
@@ -131,22 +133,17 @@ class Rows:
     The experts of a token are known one step after it was sampled, when the model has computed it.
     """
 
-    def __init__(
-        self,
-        routes_shape: tuple[int, int] = (0, 0),
-        routes_dtype: npt.DTypeLike = np.uint8,
-        grammars: Callable[[], Any] = lambda: None,
-    ) -> None:
+    def __init__(self, routes: npt.DTypeLike = (np.uint8, (0, 0)), grammars: Callable[[], Any] = lambda: None) -> None:
         self.grammars = grammars  # what knows which tokens a grammar allows
         self.samplings: list[Sampling] = []
-        self._answers: list[Answer] = []
+        self.answers: list[Answer] = []
         self._orders = itertools.count()  # of starts
         self._all_states = np.zeros(0, STATE)
         fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
-        self._table = np.zeros((0, 0), [*fields, ("routes", routes_dtype, routes_shape)])
+        self._table = np.zeros((0, 0), [*fields, ("routes", routes)])
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self.answers)
 
     @property
     def states(self) -> npt.NDArray[np.void]:
@@ -194,7 +191,7 @@ class Rows:
         n, more = len(self), len(requests)
         if n + more > len(self._all_states):
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
-        self._answers += [Answer(r, prompt, now_s, routes, next(self._orders)) for r in requests]
+        self.answers += [Answer(r, prompt, now_s, routes, next(self._orders)) for r in requests]
         self.samplings += [r.sampling for r in requests]
         new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
@@ -222,7 +219,7 @@ class Rows:
         if burst.supports is not None:
             for column in np.flatnonzero(fresh["truncates"]):
                 supports = burst.supports[: burst.counts[column], column]
-                self._answers[first + column].supports.extend(supports)
+                self.answers[first + column].supports.extend(supports)
         fresh["sampled"] += burst.counts
         fresh["length"] += burst.counts
 
@@ -240,7 +237,7 @@ class Rows:
             counts[column] = is_eos[:, column].argmax() + 1
             found[column] = FinishReason.EOS
         for column in np.flatnonzero(states["has_stop"]).tolist():
-            stops, before = self.samplings[first + column].stop, self.answer(first + column)
+            stops, before = self.samplings[first + column].stop, self.tokens(first + column)
             window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
             for count in range(1, int(counts[column]) + (found.get(column) is not FinishReason.EOS)):
                 text = tokenizer.decode(np.append(before[-window:], burst.tokens[:count, column])[-window:])
@@ -250,7 +247,7 @@ class Rows:
         return counts, {first + column: finish for column, finish in found.items()}
 
     def youngest(self) -> int:
-        return max(range(len(self)), key=lambda row: self._answers[row].order)
+        return max(range(len(self)), key=lambda row: self.answers[row].order)
 
     def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
         """Rows that have decoded for `max_wall_s`, the longest first."""
@@ -262,7 +259,7 @@ class Rows:
     def park(self, row: int, now_s: float) -> Answer:
         """The state to resume the row from; the row itself stays until `remove`."""
         sampled = self._table[row, : self.sampled[row]].copy()
-        return replace(self._answers[row], sampled=sampled, decoded_s=now_s - float(self.states["began_s"][row]))
+        return replace(self.answers[row], sampled=sampled, decoded_s=now_s - float(self.states["began_s"][row]))
 
     def parked(self, request: Request, known: Trajectory, start: int) -> Answer:
         """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
@@ -281,7 +278,7 @@ class Rows:
         row, count = len(self), len(parked.sampled)
         began_s = now_s - parked.decoded_s  # without the time that it was parked
         self.add(parked.prompt, [parked.request], began_s, parked.prompt_routes)
-        self._answers[row] = replace(parked, sampled=NOTHING)
+        self.answers[row] = replace(parked, sampled=NOTHING)
         if count > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
         self._table[row, :count] = parked.sampled
@@ -290,11 +287,8 @@ class Rows:
         state["sampled"] = state["learned"] = count
         state["length"] += count
 
-    def answer(self, row: int) -> Ints:
+    def tokens(self, row: int) -> Ints:
         return self._table["token"][row, : self.sampled[row]]
-
-    def request(self, row: int) -> Request:
-        return self._answers[row].request
 
     def remove(self, row: int) -> None:
         last = len(self) - 1
@@ -302,8 +296,8 @@ class Rows:
             count = self.sampled[last]
             self._table[row, :count] = self._table[last, :count]
             self.states[row] = self.states[last]
-        self._answers[row], self.samplings[row] = self._answers[last], self.samplings[last]
-        del self._answers[last], self.samplings[last]
+        self.answers[row], self.samplings[row] = self.answers[last], self.samplings[last]
+        del self.answers[last], self.samplings[last]
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
         """Pages of zeros take no memory until written, so one long sequence costs little."""

@@ -404,7 +404,7 @@ def _by_grammar(logits: Tensor, rows: Rows, which: Ints) -> Tensor:
     allowed = np.ones(logits.shape, np.bool_)
     for line, row in enumerate(which.tolist()):
         if grammar := rows.samplings[row].grammar:
-            allowed[line] = rows.grammars().allowed(grammar, rows.answer(row))
+            allowed[line] = rows.grammars().allowed(grammar, rows.tokens(row))
     return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
 
 
