@@ -88,7 +88,7 @@ def test_a_parked_row_is_computed_again_with_the_experts_it_had(make_policy: Mak
     early: dict[str, Generation] = {}
     while min(engine._rows.lengths, default=0) < 28:
         assert not engine.advance(max_steps=1)
-    had = {engine._rows.answers[r].request.id: engine._rows.park(r, 0.0).routes for r in range(len(engine._rows))}
+    had = {engine._rows.sequences[r].request.id: engine._rows.park(r, 0.0).routes for r in range(len(engine._rows))}
     with torch.inference_mode():
         engine._make_room()
         engine._make_room()

@@ -25,7 +25,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
-from headrace.rollout.rows import Answer, Burst, Generation, Request, Rows
+from headrace.rollout.rows import Burst, Generation, Request, Rows, RowSequence
 from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, batches, sample
 from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 from headrace.user_code import load_optional
@@ -46,12 +46,12 @@ class _PromptGroup:
     place: int = -1  # handle of the prompt's KV cache, while it is computed
     done: int = 0  # prompt tokens in the cache
     routes: list[RouteArray] = field(default_factory=list)  # experts of those tokens
-    parked: Answer | None = None  # a preempted row, the only request of its group
+    parked: RowSequence | None = None  # a preempted row, the only request of its group
     known: RouteArray | None = None  # experts of the first tokens, to be kept
     cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
     @classmethod
-    def of(cls, parked: Answer) -> _PromptGroup:
+    def of(cls, parked: RowSequence) -> _PromptGroup:
         """To compute all that it sampled again, with the same experts."""
         longest = len(parked.prompt) + parked.request.sampling.max_new_tokens
         return cls(parked.tokens, [parked.request], longest, parked=parked, known=parked.routes)
@@ -95,7 +95,7 @@ class Engine:
         self._prefilling: list[_PromptGroup] = []
         self._finished: list[Generation] = []
         self._begun: deque[tuple[str, int]] = deque()
-        self._kept: list[Answer] = []  # for the next turns of their sessions; least recently used first
+        self._kept: list[RowSequence] = []  # for next turns; least recently used first
 
     # ---- called from any thread
 
@@ -318,7 +318,7 @@ class Engine:
         return 0
 
     def _make_room(self) -> None:
-        """The cache is full: preempt what started last. It keeps what it sampled, and will be recomputed."""
+        """The cache is full: preempt what started last. It will be recomputed."""
         if self._kept:
             self._drop_kept(self._kept[:1])
             return
@@ -365,17 +365,18 @@ class Engine:
 
     def _finish(self, row: int, finish: FinishReason) -> None:
         """A row ends. Its cache is kept for the next turn, in place of what it went on from."""
-        session, cache = self._rows.answers[row].request.session, None
+        session, cache = self._rows.sequences[row].request.session, None
         if session and finish is not FinishReason.ABORT:
             cache = self._store.keep(row, int(self._rows.lengths[row]) - 1)
-        answer = self._remove(row)
+        sequence = self._remove(row)
         if cache is not None:
             mine = [kept for kept in self._kept if kept.request.session == session]
-            self._drop_kept([k for k in mine if _common(k.tokens[:-1], answer.tokens[:-1]) == len(k.tokens) - 1])
-            self._kept.append(replace(answer, supports=[], cache=cache))
-        self._finished.append(answer.generation(finish, self.clock()))
+            tokens = sequence.tokens[:-1]
+            self._drop_kept([k for k in mine if _common(k.tokens[:-1], tokens) == len(k.tokens) - 1])
+            self._kept.append(replace(sequence, supports=[], cache=cache))
+        self._finished.append(sequence.generation(finish, self.clock()))
 
-    def _find_kept(self, group: _PromptGroup) -> Answer | None:
+    def _find_kept(self, group: _PromptGroup) -> RowSequence | None:
         """What is kept of the group's session and begins most like its prompt; it counts as just used."""
         session = group.requests[0].session if len(group.requests) == 1 else ""
         found = [kept for kept in self._kept if session and kept.request.session == session]
@@ -385,12 +386,12 @@ class Engine:
             self._kept.append(best)
         return best
 
-    def _drop_kept(self, dropped: Sequence[Answer]) -> None:
+    def _drop_kept(self, dropped: Sequence[RowSequence]) -> None:
         for kept in dropped:
             self._store.drop_kept(kept.cache)
         self._kept = [kept for kept in self._kept if kept not in dropped]
 
-    def _remove(self, row: int) -> Answer:
+    def _remove(self, row: int) -> RowSequence:
         """Remove a row, and return what it was; the last row moves into its place."""
         parked = self._rows.park(row, self.clock())
         self._store.remove(row)
@@ -400,7 +401,7 @@ class Engine:
     def _abort(self, ids: set[str]) -> None:
         """A request without a row has sampled something only if it is parked."""
         for row in reversed(range(len(self._rows))):
-            if self._rows.answers[row].request.id in ids:
+            if self._rows.sequences[row].request.id in ids:
                 self._finish(row, FinishReason.ABORT)
         now_s, finish = self.clock(), FinishReason.ABORT
         for group in [*self._waiting, *self._prefilling]:

@@ -68,7 +68,7 @@ class PageTables:
     def open(self, num_prompt: int, num_requests: int, kept: list[int] | None = None, num_kept: int = 0) -> int | None:
         """Take pages for a prompt and copies of its last, partial page; None if too few are free.
 
-        It begins with `num_kept` tokens of `kept`: it shares the full pages, and copies the last one.
+        It begins with `num_kept` tokens of `kept`: full pages are shared, the last one is copied.
         """
         kept, num_full = kept or [], num_kept // PAGE
         num_copies = num_requests - 1 if num_prompt % PAGE else 0
@@ -103,7 +103,7 @@ class PageTables:
         self.pages.give_back(kept)
 
     def fork(self, place: int, count: int) -> None:
-        """Append `count` rows that share the prompt's full pages; each has its own copy of the last one."""
+        """Append `count` rows that share the prompt's full pages; each has a last page of its own."""
         # The first row goes on in the prompt's last page: close the prompt, nothing else may write.
         pages, lasts = self._prompts[place]
         for row in range(count):

@@ -83,11 +83,11 @@ class Burst:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """An answer under way: what never changes of it, and the supports it collects.
+class RowSequence:
+    """The sequence of a row: what never changes of it, and the supports it collects.
 
-    Parked (preempted), it has all it sampled, without its KV cache, and can be resumed exactly. When
-    it is over, its cache may be kept for the next turn of its session.
+    Parked (preempted), it has all it sampled, without its KV cache, and can be resumed exactly. At
+    its end its cache may be kept for the next turn of its session.
     """
 
     request: Request
@@ -136,14 +136,14 @@ class Rows:
     def __init__(self, routes: npt.DTypeLike = (np.uint8, (0, 0)), grammars: Callable[[], Any] = lambda: None) -> None:
         self.grammars = grammars  # what knows which tokens a grammar allows
         self.samplings: list[Sampling] = []
-        self.answers: list[Answer] = []
+        self.sequences: list[RowSequence] = []
         self._orders = itertools.count()  # of starts
         self._all_states = np.zeros(0, STATE)
         fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
         self._table = np.zeros((0, 0), [*fields, ("routes", routes)])
 
     def __len__(self) -> int:
-        return len(self.answers)
+        return len(self.sequences)
 
     @property
     def states(self) -> npt.NDArray[np.void]:
@@ -191,7 +191,7 @@ class Rows:
         n, more = len(self), len(requests)
         if n + more > len(self._all_states):
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
-        self.answers += [Answer(r, prompt, now_s, routes, next(self._orders)) for r in requests]
+        self.sequences += [RowSequence(r, prompt, now_s, routes, next(self._orders)) for r in requests]
         self.samplings += [r.sampling for r in requests]
         new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
@@ -219,14 +219,14 @@ class Rows:
         if burst.supports is not None:
             for column in np.flatnonzero(fresh["truncates"]):
                 supports = burst.supports[: burst.counts[column], column]
-                self.answers[first + column].supports.extend(supports)
+                self.sequences[first + column].supports.extend(supports)
         fresh["sampled"] += burst.counts
         fresh["length"] += burst.counts
 
     def ends(
         self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any
     ) -> tuple[Ints, dict[int, FinishReason]]:
-        """How many tokens of `burst` are before the end of each row; the rows that end there, and why."""
+        """How many tokens of `burst` each row keeps; the rows that end with them, and why."""
         states = self.states[first : first + len(burst.counts)]
         left = states["limit"] - states["sampled"]
         counts = np.minimum(burst.counts, left)
@@ -247,7 +247,7 @@ class Rows:
         return counts, {first + column: finish for column, finish in found.items()}
 
     def youngest(self) -> int:
-        return max(range(len(self)), key=lambda row: self.answers[row].order)
+        return max(range(len(self)), key=lambda row: self.sequences[row].order)
 
     def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
         """Rows that have decoded for `max_wall_s`, the longest first."""
@@ -256,12 +256,12 @@ class Rows:
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
 
-    def park(self, row: int, now_s: float) -> Answer:
+    def park(self, row: int, now_s: float) -> RowSequence:
         """The state to resume the row from; the row itself stays until `remove`."""
         sampled = self._table[row, : self.sampled[row]].copy()
-        return replace(self.answers[row], sampled=sampled, decoded_s=now_s - float(self.states["began_s"][row]))
+        return replace(self.sequences[row], sampled=sampled, decoded_s=now_s - float(self.states["began_s"][row]))
 
-    def parked(self, request: Request, known: Trajectory, start: int) -> Answer:
+    def parked(self, request: Request, known: Trajectory, start: int) -> RowSequence:
         """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
         whole = np.zeros(len(known.token_ids), self._table.dtype)
         whole["token"], whole["logprob"] = known.token_ids, known.logprobs
@@ -271,14 +271,14 @@ class Rows:
             whole["routes"] = known.replay.routes
         supports = known.replay.supports[np.count_nonzero(known.sampled[:start]) :] if known.replay else []
         prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"][:start]
-        return Answer(request, prompt, started_s, routes, next(self._orders), supports, whole[start:])
+        return RowSequence(request, prompt, started_s, routes, next(self._orders), supports, whole[start:])
 
-    def resume(self, parked: Answer, now_s: float, routes: RouteArray) -> None:
+    def resume(self, parked: RowSequence, now_s: float, routes: RouteArray) -> None:
         """Append a parked row. `routes` are of all its tokens, the newest included."""
         row, count = len(self), len(parked.sampled)
         began_s = now_s - parked.decoded_s  # without the time that it was parked
         self.add(parked.prompt, [parked.request], began_s, parked.prompt_routes)
-        self.answers[row] = replace(parked, sampled=NOTHING)
+        self.sequences[row] = replace(parked, sampled=NOTHING)
         if count > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
         self._table[row, :count] = parked.sampled
@@ -296,8 +296,8 @@ class Rows:
             count = self.sampled[last]
             self._table[row, :count] = self._table[last, :count]
             self.states[row] = self.states[last]
-        self.answers[row], self.samplings[row] = self.answers[last], self.samplings[last]
-        del self.answers[last], self.samplings[last]
+        self.sequences[row], self.samplings[row] = self.sequences[last], self.samplings[last]
+        del self.sequences[last], self.samplings[last]
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
         """Pages of zeros take no memory until written, so one long sequence costs little."""

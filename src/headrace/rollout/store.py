@@ -185,7 +185,7 @@ class DecodePlan:
 
 
 class VerifyPlan(DecodePlan):
-    """Several new tokens of a row: in speculative decoding its newest and its draft; or a short chunk.
+    """Several new tokens of a row: its newest and its draft (speculative decoding), or a chunk.
 
     Rejected drafts leave keys and values beyond the row's end; they are masked, and overwritten by
     the next tokens. All rows are padded to the most tokens of one, m, and padding may attend to
@@ -252,7 +252,7 @@ class RowStore:
         self._kept_tokens -= kept.capacity
 
     def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
-        """Compute chunks of opened prompts (a row is a place), or of rows again; returns what `forward` does."""
+        """As `forward`: chunks of opened prompts (their `row` is a place), or of rows again."""
         arena, sizes = self._arena if of_rows else self._staging, [c.size for c in chunks]
         arena.reserve(max(c.row for c in chunks) + 1, max(c.end for c in chunks))
         plan: PrefillPlan | VerifyPlan = PrefillPlan(arena, chunks)
@@ -273,7 +273,7 @@ class RowStore:
         self._free.append(place)
 
     def grow(self, lengths: Ints, steps: int) -> bool:
-        """Make room for the next `steps` tokens of all rows. Here there is: admission counts on the longest rows."""
+        """Room for the next `steps` tokens. Here there is: admission counts on the longest rows."""
         return True
 
     def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
