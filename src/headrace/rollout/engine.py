@@ -407,7 +407,8 @@ class Engine:
         for group in [*self._waiting, *self._prefilling]:
             for id in [request.id for request in group.requests if request.id in ids]:
                 nothing = Generation(id=id, finish=finish, started_s=now_s, finished_s=now_s)
-                self._finished.append(group.parked.generation(finish, now_s) if group.parked else nothing)
+                parked = group.parked
+                self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
             group.requests = [request for request in group.requests if request.id not in ids]
         for group in self._prefilling:
             if not group.requests:

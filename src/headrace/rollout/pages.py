@@ -11,8 +11,6 @@ import numpy.typing as npt
 from headrace.errors import ConfigError
 from headrace.rollout.rows import Ints
 
-PageTable = npt.NDArray[np.int32]  # [rows, pages]
-
 PAGE = 64  # tokens
 
 
@@ -34,16 +32,15 @@ class Pages:
         self._readers[taken] = 1
         return taken
 
-    def share(self, pages: Sequence[int]) -> None:
-        assert (self._readers[list(pages)] > 0).all()
-        self._readers[list(pages)] += 1
+    def share(self, pages: list[int]) -> None:
+        assert (self._readers[pages] > 0).all()
+        self._readers[pages] += 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def give_back(self, pages: list[int]) -> None:
         """Remove a reader from each page; a page without readers is free."""
-        held = list(pages)
-        assert (self._readers[held] > 0).all()
-        self._readers[held] -= 1
-        self._free += [page for page in held if not self._readers[page]]
+        assert (self._readers[pages] > 0).all()
+        self._readers[pages] -= 1
+        self._free += [page for page in pages if not self._readers[page]]
 
 
 class PageTables:
@@ -138,8 +135,8 @@ class PageTables:
         self.rows[row] = self.rows[-1]
         del self.rows[-1]
 
-    def table(self, rows: Sequence[Sequence[int]] = ()) -> PageTable:
-        """The pages of each row, or of each of `rows`, padded with page 0."""
+    def table(self, rows: Sequence[Sequence[int]] = ()) -> npt.NDArray[np.int32]:
+        """The pages `[rows, pages]` of each row, or of each of `rows`, padded with page 0."""
         rows = rows or self.rows
         table = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for row, held in enumerate(rows):

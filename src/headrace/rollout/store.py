@@ -215,8 +215,8 @@ class RowStore:
 
     def __init__(self, policy: Policy, kv_tokens: int, running: Rows) -> None:
         self._policy, self._kv_tokens, self._running = policy, kv_tokens, running
-        granule_tokens = exact.TILE if policy.exact else 8
-        self._arena, self._staging = Arena(policy, kv_tokens, granule_tokens), Arena(policy, 2**62, granule_tokens)
+        arena = partial(Arena, policy, granule_tokens=exact.TILE if policy.exact else 8)
+        self._arena, self._staging = arena(kv_tokens), arena(2**62)
         self._free = list(range(4 * STAGING_ROWS))
         self._kept_tokens = 0  # in caches that `keep` made
 
