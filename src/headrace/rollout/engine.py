@@ -89,7 +89,7 @@ class Engine:
         drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
         self._drafter = drafter(speculate) if speculate else None
         self._rows = Rows((policy.routers.dtype, policy.routers.shape), cache(self._make_grammars))
-        assert self._store  # a cache that is too large is an error now
+        _ = self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
@@ -297,7 +297,7 @@ class Engine:
         while not (steps := self._room_for(wanted)):
             self._make_room()
         drafts, rows = None, self._rows
-        if self._drafter is not None and not any(sampling.grammar for sampling in rows.samplings):
+        if self._drafter is not None and not any(s.request.sampling.grammar for s in rows.sequences):
             drafts = self._drafter.propose(rows, steps)
         if drafts is None or not self._store.grow(rows.lengths + drafts.counts + 1, 0):
             which = np.arange(len(rows))

@@ -135,7 +135,6 @@ class Rows:
 
     def __init__(self, routes: npt.DTypeLike = (np.uint8, (0, 0)), grammars: Callable[[], Any] = lambda: None) -> None:
         self.grammars = grammars  # what knows which tokens a grammar allows
-        self.samplings: list[Sampling] = []
         self.sequences: list[RowSequence] = []
         self._orders = itertools.count()  # of starts
         self._all_states = np.zeros(0, STATE)
@@ -192,7 +191,6 @@ class Rows:
         if n + more > len(self._all_states):
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
         self.sequences += [RowSequence(r, prompt, now_s, routes, next(self._orders)) for r in requests]
-        self.samplings += [r.sampling for r in requests]
         new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
         new["limit"] = [r.sampling.max_new_tokens for r in requests]
@@ -237,7 +235,7 @@ class Rows:
             counts[column] = is_eos[:, column].argmax() + 1
             found[column] = FinishReason.EOS
         for column in np.flatnonzero(states["has_stop"]).tolist():
-            stops, before = self.samplings[first + column].stop, self.tokens(first + column)
+            stops, before = self.sequences[first + column].request.sampling.stop, self.tokens(first + column)
             window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
             for count in range(1, int(counts[column]) + (found.get(column) is not FinishReason.EOS)):
                 text = tokenizer.decode(np.append(before[-window:], burst.tokens[:count, column])[-window:])
@@ -296,8 +294,8 @@ class Rows:
             count = self.sampled[last]
             self._table[row, :count] = self._table[last, :count]
             self.states[row] = self.states[last]
-        self.sequences[row], self.samplings[row] = self.sequences[last], self.samplings[last]
-        del self.sequences[last], self.samplings[last]
+        self.sequences[row] = self.sequences[last]
+        del self.sequences[last]
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
         """Pages of zeros take no memory until written, so one long sequence costs little."""

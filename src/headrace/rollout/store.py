@@ -326,9 +326,9 @@ def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, route
     """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end."""
     # noise depends on the position: a token sampled ahead is the one that would be sampled later
     noise = uniforms(rows.states["seed"][which], rows.lengths[which] + ahead)
-    samplings = [rows.samplings[row] for row in which.tolist()]
+    samplings = [rows.sequences[row].request.sampling for row in which.tolist()]
     if any(s.grammar for s in samplings):
-        logits = _by_grammar(logits, rows, which)
+        logits = _by_grammar(logits, rows, which, samplings)
     tokens, logprobs, allowed = draw(logits, samplings, noise)
     return Burst(
         tokens=tokens.cpu().numpy()[None],
@@ -399,12 +399,12 @@ def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     return torch.zeros_like(keep).scatter_(1, order, keep) & torch.isfinite(logits)
 
 
-def _by_grammar(logits: Tensor, rows: Rows, which: Ints) -> Tensor:
+def _by_grammar(logits: Tensor, rows: Rows, which: Ints, samplings: list[Sampling]) -> Tensor:
     """Without the tokens that a row's grammar forbids."""
     allowed = np.ones(logits.shape, np.bool_)
-    for line, row in enumerate(which.tolist()):
-        if grammar := rows.samplings[row].grammar:
-            allowed[line] = rows.grammars().allowed(grammar, rows.tokens(row))
+    for line, (row, sampling) in enumerate(zip(which.tolist(), samplings, strict=True)):
+        if sampling.grammar:
+            allowed[line] = rows.grammars().allowed(sampling.grammar, rows.tokens(row))
     return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
 
 
