@@ -107,7 +107,7 @@ def test_turns_go_on_from_the_pages_of_earlier_ones(make_policy: Callable[..., P
     assert engine.prompt_tokens - engine.cached_tokens == first + 5 * 3 * (61 + 1)
     engine.forget({f"s{i}" for i in range(5)})
     engine.step()
-    assert engine._store._tables.pages.num_free == engine._store._tables.num_pages
+    assert engine._store.pages.num_free == engine._store.num_pages
 
 
 def test_an_output_head_of_odd_width_is_refused(make_policy: Callable[..., Policy]):

@@ -155,7 +155,8 @@ async def test_a_full_cache_preempts_and_the_rows_say_so(workshop: Workshop, mon
     monkeypatch.setattr(Policy, "eos_ids", property(lambda self: frozenset()))
 
     def tighten(place: Place, loop: Loop) -> None:
-        worker_of(place).engine._held = TightStore(rank_of(place).policy, 12 * PAGE)
+        engine = worker_of(place).engine
+        engine._store = TightStore(rank_of(place).policy, 12 * PAGE, engine._rows)
 
     longer = ("rollout.max_new_tokens=200", "rollout.stop=[]")
     config = workshop.config("tight", "loop.steps=1", "loop.groups_per_step=2", *longer, reward="dense")

@@ -89,9 +89,9 @@ async def test_tokens_that_went_with_a_worker_are_booked_and_its_answers_come_al
     doomed = Here(workshop, "doomed")
     books = Books(doomed, Here(workshop, "other"))
     futures = books.start(200)
-    while not books.pool._members[0].sampled_tokens:
+    while not books.pool._members[doomed].sampled_tokens:
         await asyncio.sleep(0.001)
-    sampled = books.pool._members[0].sampled_tokens
+    sampled = books.pool._members[doomed].sampled_tokens
     books.pool.lose(doomed, "killed")  # type: ignore[arg-type]
     assert books.lost == ["doomed"]
     assert 0 < books.redone <= sampled
@@ -126,7 +126,7 @@ async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_n
     assert books.pool.workers == [leaving, staying], "it takes new weights as long as it samples"
     prompt = Prompt(id="p9", text="", token_ids=PROMPT)
     later = books.pool.start(Order.group(9, prompt, [Sampling(max_new_tokens=100)] * 2))
-    owed = {order.serial for order in books.pool._members[0].orders.values()}
+    owed = {order.serial for order in books.pool._members[leaving].orders.values()}
     assert owed
     assert 9 not in owed
     await done.wait()

@@ -42,7 +42,7 @@ def make_engine(policy: Policy, **changes: Any) -> Engine:
 def tight_engine(policy: Policy, kv_tokens: int, most_steps: int = 1, **changes: Any) -> tuple[Engine, TightStore]:
     """An engine with a cache of `kv_tokens`, counted in pages, and that cache."""
     engine = make_engine(policy, **changes)
-    engine._held = store = TightStore(policy, kv_tokens, most_steps)
+    engine._store = store = TightStore(policy, kv_tokens, engine._rows, most_steps)
     return engine, store
 
 

@@ -54,8 +54,8 @@ def test_logprobs_are_those_of_a_plain_forward(
     events: list[str] = []
 
     class RecordedPrefill(PrefillPlan):
-        def __init__(self, arena: Arena, chunks: list[Chunk], device: Any) -> None:
-            super().__init__(arena, chunks, device)
+        def __init__(self, arena: Arena, chunks: list[Chunk]) -> None:
+            super().__init__(arena, chunks)
             events.extend("later chunk" if chunk.start else "first chunk" for chunk in chunks)
 
     class RecordedDecode(DecodePlan):

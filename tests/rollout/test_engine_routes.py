@@ -86,9 +86,9 @@ def test_a_parked_row_is_computed_again_with_the_experts_it_had(make_policy: Mak
     engine = make_engine(policy, prefill_tokens=7)
     engine.submit(*LONG)
     early: dict[str, Generation] = {}
-    while min(map(len, [engine._rows.sequence(r) for r in range(len(engine._rows))] or [[]])) < 28:
+    while min(engine._rows.lengths, default=0) < 28:
         assert not engine.advance(max_steps=1)
-    had = {engine._rows.request(r).id: engine._rows.routes(r) for r in range(len(engine._rows))}
+    had = {engine._rows.sequences[r].request.id: engine._rows.park(r, 0.0).routes for r in range(len(engine._rows))}
     with torch.inference_mode():
         engine._make_room()
         engine._make_room()

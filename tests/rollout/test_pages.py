@@ -13,12 +13,20 @@ def lengths(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def started(tables: PageTables, num_prompt: int, num_requests: int) -> tuple[int, list[int]]:
+class Copied(PageTables):
+    """Notes which page is copied where."""
+
+    source, targets = 0, ()
+
+    def copy_page(self, source: int, targets: list[int]) -> None:
+        self.source, self.targets = source, targets
+
+
+def started(tables: PageTables, num_prompt: int, num_requests: int) -> None:
     place = tables.open(num_prompt, num_requests)
     assert place is not None
-    copied = tables.fork(place, num_requests, num_prompt)
+    tables.fork(place, num_requests)
     tables.close(place)
-    return copied
 
 
 def test_a_page_is_free_when_its_last_reader_leaves():
@@ -47,14 +55,15 @@ def test_a_page_cannot_be_given_back_twice():
 
 @pytest.mark.parametrize("num_prompt", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 7])
 def test_rows_share_full_pages_and_write_to_their_own(num_prompt: int):
-    tables = PageTables(40 * PAGE)
-    source, targets = started(tables, num_prompt, 4)
+    tables = Copied(40 * PAGE)
+    started(tables, num_prompt, 4)
     full = num_prompt // PAGE
     assert all(row[:full] == tables.rows[0][:full] for row in tables.rows)
     lasts = [row[full:] for row in tables.rows]
     if num_prompt % PAGE:
-        assert sorted(page for last in lasts for page in last) == sorted({source, *targets})
-        assert len(targets) == 3, "the first row goes on in the prompt's own page"
+        assert sorted(page for last in lasts for page in last) == sorted({tables.source, *tables.targets})
+        assert tables.rows[0][-1] == tables.source
+        assert len(tables.targets) == 3, "the first row goes on in the prompt's own page"
     else:
         assert lasts == [[]] * 4
     assert tables.grow(lengths(*[num_prompt + 1] * 4), 16)
@@ -139,3 +148,23 @@ def test_one_row_that_fills_the_cache_is_an_error_but_not_while_a_prompt_can_mak
     assert not tables.grow(lengths(3 * PAGE), 16)
     with pytest.raises(ConfigError, match="192 tokens long, fills the whole key/value cache of 192 tokens"):
         tables.grow(lengths(3 * PAGE), 1)
+
+
+@pytest.mark.parametrize("num_kept", [PAGE, 2 * PAGE + 5, 3 * PAGE])
+def test_a_prompt_shares_what_was_kept_and_copies_the_last_page(num_kept: int):
+    tables = Copied(20 * PAGE)
+    started(tables, 3 * PAGE + 7, 1)
+    kept = tables.keep(0, num_kept)
+    tables.remove(0)
+    place = tables.open(4 * PAGE, 1, kept, num_kept)
+    assert place is not None
+    full, pages = num_kept // PAGE, tables._prompts[place][0]
+    assert pages[:full] == kept[:full]
+    assert not set(pages[full:]) & set(kept)
+    if num_kept % PAGE:
+        assert (tables.source, list(tables.targets)) == (kept[full], [pages[full]])
+    else:
+        assert tables.source == 0
+    tables.close(place)
+    tables.drop_kept(kept)
+    assert tables.pages.num_free == 20

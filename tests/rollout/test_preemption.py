@@ -76,7 +76,7 @@ def test_a_released_cache_is_made_again_and_every_answer_goes_on(policy: Policy)
     for _ in range(4):
         found |= {g.id: g for g in engine.advance(max_steps=20)}
         engine.release_cache()
-        assert engine._held is None
+        assert "_store" not in vars(engine)
         assert not len(engine._rows)
     found |= finish(engine)
     assert found.keys() == undisturbed.keys()
@@ -95,7 +95,7 @@ def test_the_first_token_is_announced_once(policy: Policy):
 def test_an_abort_of_a_preempted_sequence_keeps_what_it_sampled(policy: Policy):
     undisturbed = run(make_engine(policy), *GROUPS)
     engine = squeezed(policy)
-    running = {engine._rows.request(row).id for row in range(len(engine._rows))}
+    running = {engine._rows.sequences[row].request.id for row in range(len(engine._rows))}
     waiting = IDS - running
     assert waiting
     engine.abort(IDS)
@@ -179,14 +179,14 @@ def test_the_one_that_started_last_makes_room(policy: Policy):
     for name in "abc":
         rows.add(prompt_ids(5), requests(name, [Sampling(max_new_tokens=9)]), 1.0, NO_ROUTES)  # all at the same moment
     rows.remove(0)  # `c` is row 0 now
-    assert rows.request(rows.youngest()).id == "c/0"
+    assert rows.sequences[rows.youngest()].request.id == "c/0"
     rows.add(prompt_ids(5), requests("d", [Sampling(max_new_tokens=9)]), 1.0, NO_ROUTES)
     rows.append(0, Burst(np.full((1, 3), 7), np.zeros((1, 3), np.float32), np.ones(3, np.int64)), 0)
     parked = rows.park(0, now_s=2.0)
     rows.remove(0)
-    assert rows.request(rows.youngest()).id == "d/0"
+    assert rows.sequences[rows.youngest()].request.id == "d/0"
     rows.resume(parked, 3.0, np.zeros((6, 0, 0), np.uint8))
-    assert rows.request(rows.youngest()).id == "d/0", "the one that was parked has not become younger"
+    assert rows.sequences[rows.youngest()].request.id == "d/0", "the one that was parked has not become younger"
 
 
 def test_an_answer_that_cannot_fit_even_alone_is_an_error_that_names_the_setting(policy: Policy):

@@ -342,7 +342,11 @@ def test_drafts_are_judged_up_to_the_first_wrong_token():
     assert drafts.inputs(np.array([50, 51, 52, 53])).tolist() == [50, 5, 6, 7, 51, 8, 9, 52, 1, 53]
     #                    right, wrong, (right), -   right, right, -   wrong, -   -
     drawn = np.array([5, 60, 7, 4, 8, 9, 2, 3, 3, 1])
-    assert drafts.num_accepted(drawn).tolist() == [1, 2, 0, 0]
+    burst = drafts.accepted(Burst(drawn[None], np.arange(10, dtype=np.float32)[None], np.ones(10, np.int64)))
+    assert (burst.counts - 1).tolist() == [1, 2, 0, 0]
+    answers = [burst.tokens[:count, row].tolist() for row, count in enumerate(burst.counts)]
+    assert answers == [[5, 60], [8, 9, 2], [3], [1]]
+    assert burst.logprobs[1:3, 1].tolist() == [5, 6]
 
 
 def test_speculation_is_off_unless_asked_for(policy: Policy):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +16,6 @@ from headrace.types import FinishReason, Order, Replay, Trajectory
 
 COMING_S = 0.02  # between two turns that come back together
 MOST_GATHERED_S = 0.25
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A request whose generation is not finished."""
-
-    order: Order
-    before: Trajectory  # the trajectory that the generation continues
 
 
 @dataclass(eq=False)
@@ -38,7 +31,8 @@ class RolloutActor:
     on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them, for the ledger
     on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
     on_finished: Callable[[Trajectory], None]
-    _pending: dict[str, _Pending] = field(default_factory=dict, init=False)
+    # by id, unfinished requests and the trajectory that each continues
+    _pending: dict[str, tuple[Order, Trajectory]] = field(default_factory=dict, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _booked: int = field(default=0, init=False)
     _away: set[str] = field(default_factory=set, init=False)  # sessions whose environment replies
@@ -67,7 +61,7 @@ class RolloutActor:
                 self.on_finished(replace(known, id=id))
                 continue
             before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
-            self._pending[id] = _Pending(order, before)
+            self._pending[id] = order, before
             parts = [order.turn] if order.turn else []
             if sampling.seed is not None:
                 parts = [0, sampling.seed % 2**64]
@@ -90,14 +84,14 @@ class RolloutActor:
         """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
         for id, generation in self.engine.under_way().items():
-            if id in self._pending and (pending := self._pending[id]).order.counted:
-                group = found.setdefault(pending.order.serial, {})
-                group[pending.before.index] = self._trajectory(pending, generation)
+            if id in self._pending and (pending := self._pending[id])[0].counted:
+                trajectory = self._trajectory(pending[1], generation)
+                found.setdefault(pending[0].serial, {})[trajectory.index] = trajectory
         return found
 
     def abort(self, serials: Sequence[int]) -> None:
         pending = self._pending.items()
-        self.engine.abort({id for id, p in pending if p.order.counted and p.order.serial in serials})
+        self.engine.abort({id for id, (order, _) in pending if order.counted and order.serial in serials})
         self._work.set()
 
     async def run(self) -> None:
@@ -105,13 +99,13 @@ class RolloutActor:
         while True:
             await self._work.wait()
             while self.engine.has_work:
-                counted = any(p.order.counted for p in self._pending.values())
+                counted = any(order.counted for order, _ in self._pending.values())
                 finished = await self.device.run(self._advance, "rollout" if counted else "evaluate")
                 if fresh_tokens := self.engine.sampled_tokens - self._booked:
                     self.on_sampled(fresh_tokens)
                     self._booked += fresh_tokens
                 for id, version in self.engine.begun():
-                    if id in self._pending and (order := self._pending[id].order).counted:
+                    if id in self._pending and (order := self._pending[id][0]).counted:
                         self.on_begun(order.serial, version)
                 for generation in finished:
                     self._deliver(generation)
@@ -143,14 +137,13 @@ class RolloutActor:
             return self.engine.advance()
 
     def _deliver(self, generation: Generation) -> None:
-        pending = self._pending.pop(generation.id)
-        if pending.order.turn and generation.finish is not FinishReason.ABORT:
+        order, before = self._pending.pop(generation.id)
+        if order.turn and generation.finish is not FinishReason.ABORT:
             self._away.add(generation.id.rpartition("#")[0])
             self._turn_s += 0.1 * (generation.finished_s - generation.started_s - self._turn_s)
-        self.on_finished(self._trajectory(pending, generation))
+        self.on_finished(self._trajectory(before, generation))
 
-    def _trajectory(self, pending: _Pending, generation: Generation) -> Trajectory:
-        before, tokenizer = pending.before, self.engine.policy.tokenizer
+    def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
         started_s = before.timing.started_s if before.spans else generation.started_s
         token_ids = np.concatenate([before.token_ids, generation.token_ids])
         sampled = np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)])
@@ -162,7 +155,7 @@ class RolloutActor:
             logprobs=np.concatenate([before.logprobs, generation.logprobs]),
             spans=before.spans + generation.spans,
             finish=generation.finish,
-            text=str(tokenizer.decode(token_ids[sampled], skip_special_tokens=True)),
+            text=str(self.engine.policy.tokenizer.decode(token_ids[sampled], skip_special_tokens=True)),
             timing=replace(before.timing, started_s=started_s, finished_s=generation.finished_s),
             replay=joined(before, generation),
         )
@@ -170,20 +163,14 @@ class RolloutActor:
 
 def without_last_turn(known: Trajectory) -> Trajectory:
     """An unfinished trajectory up to where its last run of sampled tokens begins."""
-    others = np.flatnonzero(~known.sampled)
-    cut = int(others[-1]) + 1 if len(others) else 0
+    cut = int(np.flatnonzero(~known.sampled).max(initial=-1)) + 1
     replay, num_before = known.replay, int(np.count_nonzero(known.sampled[:cut]))
     if replay is not None:
         routes = None if replay.routes is None else replay.routes[:cut]
         replay = Replay.of(replay.supports[:num_before], routes) if num_before else None
-    return replace(
-        known,
-        token_ids=known.token_ids[:cut],
-        sampled=known.sampled[:cut],
-        logprobs=known.logprobs[:cut],
-        spans=tuple(span for span in known.spans if span.end <= cut),
-        replay=replay,
-    )
+    arrays: dict[str, Any] = {name: getattr(known, name)[:cut] for name in ("token_ids", "sampled", "logprobs")}
+    spans = tuple(span for span in known.spans if span.end <= cut)
+    return replace(known, **arrays, spans=spans, replay=replay)
 
 
 def joined(before: Trajectory, generation: Generation) -> Replay | None:

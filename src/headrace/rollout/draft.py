@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from headrace.rollout.rows import CONTEXT, MIX, Ints, Keys, Rows, contexts_of, prompt_key
+from headrace.rollout.rows import CONTEXT, MIX, Burst, Ints, Keys, Rows, contexts_of, prompt_key
 from headrace.types import IntArray
 
 Tags = npt.NDArray[np.uint32]
@@ -54,27 +54,25 @@ class Drafts:
     tokens: Ints  # [n, longest]
     counts: Ints  # [n] tokens drafted
 
-    @property
-    def width(self) -> int:
-        """Most cells of a row."""
-        return int(self.counts.max()) + 1
-
     @cached_property
     def cells(self) -> tuple[Ints, Ints]:
         """Row `[T]` of each cell, and its distance from the row's newest token `[T]`."""
-        return _ragged(self.counts + 1)
+        return _cells(self.counts + 1)
 
     def inputs(self, last_tokens: Ints) -> Ints:
-        which, ahead = self.cells
-        return np.where(ahead == 0, last_tokens[which], self.tokens[which, ahead - 1])
+        return np.column_stack([last_tokens, self.tokens])[self.cells]
 
-    def num_accepted(self, drawn_T: Ints) -> Ints:
-        """Tokens `[n]` of each draft before the first that differs from the sampled `drawn_T`."""
-        which, ahead = self.cells
-        right = np.zeros((len(self.counts), self.width), np.bool_)
-        drafted = self.tokens[which, ahead - 1]
-        right[which[:-1], ahead[:-1]] = (ahead[1:] > 0) & (drafted[1:] == drawn_T[:-1])
-        return np.cumprod(right, axis=1, dtype=np.int64).sum(axis=1)  # type: ignore[no-any-return]
+    def accepted(self, drawn: Burst) -> Burst:
+        """What each row sampled, up to and including the first token that differs from its draft."""
+        places = np.zeros((len(self.tokens), self.tokens.shape[1] + 1), np.int64)  # of cells in `drawn`
+        places[self.cells] = np.arange(len(self.cells[0]))
+        right = drawn.tokens[0][places[:, :-1]] == self.tokens
+        right &= np.arange(self.tokens.shape[1]) < self.counts[:, None]
+        counts = np.cumprod(right, axis=1, dtype=np.int64).sum(axis=1) + 1
+        places = places.T[: counts.max()]
+        supports = None if drawn.supports is None else drawn.supports[0][places]
+        routes = None if drawn.routes is None else drawn.routes[0][places]
+        return Burst(drawn.tokens[0][places], drawn.logprobs[0][places], counts, supports, routes)
 
 
 class Drafter:
@@ -99,13 +97,14 @@ class Drafter:
 
     def learn(self, rows: Rows) -> None:
         """Learn from every token that was sampled since the last call."""
-        fresh = rows.sampled - rows.learned
+        learned = rows.states["learned"]
+        fresh = rows.sampled - learned
         if not fresh.any():
             return
-        which, at = _ragged(fresh)
-        at += rows.learned[which]
+        which, at = _cells(fresh)
+        at += learned[which]
         tokens = rows.tokens_at(which, at)
-        slots, tags = _places(rows.prompt_keys[which], rows.contexts(which, at))
+        slots, tags = _places(rows.states["prompt_key"][which], rows.contexts(which, at))
         guesses, kinds = self._look_up(slots, tags)
         right, known = guesses == tokens, kinds[kinds >= 0]
         num_scored = np.bincount(known, minlength=len(self._scored))
@@ -114,7 +113,7 @@ class Drafter:
         self._scored = self._scored * keep + num_scored
         self._right = self._right * keep + num_right
         self._write(slots, tags, tokens)
-        rows.learned[:] = rows.sampled
+        learned[:] = rows.sampled
 
     def propose(self, rows: Rows, steps: int) -> Drafts | None:
         """Drafts for the rows, or None where `steps` plain decode steps are faster."""
@@ -146,7 +145,7 @@ class Drafter:
         which = np.flatnonzero(room > 0)
         contexts, chance = rows.contexts(which, rows.sampled[which]), np.ones(len(which))
         for depth in range(self._longest):
-            guesses, kinds = self._look_up(*_places(rows.prompt_keys[which], contexts))
+            guesses, kinds = self._look_up(*_places(rows.states["prompt_key"][which], contexts))
             chance = chance * rates[kinds]
             likely = (chance > floor) & (room[which] > depth)
             if not likely.any():
@@ -208,7 +207,7 @@ def _places(prompt_keys: Keys, contexts: Ints) -> tuple[Ints, Tags]:
     return (sums & np.uint64(NUM_SLOTS - 1)).astype(np.int64), tags
 
 
-def _ragged(counts: Ints) -> tuple[Ints, Ints]:
+def _cells(counts: Ints) -> tuple[Ints, Ints]:
     """Row of each item and its index in the row, when `counts` items per row are concatenated."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)
+    which, at = np.nonzero(np.arange(counts.max()) < counts[:, None])
+    return which, at

@@ -13,9 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from headrace.errors import ConfigError, ModelError
 from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
-from headrace.rollout.rows import Burst, Generation, Parked, Request, Rows
-from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, sample
+from headrace.rollout.rows import Burst, Generation, Request, Rows, RowSequence
+from headrace.rollout.store import MOST_STEPS, Chunk, RowStore, batches, sample
 from headrace.types import FinishReason, IntArray, RouteArray, Trajectory
 from headrace.user_code import load_optional
 
@@ -34,8 +34,6 @@ if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.rollout.paged import PagedStore
 
 MOST_COMPARED = 32  # waiting prompts that a new one is compared with
-
-Store: TypeAlias = "RowStore | PagedStore"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,27 +43,18 @@ class _PromptGroup:
     prompt: IntArray
     requests: list[Request]
     longest: int  # most tokens that one of its sequences can reach
-    place: int = -1  # handle of the prompt's KV cache
+    place: int = -1  # handle of the prompt's KV cache, while it is computed
     done: int = 0  # prompt tokens in the cache
     routes: list[RouteArray] = field(default_factory=list)  # experts of those tokens
-    aborted: set[str] = field(default_factory=set)
-    parked: Parked | None = None  # a preempted row, the only request of its group
+    parked: RowSequence | None = None  # a preempted row, the only request of its group
     known: RouteArray | None = None  # experts of the first tokens, to be kept
     cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
-    @property
-    def all_aborted(self) -> bool:
-        return len(self.aborted) == len(self.requests)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
-    """The cache of a request that ended, for the next turn of its session."""
-
-    session: str
-    tokens: IntArray  # in the cache: all but the newest
-    routes: RouteArray
-    cache: Any  # the store's
+    @classmethod
+    def of(cls, parked: RowSequence) -> _PromptGroup:
+        """To compute all that it sampled again, with the same experts."""
+        longest = len(parked.prompt) + parked.request.sampling.max_new_tokens
+        return cls(parked.tokens, [parked.request], longest, parked=parked, known=parked.routes)
 
 
 @dataclass(eq=False)
@@ -92,22 +81,21 @@ class Engine:
         self.parks = 0  # sequences preempted at `max_wall_s`
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
-        self._held: Store | None = self._make_store()
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
                 f"model.exact = true and rollout.speculate = {speculate}: speculative decoding on a CPU "
                 "is not batch-invariant; set rollout.speculate = 0"
             )
-        self._drafter: Drafter | None = None
-        if speculate:
-            self._drafter = Drafter(speculate, max_running=self.max_running, device=policy.device.type)
-        self._rows = Rows(policy.routers.shape, policy.routers.dtype, self._make_grammars)
+        drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
+        self._drafter = drafter(speculate) if speculate else None
+        self._rows = Rows((policy.routers.dtype, policy.routers.shape), cache(self._make_grammars))
+        _ = self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
         self._finished: list[Generation] = []
         self._begun: deque[tuple[str, int]] = deque()
-        self._kept: list[_Kept] = []  # least recently used first
+        self._kept: list[RowSequence] = []  # for next turns; least recently used first
 
     # ---- called from any thread
 
@@ -117,17 +105,11 @@ class Engine:
 
     def forget(self, sessions: set[str]) -> None:
         """These sessions are over: their cache is free."""
-        self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.session in sessions]))
+        self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.request.session in sessions]))
 
     def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
         """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
-
-        def queue() -> None:
-            parked = self._rows.parked(request, known, start)
-            group = _PromptGroup(known.token_ids, [request], parked.longest, parked=parked, known=parked.routes)
-            self._waiting.append(group)
-
-        self._inbox.append(queue)
+        self._inbox.append(lambda: self._waiting.append(_PromptGroup.of(self._rows.parked(request, known, start))))
 
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step, with the tokens they have and finish ABORT."""
@@ -183,7 +165,8 @@ class Engine:
             group.cached = group.done = group.cached if self.on_update == "keep" else 0
             del group.routes[1 if group.done else 0 :]
         if self.on_update == "recompute":
-            self._store.recompute(self._rows, self.prefill_tokens)
+            for chunks in batches(self._rows, self.prefill_tokens):
+                self._store.prefill(chunks, of_rows=True)
 
     @torch.inference_mode()
     def release_cache(self) -> None:
@@ -191,7 +174,7 @@ class Engine:
         self._drop_kept(self._kept)
         while self._prefilling or len(self._rows):
             self._make_room()
-        self._held = None
+        vars(self).pop("_store", None)
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -218,20 +201,16 @@ class Engine:
 
     # ---- inside
 
-    @property
-    def _store(self) -> Store:
+    @cached_property
+    def _store(self) -> RowStore | PagedStore:
         """The KV cache; allocated again when it is needed after `release_cache`."""
-        self._held = self._held or self._make_store()
-        return self._held
+        if self.policy.device.type == "cuda":
+            return PagedStore(self.policy, self.kv_tokens, self._rows, self.max_running)
+        return RowStore(self.policy, self.kv_tokens, self._rows)
 
     def _make_grammars(self) -> Any:
         module, policy = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar"), self.policy
         return module.Grammars(policy.tokenizer, len(policy.head_weight), sorted(policy.eos_ids))
-
-    def _make_store(self) -> Store:
-        if self.policy.device.type == "cuda":
-            return PagedStore(self.policy, self.kv_tokens, self.max_running)
-        return RowStore(self.policy, self.kv_tokens)
 
     def _split(self, prompt: IntArray, requests: list[Request], known: RouteArray | None) -> None:
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
@@ -262,7 +241,7 @@ class Engine:
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            cached = 0 if kept is None else _common(group.prompt[:-1], kept.tokens)
+            cached = 0 if kept is None else _common(group.prompt[:-1], kept.tokens[:-1])
             place = self._store.open(**sizes, kept=None if kept is None else kept.cache, num_kept=cached)
             if place is None:
                 break
@@ -274,66 +253,69 @@ class Engine:
 
     def _prefill(self, budget: int) -> int:
         """Compute at most `budget` prompt tokens; the requests of a complete prompt start."""
-        chunks, complete, left = [], [], budget
+        chunks: list[Chunk] = []
+        left = budget
         for group in self._prefilling:
-            start, known = group.done, group.known
-            group.done = min(start + left, len(group.prompt))
-            chunks.append((group, Chunk(group.place, start, group.done, group.prompt, known)))
+            start, group.done = group.done, min(group.done + left, len(group.prompt))
+            chunks.append(Chunk(group.place, start, group.done, group.prompt, group.known))
             left -= group.done - start
-            if group.done == len(group.prompt):
-                complete.append((group, len(chunks) - 1))
             if not left:
                 break
-        last_hidden, routes = self._store.prefill([chunk for _, chunk in chunks])
-        ends = np.cumsum([chunk.size for _, chunk in chunks])
-        for (group, _), part in zip(chunks, np.split(routes, ends[:-1]), strict=True):
+        last_hidden, routes = self._store.prefill(chunks)
+        ends = np.cumsum([chunk.size for chunk in chunks])
+        for group, part in zip(self._prefilling, np.split(routes, ends[:-1]), strict=False):
             group.routes.append(part)
+        complete = [g for g in self._prefilling if g.done == len(g.prompt)]
+        self._prefilling = self._prefilling[len(complete) :]
         self._start(complete, last_hidden)
-        self._prefilling = [g for g in self._prefilling if g.place >= 0]
         self.computed_tokens += budget - left
         return budget - left
 
-    def _start(self, complete: list[tuple[_PromptGroup, int]], last_hidden: torch.Tensor) -> None:
-        """Sample a token for each request; groups come with their prompts' index in `last_hidden`."""
+    def _start(self, complete: list[_PromptGroup], last_hidden: torch.Tensor) -> None:
+        """Sample a token for each request; `last_hidden` begins with what follows these prompts."""
         first, ends = len(self._rows), []
-        for group, end in complete:
-            requests = [r for r in group.requests if r.id not in group.aborted]
-            if requests:
-                num_prompt = len(group.prompt)
-                self._store.fork(group.place, self._rows, len(requests), num_prompt, group.longest)
-                routes = np.concatenate(group.routes)
-                if group.parked is not None:
-                    self._rows.resume(group.parked, self.clock(), routes)
-                else:
-                    self._rows.add(group.prompt, requests, self.clock(), routes)
-                    self.prompt_tokens += num_prompt
-                    self.cached_tokens += group.cached
-                    self._begun.extend((r.id, self.version) for r in requests)
-                    if self._drafter is not None:
-                        self._drafter.read(group.prompt)
-                ends += [end] * len(requests)
+        for end, group in enumerate(complete):
+            routes = np.concatenate(group.routes)
+            if group.parked is not None:
+                self._rows.resume(group.parked, self.clock(), routes)
+            else:
+                self._rows.add(group.prompt, group.requests, self.clock(), routes)
+                self.prompt_tokens += len(group.prompt)
+                self.cached_tokens += group.cached
+                self._begun.extend((r.id, self.version) for r in group.requests)
+                if self._drafter is not None:
+                    self._drafter.read(group.prompt)
+            self._store.fork(group.place, len(group.requests))
             self._store.close(group.place)
-            group.place = -1
+            ends += [end] * len(group.requests)
         if ends:
             logits, which = self.policy.logits(last_hidden)[ends], np.arange(first, len(self._rows))
             self._record(sample(logits, self._rows, which), first)
 
     def _decode(self, wanted: int) -> int:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
-        while not (steps := self._store.steps(self._rows, wanted)):
+        while not (steps := self._room_for(wanted)):
             self._make_room()
-        drafts = None
-        if self._drafter is not None and not any(sampling.grammar for sampling in self._rows.samplings):
-            drafts = self._drafter.propose(self._rows, steps)
-        if drafts is None or not self._store.fits(self._rows, drafts):
-            self._record(self._store.decode(self._rows, steps), 0)
+        drafts, rows = None, self._rows
+        if self._drafter is not None and not any(s.request.sampling.grammar for s in rows.sequences):
+            drafts = self._drafter.propose(rows, steps)
+        if drafts is None or not self._store.grow(rows.lengths + drafts.counts + 1, 0):
+            which = np.arange(len(rows))
+            self._record(self._store.decode(which, np.zeros_like(which), rows.last_tokens, steps), 0)
             return steps
-        burst = self._store.verify(self._rows, drafts)
+        burst = drafts.accepted(self._store.decode(*drafts.cells, drafts.inputs(rows.last_tokens), 1))
         self.num_drafts += int(np.count_nonzero(drafts.counts))
         self.drafted_tokens += int(drafts.counts.sum())
         self.accepted_tokens += int((burst.counts - 1).sum())
         self._record(burst, 0)
         return 1
+
+    def _room_for(self, wanted: int) -> int:
+        """Decode steps there is room for, at most `wanted`; 0 if a row must be preempted first."""
+        for steps in (min(wanted, self._store.most_steps), 1) if self._rows.plain else (1,):
+            if self._store.grow(self._rows.lengths, steps):
+                return steps
+        return 0
 
     def _make_room(self) -> None:
         """The cache is full: preempt what started last. It will be recomputed."""
@@ -343,11 +325,10 @@ class Engine:
         if self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
             group = self._prefilling.pop()
             self._store.close(group.place)
-            group.place, group.done = -1, 0
-            group.routes.clear()
+            group.done = 0
             self._waiting.appendleft(group)
             return
-        self._waiting.appendleft(self._park(self._rows.youngest()))
+        self._waiting.appendleft(_PromptGroup.of(self._remove(self._rows.youngest())))
         self.preemptions += 1
 
     def _enforce_max_wall_s(self) -> None:
@@ -359,89 +340,81 @@ class Engine:
             return
         parked: list[_PromptGroup] = []  # queue behind the others, then have `max_wall_s` again
         while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
-            parked.append(self._park(rows[0], new_time_limit=True))
+            parked.append(_PromptGroup.of(replace(self._remove(rows[0]), decoded_s=0.0)))
             self._waiting.append(parked[-1])
         self.parks += len(parked)
 
-    def _park(self, row: int, *, new_time_limit: bool = False) -> _PromptGroup:
-        """Preempt a row, and keep what it sampled; it continues after its tokens are recomputed."""
-        sequence, parked = self._rows.sequence(row), self._remove(row)
-        if new_time_limit:
-            parked = replace(parked, decoded_s=0.0)
-        return _PromptGroup(sequence, [parked.request], parked.longest, parked=parked, known=parked.routes)
-
     def _record(self, burst: Burst, first: int) -> None:
         """Record the sampled tokens of rows `first`.., and finish the rows that are done."""
-        had = self._rows.sampled[first:].copy()
-        self._rows.append(first, burst, self.version)
-        ended = self._rows.end(first, burst, self.policy.eos_ids, self.policy.tokenizer)
-        fresh = self._rows.sampled[first:] - had
+        counts, ended = self._rows.ends(first, burst, self.policy.eos_ids, self.policy.tokenizer)
         # tokens beyond a row's end may be NaN
-        if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < fresh]).any():
+        if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < counts]).any():
             raise ModelError(
                 f"version {self.version} of the policy gives the next token a probability that is not "
                 "a number (NaN): its weights, or what it computes from them, are not finite. Nothing "
                 "was trained on it; resume the run from its last checkpoint, and if it comes to this "
                 "again, lower learner.lr or set model.dtype=float32"
             )
-        self.sampled_tokens += int(fresh[self._rows.counted[first:]].sum())
-        self.computed_tokens += int(fresh.sum())
+        self._rows.append(first, replace(burst, counts=counts), self.version)
+        self.sampled_tokens += int(counts[self._rows.states["counted"][first:]].sum())
+        self.computed_tokens += int(counts.sum())
         if ended and self._drafter is not None:
             self._drafter.learn(self._rows)
         for row, finish in sorted(ended.items(), reverse=True):
             self._finish(row, finish)
 
     def _finish(self, row: int, finish: FinishReason) -> None:
-        if (session := self._rows.request(row).session) and finish is not FinishReason.ABORT:
-            self._keep(row, session)
-        self._finished.append(self._remove(row).generation(finish, self.clock()))
+        """A row ends. Its cache is kept for the next turn, in place of what it went on from."""
+        session, cache = self._rows.sequences[row].request.session, None
+        if session and finish is not FinishReason.ABORT:
+            cache = self._store.keep(row, int(self._rows.lengths[row]) - 1)
+        sequence = self._remove(row)
+        if cache is not None:
+            mine = [kept for kept in self._kept if kept.request.session == session]
+            tokens = sequence.tokens[:-1]
+            self._drop_kept([k for k in mine if _common(k.tokens[:-1], tokens) == len(k.tokens) - 1])
+            self._kept.append(replace(sequence, supports=[], cache=cache))
+        self._finished.append(sequence.generation(finish, self.clock()))
 
-    def _keep(self, row: int, session: str) -> None:
-        """Keep the cache of a row that ends, in place of what it goes on from."""
-        tokens, routes = self._rows.sequence(row)[:-1], self._rows.routes(row)
-        longer = [k for k in self._kept if k.session == session and _common(k.tokens, tokens) == len(k.tokens)]
-        self._drop_kept(longer)
-        self._kept.append(_Kept(session, tokens, routes, self._store.keep(row, len(tokens))))
-
-    def _find_kept(self, group: _PromptGroup) -> _Kept | None:
+    def _find_kept(self, group: _PromptGroup) -> RowSequence | None:
         """What is kept of the group's session and begins most like its prompt; it counts as just used."""
         session = group.requests[0].session if len(group.requests) == 1 else ""
-        found = [kept for kept in self._kept if session and kept.session == session]
-        best = max(found, key=lambda kept: _common(group.prompt, kept.tokens), default=None)
+        found = [kept for kept in self._kept if session and kept.request.session == session]
+        best = max(found, key=lambda kept: _common(group.prompt, kept.tokens[:-1]), default=None)
         if best is not None:
             self._kept.remove(best)
             self._kept.append(best)
         return best
 
-    def _drop_kept(self, dropped: Sequence[_Kept]) -> None:
+    def _drop_kept(self, dropped: Sequence[RowSequence]) -> None:
         for kept in dropped:
             self._store.drop_kept(kept.cache)
         self._kept = [kept for kept in self._kept if kept not in dropped]
 
-    def _remove(self, row: int) -> Parked:
+    def _remove(self, row: int) -> RowSequence:
         """Remove a row, and return what it was; the last row moves into its place."""
         parked = self._rows.park(row, self.clock())
-        self._store.remove(row, self._rows)
+        self._store.remove(row)
         self._rows.remove(row)
         return parked
 
     def _abort(self, ids: set[str]) -> None:
         """A request without a row has sampled something only if it is parked."""
         for row in reversed(range(len(self._rows))):
-            if self._rows.request(row).id in ids:
+            if self._rows.sequences[row].request.id in ids:
                 self._finish(row, FinishReason.ABORT)
+        now_s, finish = self.clock(), FinishReason.ABORT
         for group in [*self._waiting, *self._prefilling]:
-            for request in group.requests:
-                if request.id in ids and request.id not in group.aborted:
-                    group.aborted.add(request.id)
-                    now_s, finish = self.clock(), FinishReason.ABORT
-                    nothing = Generation(id=request.id, finish=finish, started_s=now_s, finished_s=now_s)
-                    parked = group.parked
-                    self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
-        for group in [g for g in self._prefilling if g.all_aborted]:
-            self._store.close(group.place)
-        self._prefilling = [g for g in self._prefilling if not g.all_aborted]
-        self._waiting = deque(g for g in self._waiting if not g.all_aborted)
+            for id in [request.id for request in group.requests if request.id in ids]:
+                nothing = Generation(id=id, finish=finish, started_s=now_s, finished_s=now_s)
+                parked = group.parked
+                self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
+            group.requests = [request for request in group.requests if request.id not in ids]
+        for group in self._prefilling:
+            if not group.requests:
+                self._store.close(group.place)
+        self._prefilling = [group for group in self._prefilling if group.requests]
+        self._waiting = deque(group for group in self._waiting if group.requests)
 
 
 def _common(a: IntArray, b: IntArray) -> int:

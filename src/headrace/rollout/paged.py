@@ -23,10 +23,10 @@ from headrace.kernels.block import Heads, rotate_and_store
 from headrace.kernels.softmax import draw_tokens
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.rollout.draft import MOST_VERIFIED, Drafts
-from headrace.rollout.pages import PAGE, PageTable, PageTables
+from headrace.rollout.draft import MOST_VERIFIED
+from headrace.rollout.pages import PAGE, PageTables
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
-from headrace.rollout.store import MOST_STEPS, Chunk, accepted, batches, forward, sample
+from headrace.rollout.store import MOST_STEPS, Chunk, forward, sample
 from headrace.types import RouteArray
 
 
@@ -35,7 +35,6 @@ class PagedPass:
     """A plan: writes keys and values of new tokens to their slots, then attends."""
 
     cache: Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
-    positions: Tensor  # [1, T]
     slots: Tensor  # [T] page * PAGE + offset in the page
     attention: Callable[..., Tensor]
 
@@ -53,16 +52,19 @@ class PagedPass:
         return self.attention(q_THD.contiguous(), keys, values, scale=scale, window=window)
 
 
-class PagedStore:
+class PagedStore(PageTables):
     """The paged cache of an engine; the methods are those of `RowStore`.
 
     Rows take pages as they grow; when no page is left, a row has to be preempted. Graphs of decode
     steps are captured when first needed and stay valid: weights change in place.
     """
 
-    def __init__(self, policy: Policy, kv_tokens: int, max_running: int) -> None:
-        self._policy, self._tables = policy, PageTables(kv_tokens)
-        cache_shape = self._tables.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
+    most_steps = MOST_STEPS
+
+    def __init__(self, policy: Policy, kv_tokens: int, running: Rows, max_running: int) -> None:
+        super().__init__(kv_tokens)
+        self._policy, self._running = policy, running
+        cache_shape = self.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
         rows = _row_size(max(max_running, MOST_VERIFIED))
         most_pages = -(-(min(policy.max_context, kv_tokens) + MOST_STEPS) // PAGE)
         routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype  # dense: empty
@@ -82,74 +84,17 @@ class PagedStore:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    def most_rows(self, longest: int) -> int:
-        return self._tables.most_rows(longest)
-
-    def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
-        return self._tables.has_room(num_rows=num_rows, num_prompt=num_prompt, num_requests=num_requests)
-
-    def open(self, num_prompt: int, num_requests: int, kept: list[int] | None = None, num_kept: int = 0) -> int | None:
-        """The prompt shares the full pages of `kept`, and gets a copy of the last one."""
-        num_full = num_kept // PAGE
-        place = self._tables.open(num_prompt, num_requests, (kept or [])[:num_full])
-        if place is not None and kept is not None and num_kept % PAGE:
-            for cache in chain(*self._cache):
-                cache[self._tables.prompt(place)[num_full]] = cache[kept[num_full]]
-        return place
-
-    def keep(self, row: int, num_tokens: int) -> list[int]:
-        return self._tables.keep(row, num_tokens)
-
-    def drop_kept(self, kept: list[int]) -> None:
-        self._tables.pages.give_back(kept)
-
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
-        return self._forward(chunks, [self._tables.prompt(c.row) for c in chunks])
-
-    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
-        """The rows share the prompt's full pages; each gets its own copy of the last one."""
-        source, targets = self._tables.fork(place, count, num_prompt)
-        for cache in chain(*self._cache) if targets else ():
+    def copy_page(self, source: int, targets: list[int]) -> None:
+        for cache in chain(*self._cache):
             cache[targets] = cache[source].clone()
 
-    def close(self, place: int) -> None:
-        self._tables.close(place)
-
-    def steps(self, rows: Rows, wanted: int) -> int:
-        """Takes the pages that the next steps write to."""
-        for steps in (wanted, 1) if rows.plain else (1,):
-            if self._tables.grow(rows.lengths, steps):
-                return steps
-        return 0
-
-    def decode(self, rows: Rows, steps: int) -> Burst:
-        which = np.arange(len(rows))
-        return self._run(rows, which, np.zeros_like(which), rows.last_tokens, steps)
-
-    def fits(self, rows: Rows, drafts: Drafts) -> bool:
-        """Takes the pages that the drafts write to."""
-        return self._tables.reach(rows.lengths + drafts.counts + 1)
-
-    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
-        # A layer writes the keys and values of all rows before it attends: a token sees its past.
-        which, ahead = drafts.cells
-        tokens = drafts.inputs(rows.last_tokens)
-        return accepted(drafts, self._run(rows, which, ahead, tokens, 1))
-
-    def remove(self, row: int, rows: Rows) -> None:
-        self._tables.remove(row)
-
-    def recompute(self, rows: Rows, budget: int) -> None:
-        """Shared pages are written once per row, with the same values."""
-        for chunks in batches(rows, budget):
-            self._forward(chunks, [self._tables.rows[c.row] for c in chunks])
-
-    def _forward(self, chunks: Sequence[Chunk], pages: Sequence[Sequence[int]]) -> tuple[Tensor, RouteArray]:
-        """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+    def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
+        """Shared pages of rows are written once per row, with the same values."""
         policy, device = self._policy, self._policy.device
-        table, at = self._tables.table(pages), [np.arange(c.start, c.end) for c in chunks]
+        pages = [self.rows[c.row] if of_rows else self._prompts[c.row][0] for c in chunks]
+        table, at = self.table(pages), [np.arange(c.start, c.end) for c in chunks]
         slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
-        positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
+        slots_T = torch.from_numpy(np.concatenate(slots)).to(device)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
         blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
@@ -158,36 +103,34 @@ class PagedStore:
         def attention(q: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
             return block_attention(q, keys, values, tables, blocks, **how)[0]
 
-        return forward(policy, chunks, PagedPass(self._cache, positions_T[None], slots_T, attention))
+        return forward(policy, chunks, PagedPass(self._cache, slots_T, attention))
 
-    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
+    def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
         """A burst, or one step where sampling needs the host. A token is a row of the graph."""
-        n, lengths = len(tokens), rows.lengths[which] + ahead
+        # A layer writes the keys and values of all rows before it attends: a token sees its past.
+        rows, n, padded = self._running, len(tokens), _row_size(len(tokens))
+        lengths, table = rows.lengths[which] + ahead, self.table()[which]
         if rows.plain:
-            noise = np.stack([uniforms(rows.seeds[which], lengths + k) for k in range(steps)])
-            self._temperatures[:n] = self._to_device(rows.temperatures[which])
+            noise = np.stack([uniforms(rows.states["seed"][which], lengths + k) for k in range(steps)])
+            self._temperatures[:n] = self._to_device(rows.states["temperature"][which])
             self._noise[:steps, :n] = self._to_device(noise)
-        self._replay(self._tables.table()[which], lengths, tokens, steps)
+        self._page_table[:padded].zero_()
+        self._page_table[:n, : table.shape[1]] = self._to_device(table)
+        self._lengths[:padded] = 1
+        self._lengths[:n] = self._to_device(lengths.astype(np.int32))
+        self._tokens[:n] = self._to_device(tokens)
+        self._step.zero_()
+        num_segments = -(-(int(lengths.max()) + steps) // SEGMENT)
+        size = padded, 1 << (num_segments - 1).bit_length()  # few sizes of graph
+        if size not in self._graphs:
+            self._graphs[size] = self._record(*size)
+        for _ in range(steps):
+            self._graphs[size].replay()
         routes = self._routes[:steps, :n].cpu().numpy().astype(self._policy.routers.dtype, copy=False)
         if not rows.plain:
             return sample(self._logits[:n], rows, which, ahead, routes[0])
         drawn, logprobs = self._drawn[:steps, :n].cpu(), self._logprobs[:steps, :n].cpu()
         return Burst(drawn.numpy(), logprobs.numpy(), np.full(n, steps), routes=routes)
-
-    def _replay(self, tables: PageTable, lengths: Ints, tokens: Ints, steps: int) -> None:
-        n, rows = len(tokens), _row_size(len(tokens))
-        self._page_table[:rows].zero_()
-        self._page_table[:n, : tables.shape[1]] = self._to_device(tables)
-        self._lengths[:rows] = 1
-        self._lengths[:n] = self._to_device(lengths.astype(np.int32))
-        self._tokens[:n] = self._to_device(tokens)
-        self._step.zero_()
-        num_segments = -(-(int(lengths.max()) + steps) // SEGMENT)
-        segments = 1 << (num_segments - 1).bit_length()  # few sizes of graph
-        if (rows, segments) not in self._graphs:
-            self._graphs[rows, segments] = self._record(rows, segments)
-        for _ in range(steps):
-            self._graphs[rows, segments].replay()
 
     def _record(self, rows: int, segments: int) -> torch.cuda.CUDAGraph:
         inputs = (self._page_table, self._lengths, self._tokens, self._step)
@@ -214,9 +157,8 @@ class PagedStore:
         pages = tables.long().gather(1, (positions // PAGE)[:, None]).squeeze(1)
         longest = segments * SEGMENT
         attention = partial(decode_attention, tables=tables, lengths=lengths, longest=longest)
-        slots = pages * PAGE + positions % PAGE
-        plan = PagedPass(self._cache, positions[None], slots, attention)
-        hidden = self._policy.hidden(self._tokens[:rows], plan.positions, plan, routes)
+        plan = PagedPass(self._cache, pages * PAGE + positions % PAGE, attention)
+        hidden = self._policy.hidden(self._tokens[:rows], positions[None], plan, routes)
         if (chosen := routes.chosen) is not None:
             self._routes[:, :rows].index_copy_(0, self._step, chosen[None])
         logits = torch.mm(hidden, self._policy.head_weight.t(), out=self._logits[:rows])

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from headrace.errors import ConfigError
 from headrace.rollout.rows import Ints
 
-PageTable = npt.NDArray[np.int32]  # [rows, pages]
-
 PAGE = 64  # tokens
 
 
@@ -34,43 +32,44 @@ class Pages:
         self._readers[taken] = 1
         return taken
 
-    def share(self, pages: Sequence[int]) -> None:
-        assert (self._readers[list(pages)] > 0).all()
-        self._readers[list(pages)] += 1
+    def share(self, pages: list[int]) -> None:
+        assert (self._readers[pages] > 0).all()
+        self._readers[pages] += 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def give_back(self, pages: list[int]) -> None:
         """Remove a reader from each page; a page without readers is free."""
-        held = list(pages)
-        assert (self._readers[held] > 0).all()
-        self._readers[held] -= 1
-        self._free += [page for page in held if not self._readers[page]]
+        assert (self._readers[pages] > 0).all()
+        self._readers[pages] -= 1
+        self._free += [page for page in pages if not self._readers[page]]
 
 
 class PageTables:
-    """The pages of every prompt in prefill and of every row."""
+    """The pages of every prompt in prefill and of every row, by the methods of a store."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_pages = num_pages(num_tokens)
         self.pages = Pages(self.num_pages + 1)
         self.rows: list[list[int]] = []
-        self._prompts: dict[int, tuple[list[int], list[int]]] = {}  # of the prompt, for its rows
+        # of a prompt; and if its last page is partial, that page and copies of it: one for each row
+        self._prompts: dict[int, tuple[list[int], list[int]]] = {}
         self._opened = 0
 
     def most_rows(self, longest: int) -> int:
         """Rows of `longest` tokens that fit at the same time, with a page to spare."""
         return (self.num_pages - 1) // num_pages(longest)
 
-    def has_room(self, *, num_rows: int, num_prompt: int, num_requests: int) -> bool:
+    def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
         """Room for the prompt, a page for each new row, and one to grow for every row."""
         return self.pages.num_free >= num_pages(num_prompt) + num_requests + num_rows
 
-    def open(self, num_prompt: int, num_requests: int, shared: Sequence[int] = ()) -> int | None:
+    def open(self, num_prompt: int, num_requests: int, kept: list[int] | None = None, num_kept: int = 0) -> int | None:
         """Take pages for a prompt and copies of its last, partial page; None if too few are free.
 
-        Its first pages are the `shared` ones, which are full.
+        It begins with `num_kept` tokens of `kept`: full pages are shared, the last one is copied.
         """
+        kept, num_full = kept or [], num_kept // PAGE
         num_copies = num_requests - 1 if num_prompt % PAGE else 0
-        num_own = num_pages(num_prompt) - len(shared)
+        num_own = num_pages(num_prompt) - num_full
         if self.pages.num_free < num_own + num_copies:
             if not self.rows and not self._prompts:
                 raise ConfigError(
@@ -80,9 +79,16 @@ class PageTables:
                 )
             return None
         self._opened += 1
-        self.pages.share(shared)
-        self._prompts[self._opened] = [*shared, *self.pages.take(num_own)], self.pages.take(num_copies)
+        self.pages.share(kept[:num_full])
+        pages = [*kept[:num_full], *self.pages.take(num_own)]
+        lasts = [pages[-1], *self.pages.take(num_copies)] if num_prompt % PAGE else []
+        self._prompts[self._opened] = pages, lasts
+        if num_kept % PAGE:
+            self.copy_page(kept[num_full], pages[num_full : num_full + 1])
         return self._opened
+
+    def copy_page(self, source: int, targets: list[int]) -> None:
+        """A store copies its keys and values here."""
 
     def keep(self, row: int, num_tokens: int) -> list[int]:
         """The pages with the first tokens of a row that ends, held until they are given back."""
@@ -90,31 +96,31 @@ class PageTables:
         self.pages.share(held)
         return held
 
-    def prompt(self, place: int) -> list[int]:
-        return self._prompts[place][0]
+    def drop_kept(self, kept: list[int]) -> None:
+        self.pages.give_back(kept)
 
-    def fork(self, place: int, count: int, num_prompt: int) -> tuple[int, list[int]]:
-        """Append `count` rows that share the prompt's pages; returns a page to copy and its copies."""
+    def fork(self, place: int, count: int) -> None:
+        """Append `count` rows that share the prompt's full pages; each has a last page of its own."""
         # The first row goes on in the prompt's last page: close the prompt, nothing else may write.
-        pages, copies = self._prompts[place]
-        shared, last = (pages[:-1], pages[-1]) if num_prompt % PAGE else (pages, 0)
-        own = [copies.pop() for _ in range(count - 1)] if last else []
+        pages, lasts = self._prompts[place]
         for row in range(count):
-            self.pages.share(shared)
-            self.rows.append([*shared, *own[row - 1 : row]])
-        if last:
-            self.pages.share([last])
-            self.rows[len(self.rows) - count].append(last)
-        return last, own
+            self.rows.append([*pages[:-1], *lasts[row : row + 1]] if lasts else [*pages])
+            self.pages.share(self.rows[-1])
+        if copies := lasts[1:count]:
+            self.copy_page(lasts[0], copies)
 
     def close(self, place: int) -> None:
         """Release the prompt's own hold on its pages."""
-        pages, copies = self._prompts.pop(place)
-        self.pages.give_back([*pages, *copies])
+        pages, lasts = self._prompts.pop(place)
+        self.pages.give_back([*pages, *lasts[1:]])
 
     def grow(self, lengths: Ints, steps: int) -> bool:
-        """Take the pages that the next `steps` of all rows write to, or none if too few are free."""
-        if self.reach(lengths + steps):
+        """Give every row the pages for its next `steps` tokens, or none if too few are free."""
+        pairs = zip(lengths + steps, self.rows, strict=True)
+        needed = [max(0, num_pages(length) - len(held)) for length, held in pairs]
+        if sum(needed) <= self.pages.num_free:
+            for held, count in zip(self.rows, needed, strict=True):
+                held += self.pages.take(count)
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
             raise ConfigError(
@@ -123,24 +129,14 @@ class PageTables:
             )
         return False
 
-    def reach(self, lengths: Ints) -> bool:
-        """Give every row the pages for `lengths` tokens, or none if too few are free."""
-        pairs = zip(lengths, self.rows, strict=True)
-        needed = [max(0, num_pages(length) - len(held)) for length, held in pairs]
-        if sum(needed) > self.pages.num_free:
-            return False
-        for held, count in zip(self.rows, needed, strict=True):
-            held += self.pages.take(count)
-        return True
-
     def remove(self, row: int) -> None:
         """Give a row's pages back; the last row moves into its place."""
         self.pages.give_back(self.rows[row])
         self.rows[row] = self.rows[-1]
         del self.rows[-1]
 
-    def table(self, rows: Sequence[Sequence[int]] = ()) -> PageTable:
-        """The pages of each row, or of each of `rows`, padded with page 0."""
+    def table(self, rows: Sequence[Sequence[int]] = ()) -> npt.NDArray[np.int32]:
+        """The pages `[rows, pages]` of each row, or of each of `rows`, padded with page 0."""
         rows = rows or self.rows
         table = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for row, held in enumerate(rows):

@@ -20,9 +20,8 @@ ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker of the pool, and its orders."""
+    """What the pool knows of a worker."""
 
-    worker: Worker[Sampler]
     orders: dict[str, Order] = field(default_factory=dict)  # by id of each unfinished request
     sampled_tokens: int = 0  # reported
     delivered_tokens: int = 0  # of finished trajectories
@@ -42,43 +41,40 @@ class RolloutPool:
     on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
     on_redone: Callable[[int], None]  # tokens, when a worker is lost
     on_lost: Callable[[Worker[Sampler], str], None]  # and why
-    _members: list[_Member] = field(default_factory=list, init=False)
+    _members: dict[Worker[Sampler], _Member] = field(default_factory=dict, init=False)
     _waiting: list[Order] = field(default_factory=list, init=False)  # while there is no worker
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
-    _homes: dict[str, _Member] = field(default_factory=dict, init=False)  # by session: who has its cache
+    _homes: dict[str, Worker[Sampler]] = field(default_factory=dict, init=False)  # by session: who has its cache
     _past: EngineCounts = field(default_factory=EngineCounts, init=False)  # of former workers
     _failure: Exception | None = field(default=None, init=False)
     _failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @property
     def workers(self) -> list[Worker[Sampler]]:
-        return [member.worker for member in self._members]
+        return list(self._members)
 
     @property
     def staying(self) -> list[Worker[Sampler]]:
         """Workers that get new orders."""
-        return [member.worker for member in self._members if member.leaves is None]
+        return [worker for worker, member in self._members.items() if member.leaves is None]
 
     @property
     def counts(self) -> EngineCounts:
-        return sum((member.counts for member in self._members), self._past)
+        return sum((member.counts for member in self._members.values()), self._past)
 
     # ---- workers come and go
 
     def join(self, worker: Worker[Sampler]) -> None:
-        member = _Member(worker)
-        self._members.append(member)
-        member.following = asyncio.create_task(self._follow(member))
+        self._members[worker] = member = _Member()
+        member.following = asyncio.create_task(self._follow(worker, member))
         waiting, self._waiting = self._waiting, []
         for order in waiting:
             self._give(order)
 
     def lose(self, worker: Worker[Sampler], why: str) -> None:
         """Remove a worker that is lost or must go; its unfinished requests go to others."""
-        member = self._member(worker)
-        if member is None:
+        if (member := self.dismiss(worker)) is None:
             return
-        self._end(member)
         if redone := member.sampled_tokens - member.delivered_tokens:
             self.on_redone(redone)
         self.on_lost(worker, why)
@@ -90,16 +86,24 @@ class RolloutPool:
 
     def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
         """Give a worker no more orders. The event is set when it has none left: then `dismiss` it."""
-        member = self._member(worker)
-        assert member is not None
+        member = self._members[worker]
         member.leaves = asyncio.Event()
         if not member.orders:
             member.leaves.set()
         return member.leaves
 
-    def dismiss(self, worker: Worker[Sampler]) -> None:
-        if member := self._member(worker):
-            self._end(member)
+    def dismiss(self, worker: Worker[Sampler]) -> _Member | None:
+        """Remove a worker; returns what it leaves, or None if it was no member."""
+        if (member := self._members.pop(worker, None)) is None:
+            return None
+        worker.kill()  # nothing that it still sends may be booked
+        if member.following is not asyncio.current_task():
+            member.following.cancel()
+        if member.leaves is not None:
+            member.leaves.set()
+        self._tell_under_way(member, {})
+        self._past = self._past + member.counts
+        return member
 
     def fail(self, error: Exception) -> None:
         """No worker can continue: every pending future raises `error`."""
@@ -111,7 +115,7 @@ class RolloutPool:
         self._futures.clear()
 
     def close(self) -> None:
-        for member in self._members:
+        for member in self._members.values():
             member.following.cancel()
 
     # ---- called by the loop
@@ -127,13 +131,13 @@ class RolloutPool:
     def forget(self, session: str) -> None:
         """An episode is over."""
         if (home := self._homes.pop(session, None)) in self._members and home is not None:
-            home.worker.ask(Sampler.forget, [session])
+            home.ask(Sampler.forget, [session])
 
     def abort(self, serials: Sequence[int]) -> None:
-        for member in self._members:
+        for worker, member in self._members.items():
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
-                member.worker.ask(Sampler.abort, ended)
+                worker.ask(Sampler.abort, ended)
         given_up = [order for order in self._waiting if order.counted and order.serial in serials]
         for order in given_up:
             self._waiting.remove(order)
@@ -154,12 +158,12 @@ class RolloutPool:
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests have sampled. It is booked on return."""
-        for member in self._members:
+        for worker, member in self._members.items():
             if member.under_way is None:
                 member.under_way = asyncio.get_running_loop().create_future()
-                member.worker.ask(Sampler.tell_under_way)
+                worker.ask(Sampler.tell_under_way)
         found: dict[int, dict[int, Trajectory]] = {}
-        for groups in await asyncio.gather(*(m.under_way for m in self._members if m.under_way is not None)):
+        for groups in await asyncio.gather(*(m.under_way for m in self._members.values() if m.under_way)):
             for serial, group in groups.items():
                 found.setdefault(serial, {}).update(group)
         return found
@@ -179,39 +183,24 @@ class RolloutPool:
 
     # ---- inside
 
-    def _member(self, worker: Worker[Sampler]) -> _Member | None:
-        return next((member for member in self._members if member.worker is worker), None)
-
-    def _end(self, member: _Member) -> None:
-        self._members.remove(member)
-        member.worker.kill()  # nothing that it still sends may be booked
-        if member.following is not asyncio.current_task():
-            member.following.cancel()
-        if member.leaves is not None:
-            member.leaves.set()
-        self._tell_under_way(member, {})
-        self._past = self._past + member.counts
-
     def _give(self, order: Order) -> None:
-        staying = [member for member in self._members if member.leaves is None]
-        if not staying:
+        if not (staying := self.staying):
             self._waiting.append(order)
             return
-        session = order.session(0)
-        member = self._homes.get(session) if session else None
-        if member not in staying or member is None:
-            member = min(staying, key=lambda m: len(m.orders))
+        worker = self._homes.get(session := order.session(0))
+        if worker not in staying or worker is None:
+            worker = min(staying, key=lambda w: len(self._members[w].orders))
         if session:
-            self._homes[session] = member
-        member.orders |= {order.request_id(i): order for i in range(len(order.indices))}
-        member.worker.ask(Sampler.take, [order])  # `_follow` sees it if the worker is lost
+            self._homes[session] = worker
+        self._members[worker].orders |= {order.request_id(i): order for i in range(len(order.indices))}
+        worker.ask(Sampler.take, [order])  # `_follow` sees it if the worker is lost
 
-    async def _follow(self, member: _Member) -> None:
+    async def _follow(self, worker: Worker[Sampler], member: _Member) -> None:
         try:
             while True:
-                self._hear(member, await member.worker.ask(Sampler.news))
+                self._hear(member, await worker.ask(Sampler.news))
         except WorkerLostError as lost:
-            self.lose(member.worker, str(lost))
+            self.lose(worker, str(lost))
         except Exception as error:  # of the engine: another worker would raise it, too
             self.fail(error)
 

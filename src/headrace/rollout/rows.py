@@ -6,23 +6,22 @@ matter.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types import BoolArray, FinishReason, FloatArray, IntArray, Replay, RouteArray, Sampling, Span, Trajectory
+from headrace.types import FinishReason, FloatArray, IntArray, Replay, RouteArray, Sampling, Span, Trajectory
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
-Column = TypeVar("Column")
 
 GROWTH_TOKENS = 64
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
+NOTHING: npt.NDArray[np.void] = np.empty(0, np.void)
 CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
 
 STATE = np.dtype(  # of a running sequence
@@ -83,59 +82,48 @@ class Burst:
     routes: RouteArray | None = None  # [K, n, L, experts] of the tokens each step started from
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """What never changes of a running sequence, and the supports it collects."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSequence:
+    """The sequence of a row: what never changes of it, and the supports it collects.
+
+    Parked (preempted), it has all it sampled, without its KV cache, and can be resumed exactly. At
+    its end its cache may be kept for the next turn of its session.
+    """
 
     request: Request
     prompt: IntArray
     started_s: float
-    routes: RouteArray  # of the prompt's tokens
+    prompt_routes: RouteArray
     order: int  # of its start, because rows move
     supports: list[IntArray] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """A parked (preempted) row: all it sampled, without its KV cache. It can be resumed exactly."""
-
-    sequence: _Sequence
-    sampled: npt.NDArray[np.void]  # token, logprob and version of each
-    routes: RouteArray  # of all tokens but the newest, with the prompt's
-    decoded_s: float  # time used of `max_wall_s`
+    # if it is parked: token, logprob, version and experts of each
+    sampled: npt.NDArray[np.void] = field(default_factory=lambda: NOTHING)
+    decoded_s: float = 0.0  # time used of `max_wall_s`, if it is parked
+    cache: Any = None  # the store's, of all tokens but the newest, if it is kept
 
     @property
-    def request(self) -> Request:
-        return self.sequence.request
+    def tokens(self) -> IntArray:
+        return np.concatenate([self.prompt, self.sampled["token"].astype(np.int32)])
 
     @property
-    def longest(self) -> int:
-        return len(self.sequence.prompt) + self.request.sampling.max_new_tokens
+    def routes(self) -> RouteArray:
+        """Experts of prompt and sampled tokens, all but the newest."""
+        return np.concatenate([self.prompt_routes, self.sampled["routes"][:-1]])
 
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
         routes = None
-        if self.routes.shape[1]:
-            routes = np.concatenate([self.routes, np.zeros_like(self.routes[:1])])
+        if (known := self.routes).shape[1]:
+            routes = np.concatenate([known, np.zeros_like(known[:1])])
         return Generation(
             id=self.request.id,
             token_ids=self.sampled["token"].astype(np.int32),
             logprobs=self.sampled["logprob"].copy(),
-            spans=_spans(self.sampled["version"], len(self.sequence.prompt)),
+            spans=_spans(self.sampled["version"], len(self.prompt)),
             finish=finish,
-            started_s=self.sequence.started_s,
+            started_s=self.started_s,
             finished_s=now_s,
-            replay=Replay.of(self.sequence.supports, routes),
+            replay=Replay.of(self.supports, routes),
         )
-
-
-class _Column(Generic[Column]):
-    """A field of STATE as an array over the rows in use. It is a view: writing to it changes the rows."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, rows: "Rows", owner: "type[Rows]") -> Column:
-        return cast(Column, rows.states[self._name])
 
 
 class Rows:
@@ -145,39 +133,29 @@ class Rows:
     The experts of a token are known one step after it was sampled, when the model has computed it.
     """
 
-    lengths = _Column[Ints]("length")
-    sampled = _Column[Ints]("sampled")
-    learned = _Column[Ints]("learned")
-    seeds = _Column[Keys]("seed")
-    prompt_keys = _Column[Keys]("prompt_key")
-    temperatures = _Column[npt.NDArray[np.float32]]("temperature")
-    counted = _Column[BoolArray]("counted")
-
-    def __init__(
-        self,
-        routes_shape: tuple[int, int] = (0, 0),
-        routes_dtype: npt.DTypeLike = np.uint8,
-        make_grammars: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._make_grammars = make_grammars
-        self.samplings: list[Sampling] = []
-        self._sequences: list[_Sequence] = []
-        self._started = 0  # rows in total
+    def __init__(self, routes: npt.DTypeLike = (np.uint8, (0, 0)), grammars: Callable[[], Any] = lambda: None) -> None:
+        self.grammars = grammars  # what knows which tokens a grammar allows
+        self.sequences: list[RowSequence] = []
+        self._orders = itertools.count()  # of starts
         self._all_states = np.zeros(0, STATE)
         fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
-        self._table = np.zeros((0, 0), [*fields, ("routes", routes_dtype, routes_shape)])
+        self._table = np.zeros((0, 0), [*fields, ("routes", routes)])
 
     def __len__(self) -> int:
-        return len(self._sequences)
-
-    @cached_property
-    def grammars(self) -> Any:
-        """What knows which tokens a grammar allows; made when the first one is asked for."""
-        return self._make_grammars()
+        return len(self.sequences)
 
     @property
     def states(self) -> npt.NDArray[np.void]:
+        """The state of the rows in use. It is a view: writing to it changes the rows."""
         return self._all_states[: len(self)]
+
+    @property
+    def lengths(self) -> Ints:
+        return self.states["length"]
+
+    @property
+    def sampled(self) -> Ints:
+        return self.states["sampled"]
 
     @property
     def plain(self) -> bool:
@@ -212,10 +190,7 @@ class Rows:
         n, more = len(self), len(requests)
         if n + more > len(self._all_states):
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
-        for request in requests:
-            self._sequences.append(_Sequence(request, prompt, now_s, routes, self._started))
-            self._started += 1
-        self.samplings += [r.sampling for r in requests]
+        self.sequences += [RowSequence(r, prompt, now_s, routes, next(self._orders)) for r in requests]
         new = self.states[n:]
         new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
         new["limit"] = [r.sampling.max_new_tokens for r in requests]
@@ -242,58 +217,49 @@ class Rows:
         if burst.supports is not None:
             for column in np.flatnonzero(fresh["truncates"]):
                 supports = burst.supports[: burst.counts[column], column]
-                self._sequences[first + column].supports.extend(supports)
+                self.sequences[first + column].supports.extend(supports)
         fresh["sampled"] += burst.counts
         fresh["length"] += burst.counts
 
-    def end(self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any) -> dict[int, FinishReason]:
-        """The rows that end within `burst`, and why; tokens beyond their end are removed."""
-        fresh, found = self.states[first : first + len(burst.counts)], {}
-        had = fresh["sampled"] - burst.counts
-        counts = np.minimum(burst.counts, fresh["limit"] - had)
-        for column in np.flatnonzero(fresh["sampled"] >= fresh["limit"]).tolist():
-            found[column] = FinishReason.LENGTH
+    def ends(
+        self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any
+    ) -> tuple[Ints, dict[int, FinishReason]]:
+        """How many tokens of `burst` each row keeps; the rows that end with them, and why."""
+        states = self.states[first : first + len(burst.counts)]
+        left = states["limit"] - states["sampled"]
+        counts = np.minimum(burst.counts, left)
+        found = dict.fromkeys(np.flatnonzero(burst.counts >= left).tolist(), FinishReason.LENGTH)
         valid = np.arange(len(burst.tokens))[:, None] < counts
         is_eos = (burst.tokens[..., None] == list(eos_ids)).any(-1) & valid
         for column in np.flatnonzero(is_eos.any(0)).tolist():
             counts[column] = is_eos[:, column].argmax() + 1
             found[column] = FinishReason.EOS
-        for column in np.flatnonzero(fresh["has_stop"]).tolist():
+        for column in np.flatnonzero(states["has_stop"]).tolist():
+            stops, before = self.sequences[first + column].request.sampling.stop, self.tokens(first + column)
+            window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
             for count in range(1, int(counts[column]) + (found.get(column) is not FinishReason.EOS)):
-                if self._stops(first + column, int(had[column]) + count, tokenizer):
+                text = tokenizer.decode(np.append(before[-window:], burst.tokens[:count, column])[-window:])
+                if any(s in text for s in stops):
                     counts[column], found[column] = count, FinishReason.STOP
                     break
-        for column in found:
-            count = int(had[column] + counts[column])
-            fresh["length"][column] -= fresh["sampled"][column] - count
-            fresh["sampled"][column] = count
-            del self._sequences[first + column].supports[count:]
-        return {first + column: finish for column, finish in found.items()}
-
-    def _stops(self, row: int, count: int, tokenizer: Any) -> bool:
-        """Whether a stop string ends in the last of `count` tokens; decodes only the tail it needs."""
-        stops = self.samplings[row].stop
-        window = max(len(s.encode()) for s in stops) + 1  # a token holds at least one byte
-        tail = tokenizer.decode(self._table["token"][row, max(0, count - window) : count])
-        return any(s in tail for s in stops)
+        return counts, {first + column: finish for column, finish in found.items()}
 
     def youngest(self) -> int:
-        return max(range(len(self)), key=lambda row: self._sequences[row].order)
+        return max(range(len(self)), key=lambda row: self.sequences[row].order)
 
     def overdue(self, now_s: float, max_wall_s: float) -> list[int]:
         """Rows that have decoded for `max_wall_s`, the longest first."""
         # not of an evaluation: its score must not depend on the clock
-        decoded_s = np.where(self.counted, now_s - self.states["began_s"], -np.inf)
+        decoded_s = np.where(self.states["counted"], now_s - self.states["began_s"], -np.inf)
         rows = np.argsort(-decoded_s, kind="stable")
         return [int(row) for row in rows if decoded_s[row] >= max_wall_s]
 
-    def park(self, row: int, now_s: float) -> Parked:
+    def park(self, row: int, now_s: float) -> RowSequence:
         """The state to resume the row from; the row itself stays until `remove`."""
         sampled = self._table[row, : self.sampled[row]].copy()
-        decoded_s = now_s - float(self.states["began_s"][row])
-        return Parked(self._sequences[row], sampled, self.routes(row), decoded_s)
+        return replace(self.sequences[row], sampled=sampled, decoded_s=now_s - float(self.states["began_s"][row]))
 
-    def parked(self, request: Request, known: Trajectory, start: int) -> Parked:
+    def parked(self, request: Request, known: Trajectory, start: int) -> RowSequence:
         """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
         whole = np.zeros(len(known.token_ids), self._table.dtype)
         whole["token"], whole["logprob"] = known.token_ids, known.logprobs
@@ -302,37 +268,25 @@ class Rows:
         if known.replay is not None and known.replay.routes is not None:
             whole["routes"] = known.replay.routes
         supports = known.replay.supports[np.count_nonzero(known.sampled[:start]) :] if known.replay else []
-        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"]
-        sequence = _Sequence(request, prompt, started_s, routes[:start], self._started, supports)
-        self._started += 1
-        return Parked(sequence, whole[start:], routes[:-1], 0.0)
+        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"][:start]
+        return RowSequence(request, prompt, started_s, routes, next(self._orders), supports, whole[start:])
 
-    def resume(self, parked: Parked, now_s: float, routes: RouteArray) -> None:
+    def resume(self, parked: RowSequence, now_s: float, routes: RouteArray) -> None:
         """Append a parked row. `routes` are of all its tokens, the newest included."""
-        row, count, sequence = len(self), len(parked.sampled), parked.sequence
+        row, count = len(self), len(parked.sampled)
         began_s = now_s - parked.decoded_s  # without the time that it was parked
-        self.add(sequence.prompt, [parked.request], began_s, sequence.routes)
-        self._sequences[row] = sequence
+        self.add(parked.prompt, [parked.request], began_s, parked.prompt_routes)
+        self.sequences[row] = replace(parked, sampled=NOTHING)
         if count > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
         self._table[row, :count] = parked.sampled
-        self._table["routes"][row, :count] = routes[len(sequence.prompt) :]
-        self.sampled[row] = self.learned[row] = count
-        self.lengths[row] += count
+        self._table["routes"][row, :count] = routes[len(parked.prompt) :]
+        state = self.states[row]
+        state["sampled"] = state["learned"] = count
+        state["length"] += count
 
-    def answer(self, row: int) -> Ints:
+    def tokens(self, row: int) -> Ints:
         return self._table["token"][row, : self.sampled[row]]
-
-    def sequence(self, row: int) -> IntArray:
-        return np.concatenate([self._sequences[row].prompt, self.answer(row).astype(np.int32)])
-
-    def routes(self, row: int) -> RouteArray:
-        """Experts of prompt and sampled tokens, all but the newest."""
-        sampled = self._table["routes"][row, : self.sampled[row] - 1]
-        return np.concatenate([self._sequences[row].routes, sampled])
-
-    def request(self, row: int) -> Request:
-        return self._sequences[row].request
 
     def remove(self, row: int) -> None:
         last = len(self) - 1
@@ -340,8 +294,8 @@ class Rows:
             count = self.sampled[last]
             self._table[row, :count] = self._table[last, :count]
             self.states[row] = self.states[last]
-        self._sequences[row], self.samplings[row] = self._sequences[last], self.samplings[last]
-        del self._sequences[last], self.samplings[last]
+        self.sequences[row] = self.sequences[last]
+        del self.sequences[last]
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
         """Pages of zeros take no memory until written, so one long sequence costs little."""
@@ -384,5 +338,5 @@ def prompt_key(prompt: IntArray) -> np.uint64:
 def _spans(versions: npt.NDArray[np.int32], start: int) -> tuple[Span, ...]:
     """Runs of equal `versions` as spans; the first begins at position `start`."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    runs = [(a, b) for a, b in pairwise(cuts) if b > a]
+    runs = [(a, b) for a, b in itertools.pairwise(cuts) if b > a]
     return tuple(Span(version=int(versions[a]), start=start + a, end=start + b) for a, b in runs)

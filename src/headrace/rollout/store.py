@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +28,12 @@ from headrace.policy import exact
 from headrace.policy.family import unseen, visible
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
-from headrace.rollout.draft import Drafts
+from headrace.roles import AttentionPlan
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.softmax import draw_tokens, truncated
-if TYPE_CHECKING:
-    from headrace.rollout.paged import PagedPass
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time; more of them if they are short
@@ -47,9 +45,9 @@ GROWTH_TOKENS = 64  # rows of cache get longer by this many at least
 class Arena:
     """Keys and values of every layer. Rows and length grow as the running sequences need."""
 
-    def __init__(self, policy: Policy, budget_tokens: int) -> None:
+    def __init__(self, policy: Policy, budget_tokens: int, granule_tokens: int = 1) -> None:
         self._budget_tokens = budget_tokens
-        self._granule_tokens = exact.TILE if policy.exact else 8  # `capacity` is a multiple of it
+        self._granule_tokens = granule_tokens  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
         self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
@@ -103,16 +101,15 @@ class Chunk:
 class PrefillPlan:
     """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
 
-    def __init__(self, arena: Arena, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
         self.arena, self.chunks = arena, chunks
-        self.positions = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(device)[None]
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         outs = []
         for c, q, keys, values in self._write(layer, q_THD, k_TJD, v_TJD):
             mask = None
             if c.start or (window and c.end > window):
-                mask = visible(torch.arange(c.start, c.end, device=q.device), c.end, window)
+                mask = visible(torch.arange(c.start, c.end), c.end, window)
             q, k, v = q.transpose(0, 1), keys[..., : c.end].transpose(1, 2), values[:, : c.end]
             out = F.scaled_dot_product_attention(
                 q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -120,14 +117,11 @@ class PrefillPlan:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
+    def attend_exact(self, layer: int, q_THD: Tensor, *given: Any) -> Tensor:
         """Batch-invariant: the same bits however the prompt is cut into chunks."""
-        outs = []
-        for c, q, keys, values in self._write(layer, q_THD * scale, k_TJD, v_TJD):
-            outs.append(exact.attend_causal(q[None], keys, values, c.start, window)[0])
-        return torch.cat(outs)
+        k_TJD, v_TJD, scale, window = given
+        written = self._write(layer, q_THD * scale, k_TJD, v_TJD)
+        return torch.cat([exact.attend_causal(q[None], k, v, c.start, window)[0] for c, q, k, v in written])
 
     def _write(self, layer: int, *qkv: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
         """Store each chunk's keys and values; yields its queries, and the cache of its row."""
@@ -143,20 +137,23 @@ class PrefillPlan:
 class DecodePlan:
     """One new token for each of the rows 0..n-1; grouped query heads (GQA) share a read."""
 
-    def __init__(self, arena: Arena, positions_n: Tensor, longest: int, equal: bool) -> None:
-        self.arena, self.longest, self.positions = arena, longest, positions_n[None]
-        self._rows = torch.arange(len(positions_n), device=positions_n.device)
-        self._at, self._equal = positions_n, equal
-        self._grid = positions_n[:, None]  # [n, m], m tokens of each row
+    def __init__(self, arena: Arena, at: Ints) -> None:
+        self.arena, self.longest = arena, int(at.max()) + 1
+        self._equal = self.longest == int(at.min()) + 1
+        self._at, self._rows = torch.from_numpy(at), torch.arange(len(at))
+        self._grid = self._at[:, None]  # [n, m], m tokens of each row
         self._masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        num_heads, mask = k_TJD.shape[1], None
+        num_heads = k_TJD.shape[1]
         keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
         grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
+        start, beta = q_THD.new_empty(1, 1, 1), 0
         if not self._equal or 0 < window < self.longest:
-            mask = self._mask(window, keys, num_heads, grouped.shape[1])
-        out = _weigh(grouped, keys, values, mask, scale)
+            start, beta = self._mask(window, keys, num_heads, grouped.shape[1] // self._grid.shape[1]), 1
+        scores = torch.baddbmm(start, grouped, keys, beta=beta, alpha=scale)
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        out = torch.bmm(torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype), values)
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def attend_exact(
@@ -188,51 +185,38 @@ class DecodePlan:
 
 
 class VerifyPlan(DecodePlan):
-    """Speculative decoding: for each of the rows 0..n-1 its newest token and its draft.
+    """Several new tokens of a row: its newest and its draft (speculative decoding), or a chunk.
 
     Rejected drafts leave keys and values beyond the row's end; they are masked, and overwritten by
-    the next tokens. `shape` is (n, m), m the most tokens of a row: all rows are padded to m, and
-    padding may attend to anything. Not batch-invariant.
+    the next tokens. All rows are padded to the most tokens of one, m, and padding may attend to
+    anything. Not batch-invariant.
     """
 
-    def __init__(
-        self, arena: Arena, at_T: Tensor, which_T: Tensor, ahead_T: Tensor, shape: tuple[int, int], longest: int
-    ) -> None:
-        super().__init__(arena, at_T, longest, equal=False)
-        self._rows, self._ahead = which_T, ahead_T
-        self._grid = at_T.new_zeros(shape)
-        self._grid[which_T, ahead_T] = at_T
+    def __init__(self, arena: Arena, at: Ints, which: Ints, ahead: Ints) -> None:
+        super().__init__(arena, at)
+        self._rows, self._ahead, self._equal = torch.from_numpy(which), torch.from_numpy(ahead), False
+        self._grid = self._at.new_zeros(int(which.max()) + 1, int(ahead.max()) + 1)
+        self._grid[self._rows, self._ahead] = self._at
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        num_heads = k_TJD.shape[1]
-        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
+        """A row's tokens attend like further query heads of one token."""
         q = q_THD.new_zeros(*self._grid.shape, *q_THD.shape[1:])
         q[self._rows, self._ahead] = q_THD
-        q = q.unflatten(2, (num_heads, -1)).transpose(1, 2).flatten(0, 1)  # [n * J, m, H / J, D]
-        mask = self._mask(window, keys, num_heads, q.shape[2])
-        out = _weigh(q.flatten(1, 2), keys, values, mask, scale).unflatten(1, q.shape[1:3])
-        out = out.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2, 3)
-        return out[self._rows, self._ahead]  # type: ignore[no-any-return]
-
-
-def _weigh(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of `q [B, Q, D]` over `keys [B, D, C]` and `values [B, C, D]`."""
-    start = q.new_empty(1, 1, 1) if mask is None else mask
-    scores = torch.baddbmm(start, q, keys, beta=0 if mask is None else 1, alpha=scale)
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    probs = torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)
-    return torch.bmm(probs, values)
-
-
-KeptRow = list[tuple[Tensor, Tensor]]  # keys [J, D, C] and values [J, C, D] of each layer
+        q = q.unflatten(2, (k_TJD.shape[1], -1)).transpose(1, 2)  # [n, J, m, H / J, D]
+        out = super().attend(layer, q.flatten(1, 3), k_TJD, v_TJD, scale, window)
+        out = out.unflatten(1, q.shape[1:4]).transpose(1, 2)  # [n, m, J, H / J, D]
+        return out.flatten(2, 3)[self._rows, self._ahead]  # type: ignore[no-any-return]
 
 
 class RowStore:
     """A row of cache per sequence, one decode step at a time."""
 
-    def __init__(self, policy: Policy, kv_tokens: int) -> None:
-        self._policy, self._kv_tokens = policy, kv_tokens
-        self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
+    most_steps = 1  # of a call of `decode`
+
+    def __init__(self, policy: Policy, kv_tokens: int, running: Rows) -> None:
+        self._policy, self._kv_tokens, self._running = policy, kv_tokens, running
+        arena = partial(Arena, policy, granule_tokens=exact.TILE if policy.exact else 8)
+        self._arena, self._staging = arena(kv_tokens), arena(2**62)
         self._free = list(range(4 * STAGING_ROWS))
         self._kept_tokens = 0  # in caches that `keep` made
 
@@ -244,7 +228,7 @@ class RowStore:
         """Whether a prompt group may start that makes it `num_rows` rows of up to `longest` tokens."""
         return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
-    def open(self, num_prompt: int, num_requests: int, kept: KeptRow | None = None, num_kept: int = 0) -> int | None:
+    def open(self, num_prompt: int, num_requests: int, kept: Arena | None = None, num_kept: int = 0) -> int | None:
         """A place for a prompt's cache, or None if there is none now; it begins with `num_kept` tokens of `kept`."""
         place = min(self._free, default=None)
         longest = max(num_prompt, self._staging.capacity)
@@ -253,98 +237,77 @@ class RowStore:
         self._free.remove(place)
         if kept is not None and num_kept:
             self._staging.reserve(place + 1, num_prompt)
-            for layer, (keys, values) in enumerate(kept):
-                self._staging.keys[layer][place, ..., :num_kept] = keys[..., :num_kept]
-                self._staging.values[layer][place, :, :num_kept] = values[:, :num_kept]
+            self._staging.copy(kept, 0, place, place + 1, num_kept)
         return place
 
-    def keep(self, row: int, num_tokens: int) -> KeptRow:
+    def keep(self, row: int, num_tokens: int) -> Arena:
         """A copy of the cache of a row that ends: its first `num_tokens`."""
+        kept = Arena(self._policy, num_tokens)
+        kept.reserve(1, num_tokens)
+        kept.copy(self._arena, row, 0, 1, num_tokens)
         self._kept_tokens += num_tokens
-        layers = zip(self._arena.keys, self._arena.values, strict=True)
-        return [(keys[row, ..., :num_tokens].clone(), values[row, :, :num_tokens].clone()) for keys, values in layers]
+        return kept
 
-    def drop_kept(self, kept: KeptRow) -> None:
-        self._kept_tokens -= kept[0][1].shape[1]
+    def drop_kept(self, kept: Arena) -> None:
+        self._kept_tokens -= kept.capacity
 
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, RouteArray]:
-        """Compute chunks of opened prompts (a row is a place); returns what `forward` does."""
-        longest = max(c.end for c in chunks)
-        self._staging.reserve(max(c.row for c in chunks) + 1, longest)
-        plan: PrefillPlan | VerifyPlan = PrefillPlan(self._staging, chunks, self._policy.device)
-        most = max(c.size for c in chunks)
+    def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
+        """As `forward`: chunks of opened prompts (their `row` is a place), or of rows again."""
+        arena, sizes = self._arena if of_rows else self._staging, [c.size for c in chunks]
+        arena.reserve(max(c.row for c in chunks) + 1, max(c.end for c in chunks))
+        plan: PrefillPlan | VerifyPlan = PrefillPlan(arena, chunks)
         together = len(chunks) > 1 or chunks[0].start > 0
-        if together and most <= SHORT_CHUNK and not self._policy.exact:
-            which = np.concatenate([np.full(c.size, c.row) for c in chunks])
-            ahead = np.concatenate([np.arange(c.size) for c in chunks])
-            cells, shape = (_to(self._policy, which), _to(self._policy, ahead)), (self._staging.num_rows, most)
-            plan = VerifyPlan(self._staging, plan.positions[0], *cells, shape, longest)
+        if together and max(sizes) <= SHORT_CHUNK and not of_rows and not self._policy.exact:
+            which, ahead = np.repeat([c.row for c in chunks], sizes), np.concatenate([*map(np.arange, sizes)])
+            plan = VerifyPlan(arena, np.repeat([c.start for c in chunks], sizes) + ahead, which, ahead)
         return forward(self._policy, chunks, plan)
 
-    def fork(self, place: int, rows: Rows, count: int, num_prompt: int, longest: int) -> None:
-        first = len(rows)
-        self._arena.reserve(first + count, num_prompt + 1, max(longest, rows.longest_possible))
-        self._arena.copy(self._staging, place, first, first + count, num_prompt)
+    def fork(self, place: int, count: int) -> None:
+        """The last `count` rows begin with the prompt's cache."""
+        rows = self._running
+        first, num_prompt = len(rows) - count, int(rows.lengths[-1])
+        self._arena.reserve(len(rows), num_prompt + 1, rows.longest_possible)
+        self._arena.copy(self._staging, place, first, len(rows), num_prompt)
 
     def close(self, place: int) -> None:
         self._free.append(place)
 
-    def steps(self, rows: Rows, wanted: int) -> int:
-        """Decode steps there is room for, at most `wanted`; 0 if a row must be preempted first."""
-        return 1
-
-    def decode(self, rows: Rows, steps: int) -> Burst:
-        return self._run(rows, np.arange(len(rows)), np.zeros(len(rows), np.int64), rows.last_tokens, 1)
-
-    def fits(self, rows: Rows, drafts: Drafts) -> bool:
-        """Whether the drafts fit. Here always: admission counts on the longest possible rows."""
+    def grow(self, lengths: Ints, steps: int) -> bool:
+        """Room for the next `steps` tokens. Here there is: admission counts on the longest rows."""
         return True
 
-    def verify(self, rows: Rows, drafts: Drafts) -> Burst:
-        """One decode step that verifies `drafts`: the tokens up to the first that is not accepted."""
-        tokens = drafts.inputs(rows.last_tokens)
-        return accepted(drafts, self._run(rows, *drafts.cells, tokens, drafts.width))
-
-    def remove(self, row: int, rows: Rows) -> None:
-        last = len(rows) - 1
-        if row != last:
-            self._arena.copy(self._arena, last, row, row + 1, int(rows.lengths[last]) - 1)
-
-    def recompute(self, rows: Rows, budget: int) -> None:
-        """Compute the cache of all rows again, with their experts, `budget` tokens at a time."""
-        for chunks in batches(rows, budget):
-            forward(self._policy, chunks, PrefillPlan(self._arena, chunks, self._policy.device))
-
-    def _run(self, rows: Rows, which: Ints, ahead: Ints, tokens: Ints, width: int) -> Burst:
+    def decode(self, which: Ints, ahead: Ints, tokens: Ints, steps: int) -> Burst:
         """Compute `tokens`, `ahead` of the newest token of row `which`, and sample after each."""
-        positions = rows.lengths[which] - 1 + ahead  # the newest token is not in the cache yet
-        longest, policy, arena = int(positions.max()) + 1, self._policy, self._arena
-        arena.reserve(len(rows), longest, rows.longest_possible)
-        plan = DecodePlan(arena, _to(policy, positions), longest, longest == int(positions.min()) + 1)
-        if width > 1:
-            cells_T = _to(policy, which), _to(policy, ahead)
-            plan = VerifyPlan(arena, plan.positions[0], *cells_T, (len(rows), width), longest)
+        rows, policy, arena = self._running, self._policy, self._arena
+        at = rows.lengths[which] - 1 + ahead  # the newest token is not in the cache yet
+        arena.reserve(len(rows), int(at.max()) + 1, rows.longest_possible)
+        plan = DecodePlan(arena, at) if len(at) == len(rows) else VerifyPlan(arena, at, which, ahead)
         routes = Routes()
-        logits = policy.logits(policy.hidden(_to(policy, tokens), plan.positions, plan, routes))
-        return sample(logits, rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
+        hidden = policy.hidden(torch.from_numpy(tokens), torch.from_numpy(at)[None], plan, routes)
+        return sample(policy.logits(hidden), rows, which, ahead, policy.routers.to_host(routes, len(tokens)))
+
+    def remove(self, row: int) -> None:
+        """The last row moves into the place of this one."""
+        last = len(self._running) - 1
+        if row != last:
+            self._arena.copy(self._arena, last, row, row + 1, int(self._running.lengths[last]) - 1)
 
 
 def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
     """What is in the cache of each row, in batches of about `budget` tokens."""
     batch: list[Chunk] = []
     for row in range(len(rows)):
-        sequence = rows.sequence(row)[:-1]
-        batch.append(Chunk(row, 0, len(sequence), sequence, rows.routes(row)))
+        parked = rows.park(row, 0.0)
+        batch.append(Chunk(row, 0, len(parked.tokens) - 1, parked.tokens, parked.routes))
         if sum(c.end for c in batch) >= budget or row == len(rows) - 1:
             yield batch
             batch = []
 
 
-def forward(
-    policy: Policy, chunks: Sequence[Chunk], plan: PrefillPlan | VerifyPlan | PagedPass
-) -> tuple[Tensor, RouteArray]:
+def forward(policy: Policy, chunks: Sequence[Chunk], plan: AttentionPlan) -> tuple[Tensor, RouteArray]:
     """The hidden state of each chunk's last token, and the experts of all tokens."""
     tokens = np.concatenate([c.sequence[c.start : c.end] for c in chunks]).astype(np.int64)
+    at = np.concatenate([np.arange(c.start, c.end) for c in chunks])
     routes = Routes()
     if any(c.known is not None for c in chunks):  # these tokens keep their experts
         num_known = [0 if c.known is None else len(c.known) for c in chunks]
@@ -354,7 +317,7 @@ def forward(
         forced[known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
         forced_T = policy.routers.to_device(forced, policy.device)
         routes = Routes(forced_T, torch.from_numpy(known).to(policy.device))
-    hidden = policy.hidden(_to(policy, tokens), plan.positions, plan, routes)
+    hidden = policy.hidden(_to(policy, tokens), _to(policy, at)[None], plan, routes)
     last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
     return last, policy.routers.to_host(routes, len(tokens))
 
@@ -362,22 +325,21 @@ def forward(
 def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, routes: RouteArray | None = None) -> Burst:
     """Sample a token for each line of `logits`: of row `which`, `ahead` tokens beyond its end."""
     # noise depends on the position: a token sampled ahead is the one that would be sampled later
-    noise = uniforms(rows.seeds[which], rows.lengths[which] + ahead)
-    samplings = [rows.samplings[row] for row in which.tolist()]
+    noise = uniforms(rows.states["seed"][which], rows.lengths[which] + ahead)
+    samplings = [rows.sequences[row].request.sampling for row in which.tolist()]
     if any(s.grammar for s in samplings):
-        logits = _by_grammar(logits, rows, which)
-    outcome = draw(logits, samplings, noise)
+        logits = _by_grammar(logits, rows, which, samplings)
+    tokens, logprobs, allowed = draw(logits, samplings, noise)
     return Burst(
-        tokens=outcome.tokens.cpu().numpy()[None],
-        logprobs=outcome.logprobs.float().cpu().numpy()[None],
+        tokens=tokens.cpu().numpy()[None],
+        logprobs=logprobs.float().cpu().numpy()[None],
         counts=np.ones(len(which), np.int64),
-        supports=None if outcome.allowed is None else _supports(outcome.allowed, samplings)[None],
+        supports=None if allowed is None else _supports(allowed, samplings)[None],
         routes=None if routes is None else routes[None],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """A token for each of n requests; `allowed` is None if no request truncates."""
 
     tokens: Tensor  # [n]
@@ -387,10 +349,10 @@ class Draw:
 
 def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[np.float64]) -> Draw:
     """Sample a token per row by inverse CDF at `uniforms_n`; a temperature of 0 is greedy."""
-    device, uniforms = logits_nV.device, torch.from_numpy(uniforms_n).to(logits_nV.device)
+    uniforms = torch.from_numpy(uniforms_n).to(logits_nV.device)
     kinds = {id(s): s for s in samplings}.values()  # few different ones, and an id is fast
     truncates = any(s.truncates for s in kinds)
-    if logits_nV.is_cuda and kernels.AVAILABLE:
+    if logits_nV.is_cuda:
         return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in kinds):
@@ -405,7 +367,7 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     tokens = tokens.clamp(max=logits.shape[1] - 1)  # NaN logits: the log-prob is NaN
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if any(s.temperature == 0.0 for s in kinds):
-        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings])
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
         chosen = torch.where(greedy, 0.0, chosen)
     return Draw(tokens, chosen, allowed)
@@ -424,29 +386,25 @@ def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, tr
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     """Tokens left by top-k, then top-p, then min-p: the order of `transformers` and vLLM."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
-
     vocab = logits.shape[1]
-    top_k = column([s.top_k or vocab for s in samplings])
+    limits = [(s.top_k or vocab, s.top_p if s.top_p < 1.0 else 2.0, s.min_p) for s in samplings]
+    top_k, top_p, min_p = torch.tensor(limits).T[..., None]
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    keep = torch.arange(vocab, device=logits.device)[None] < top_k
+    keep = torch.arange(vocab) < top_k
     probs = torch.softmax(sorted_logits.masked_fill(~keep, float("-inf")), dim=-1)
     # a token stays if those before it hold less than top_p, so the most likely one always stays;
     # a top_p of 1 excludes nothing, although rounding may bring the sum to 1 before the last token
-    top_p = column([s.top_p if s.top_p < 1.0 else 2.0 for s in samplings])
     keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
-    keep &= probs >= column([s.min_p for s in samplings]) * probs[:, :1]
+    keep &= probs >= min_p * probs[:, :1]
     return torch.zeros_like(keep).scatter_(1, order, keep) & torch.isfinite(logits)
 
 
-def _by_grammar(logits: Tensor, rows: Rows, which: Ints) -> Tensor:
+def _by_grammar(logits: Tensor, rows: Rows, which: Ints, samplings: list[Sampling]) -> Tensor:
     """Without the tokens that a row's grammar forbids."""
     allowed = np.ones(logits.shape, np.bool_)
-    for line, row in enumerate(which.tolist()):
-        if grammar := rows.samplings[row].grammar:
-            allowed[line] = rows.grammars.allowed(grammar, rows.answer(row))
+    for line, (row, sampling) in enumerate(zip(which.tolist(), samplings, strict=True)):
+        if sampling.grammar:
+            allowed[line] = rows.grammars().allowed(sampling.grammar, rows.tokens(row))
     return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
 
 
@@ -460,18 +418,6 @@ def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.o
     for line, support in zip(lines, np.split(ids, ends[:-1]), strict=True):
         found[line] = support.copy()  # a view would keep all of `ids` in memory
     return found
-
-
-def accepted(drafts: Drafts, drawn: Burst) -> Burst:
-    """What each row sampled, up to and including the first token that differs from its draft."""
-    which, ahead = drafts.cells
-    counts = drafts.num_accepted(drawn.tokens[0]) + 1  # the first that differs follows right tokens
-    cells = np.zeros((drafts.width, len(counts)), np.int64)
-    cells[ahead, which] = np.arange(len(which))
-    cells = cells[: counts.max()]
-    supports = None if drawn.supports is None else drawn.supports[0][cells]
-    routes = None if drawn.routes is None else drawn.routes[0][cells]
-    return Burst(drawn.tokens[0][cells], drawn.logprobs[0][cells], counts, supports, routes)
 
 
 def _to(policy: Policy, array: Ints) -> Tensor:
