@@ -157,7 +157,7 @@ class CollectiveReceiver:
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         """Receive every chunk and pass it on, damaged or not: each receiver verifies for itself."""
         buckets = tuple(new_bucket(n, self._device) for n in ticket.manifest.sizes)
-        payload, deadline = Payload(ticket.manifest, buckets), time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             self._join(ticket.where, timeout_s).carry(list(_chunks(buckets)), deadline)
         except RuntimeError as error:
@@ -165,8 +165,7 @@ class CollectiveReceiver:
             raise PublishError(
                 f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
             ) from error
-        verify(payload)
-        return payload
+        return verify(Payload(ticket.manifest, buckets))
 
     def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
         if self._chain is None or self._chain.meeting != meeting:
