@@ -95,7 +95,7 @@ def take_step(learner: Learner, groups: Sequence[Group]) -> StepStats:
     rank, num_ranks = (0, 1) if learner.sharding is None else (learner.sharding.rank, learner.sharding.num_ranks)
     intake = Intake(learner.section, num_ranks)
     for group in groups:
-        references = references_of(learner, group) if learner.uses_reference else None
+        references = references_of(learner, group) if learner.reference_tensors() else None
         for items in intake.add(group, references):
             learner.accumulate(split(items, num_ranks)[rank])
     for items in intake.rest():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -368,6 +369,15 @@ def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> 
     assert not weight.grad.any()
 
 
+def fused_adamw(masters: list[Tensor], **settings: Any) -> FusedAdamW:
+    """With the state that the learner's optimizer gives it."""
+    optimizer, steps = FusedAdamW(masters, **settings), torch.zeros((), device=DEVICE)
+    for master in masters:
+        moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[master] = moments | {"step": steps}
+    return optimizer
+
+
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("clip", [0.0, 1.5])
 def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
@@ -375,7 +385,7 @@ def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
     masters, copies = ([noise(*s, seed=i) for i, s in enumerate(sizes)] for _ in range(2))
     weights = [m.to(dtype, copy=True) for m in masters]
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
-    ours, theirs = FusedAdamW(masters, **settings), torch.optim.AdamW(copies, **settings)
+    ours, theirs = fused_adamw(masters, **settings), torch.optim.AdamW(copies, **settings)
     for step in range(4):
         gradients = [noise(*s, seed=10 * step + i, dtype=dtype) for i, s in enumerate(sizes)]
         norm = float(ours.step_fused(weights, gradients, 0.5, clip))
@@ -401,7 +411,7 @@ def test_fused_adamw_goes_on_from_a_saved_state() -> None:
     views = list(broken[0].new_empty(4000).split([1, 1000, 2000, 999]))[1:]
     for view, part in zip(views, start, strict=True):
         view.copy_(part)
-    first, other = FusedAdamW(unbroken, **settings), FusedAdamW(views, **settings)
+    first, other = fused_adamw(unbroken, **settings), fused_adamw(views, **settings)
     for step in range(6):
         if step == 3:
             state = deepcopy(other.state_dict())

@@ -256,7 +256,7 @@ def learner_of(policy: Policy, section: LearnerSection) -> Learner:
 def step(policy: Policy, section: LearnerSection, groups: Sequence[Sequence[Trajectory]]) -> tuple[StepStats, Any]:
     learner, intake = learner_of(policy, section), Intake(section)
     known = [group_of(*g, serial=i) for i, g in enumerate(groups)]
-    references = [learner.reference_logprobs(g) for g in known] if learner.uses_reference else [None] * len(known)
+    references = [learner.reference_logprobs(g) for g in known] if learner.reference_tensors() else [None] * len(known)
     batches = [b for g, r in zip(known, references, strict=True) for b in intake.add(g, r)] + intake.rest()
     for batch in batches:
         learner.accumulate(batch)
