@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.policy import policy as policy_module
-from headrace.policy.attention import PackedPlan, TreePlan
+from headrace.policy.attention import PackedPlan
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -164,7 +164,7 @@ def test_attention_in_a_tree_has_the_bits_of_its_sequences(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int
 ) -> None:
     device, tokens = torch.device(DEVICE), block_tokens(heads, kv_heads, dtype)
-    plan = TreePlan(**RUNS_OF_A_TREE, device=device)
+    plan = PackedPlan(**RUNS_OF_A_TREE, device=device)
     total = sum(plan.lengths)
     q, k, v = (noise(total, h, size, seed=i, dtype=dtype) for i, h in enumerate((heads, kv_heads, kv_heads)))
     options = {"scale": size**-0.5, "window": window}
@@ -191,7 +191,7 @@ def path_to(row: int) -> list[int]:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
 @pytest.mark.parametrize("window", [0, 70])
 def test_gradient_of_attention_in_a_tree(heads: int, kv_heads: int, size: int, window: int) -> None:
-    plan = TreePlan(**RUNS_OF_A_TREE, device=torch.device(DEVICE))
+    plan = PackedPlan(**RUNS_OF_A_TREE, device=torch.device(DEVICE))
     total = sum(plan.lengths)
     q, k, v = (noise(total, h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
     seen = torch.zeros(total, total, dtype=torch.bool, device=DEVICE)
@@ -361,9 +361,8 @@ def test_gradient_of_token_logprobs() -> None:
 def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "_row_chunks", lambda *_: [])
     hidden, weight = noise(0, 12).requires_grad_(), noise(99, 12).requires_grad_()
-    (found,) = policy_module._FusedLogprobs.apply(
-        hidden, weight, torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0, None
-    )
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    (found,) = policy_module._ChosenLogprobs.apply(hidden, weight, none, 1.0, None, torch.nn.functional.linear, True)
     found.sum().backward()
     assert found.shape == (0,)
     assert not weight.grad.any()
@@ -436,7 +435,8 @@ def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_suppor
     chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
     ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()
     support = policy_module.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
-    ours = policy_module._FusedLogprobs.apply(*mine, chosen, 0.7, support)
+    linear = torch.nn.functional.linear
+    ours = policy_module._ChosenLogprobs.apply(*mine, chosen, 0.7, support, linear, True)
     logits = copy[0] @ copy[1].t() / 0.7
     kinds = [logits]
     if with_support:

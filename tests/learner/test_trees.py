@@ -23,7 +23,7 @@ from headrace.learner.learner import Learner
 from headrace.learner.ranks import Intake
 from headrace.learner.tree import Forest
 from headrace.measured import StepStats
-from headrace.policy.attention import PackedPlan, TreePlan
+from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import FinishReason, Item, Replay, Segment, Span, Trajectory, Turn
 
@@ -95,7 +95,7 @@ def alone(policy: Policy, trajectories: Sequence[Trajectory]) -> Tensor:
 
 def together(policy: Policy, trajectories: Sequence[Trajectory]) -> Tensor:
     batch = pack(items(trajectories), policy.device, policy.routers)
-    assert type(batch.plan) is TreePlan
+    assert max(batch.plan.after) >= 0
     assert len(batch.token_ids) < sum(len(t.token_ids) for t in trajectories) or len(trajectories) == 1
     return logprobs(policy, batch)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.learner.tree import Forest, beginning
-from headrace.policy.attention import PackedPlan, TreePlan
+from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
 from headrace.types import FloatArray, Item, RouteArray, Trajectory
@@ -56,7 +56,7 @@ def pack(
 
     return Batch(
         token_ids=tensor(np.concatenate([t.token_ids for t in trajectories])[tokens].astype(np.int64)),
-        plan=TreePlan(lengths, after, device) if max(after) >= 0 else PackedPlan(lengths, device),
+        plan=PackedPlan(lengths, device, after),
         at=tensor(rows[sampled]),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
         advantage=tensor(np.concatenate(advantages)),
