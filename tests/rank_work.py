@@ -57,7 +57,7 @@ def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable
         sharding = Sharding(rank=rank, num_ranks=num_ranks, store=store, device=device, timeout_s=WAIT_S)
         result = (work(sharding, *args),)
         pipe.send_bytes(pickle.dumps(result))  # plainly: what torch does of itself needs a sender that lives on
-        sharding.close()
+        torch.distributed.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps(traceback.format_exc()))
 

@@ -104,11 +104,11 @@ def test_decode_prefill_and_training_have_the_same_bits(
     q = noise(length, heads, size, dtype=dtype)
     group, cut, device = heads // kv_heads, block_tokens(heads, kv_heads, dtype), torch.device(DEVICE)
     options = {"scale": size**-0.5, "window": window}
-    whole = Blocks.of([0], [length], [0], cut, device)
+    whole = Blocks.of([(0, length, 0)], cut, device)
     trained, log_sums = block_attention(q, k.contiguous(), v.contiguous(), None, whole, **options)
     prefilled = torch.cat(
         [
-            block_attention(q[a:b], keys, values, tables, Blocks.of([a], [b], [0], cut, device), **options)[0]
+            block_attention(q[a:b], keys, values, tables, Blocks.of([(a, b, 0)], cut, device), **options)[0]
             for a, b in ((0, 37), (37, 512), (512, length))
         ]
     )
@@ -133,7 +133,8 @@ def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int
     lengths = [1, 65, 150]
     q, k, v = (noise(sum(lengths), h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
     starts, device, tokens = [0, 1, 66], torch.device(DEVICE), block_tokens(heads, kv_heads, torch.float32)
-    cut = {t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (tokens, QUERIES)}
+    parts = list(zip([0, 0, 0], lengths, starts, strict=True))
+    cut = {t: Blocks.of(parts, t, device) for t in (tokens, QUERIES)}
     ours, log_sums = block_attention(q.detach(), k.detach(), v.detach(), None, cut[tokens], scale=0.2, window=window)
     outs = []
     for start, length in zip(starts, lengths, strict=True):
@@ -149,7 +150,7 @@ def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int
     pull = noise(*expected.shape, seed=8)
     theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
     inputs = (q.detach(), k.detach(), v.detach(), ours, log_sums)
-    found = attention_gradient(pull, *inputs, cut[QUERIES], scale=0.2, window=window)
+    found = attention_gradient(pull, inputs, cut[QUERIES], scale=0.2, window=window)
     for f, e in zip(found, theirs, strict=True):
         assert (f - e).norm() < 1e-2 * e.norm()
 
@@ -206,7 +207,8 @@ def test_gradient_of_attention_in_a_tree(heads: int, kv_heads: int, size: int, w
     torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-4)
     pull = noise(*expected.shape, seed=8)
     theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
-    found = attention_gradient(pull, *inputs, ours, log_sums, plan.blocks(QUERIES), scale=0.2, window=window)
+    saved = (*inputs, ours, log_sums)
+    found = attention_gradient(pull, saved, plan.blocks(QUERIES), scale=0.2, window=window)
     for f, e in zip(found, theirs, strict=True):
         assert (f - e).norm() < 1e-2 * e.norm()
 

@@ -36,8 +36,6 @@ from headrace.types import FloatArray, Group, Item, Trajectory
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.adamw import FusedAdamW
 
-MAX = dist.ReduceOp.MAX
-
 
 class Learner:
     """Trains `policy` in place; with a `sharding`, together with the other ranks."""
@@ -141,7 +139,8 @@ class Learner:
         routers = policy.routers if policy is self.policy else None  # the reference chooses its own experts
         passes = [items] if backward and alone else [*balanced(items, self.section.micro_batch_tokens)]
         if self.sharding is not None:
-            passes += [[]] * (int(self.sharding.reduced(torch.tensor(len(passes)), MAX)) - len(passes))
+            most = int(self.sharding.reduced(torch.tensor(len(passes)), dist.ReduceOp.MAX))
+            passes += [[]] * (most - len(passes))
         for part in passes:
             if part:
                 yield part, pack(part, policy.device, routers, self._temperature)
@@ -152,20 +151,17 @@ class Learner:
         """Add the micro-batch's gradients. Returns, on the device, what `_sums[1:]` adds up."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
-            loss, clipped, divergence = objective(
-                self.section, batch, current, unfiltered, constant_length=self._constant_length
-            )
+            length = self._constant_length
+            loss, clipped, divergence = objective(self.section, batch, current, unfiltered, constant_length=length)
             self._optimizer.make_room()
             loss.backward()
         parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
         sums = torch.stack([part.double() for part in parts])
         return torch.cat([sums, mismatch_sums(current, batch.behaviour)])
 
-    def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, b: Batch) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens: over the sampling support, and over the vocabulary."""
-        return self.policy.logprobs(
-            batch.token_ids, batch.plan, batch.at, batch.temperature, batch.support, batch.routes
-        )
+        return self.policy.logprobs(b.token_ids, b.plan, b.at, b.temperature, b.support, b.routes)
 
     def finish(self) -> StepStats:
         """The optimizer step, in place. Call it only between two engine steps."""
@@ -222,13 +218,8 @@ def learning_rate(section: LearnerSection, step: int, total_steps: int) -> float
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-    match section.schedule:
-        case "constant":
-            return lr
-        case "linear":
-            return lr * (1 - progress)
-        case "cosine":
-            return lr * 0.5 * (1 + math.cos(math.pi * progress))
+    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return lr * shares[section.schedule]
 
 
 class Optimizer:
@@ -357,6 +348,3 @@ class Sharding:
         """The `values`, in place, over all ranks."""
         dist.all_reduce(values, operation)
         return values
-
-    def close(self) -> None:
-        dist.destroy_process_group()

@@ -7,7 +7,6 @@ definition is that of `transformers`; only the plan differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -38,48 +37,6 @@ def _attention(
 
 # Without a mask function beside it, `transformers` builds no masks: the plan alone decides.
 AttentionInterface.register(NAME, _attention)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rectangles:
-    """Runs of tokens, regrouped by depth and similar length into padded rectangles, one after the other.
-
-    Example:
-        lengths [5, 3, 5] at depth 0 become shapes [(2, 5), (1, 3)]: the runs 0, 2 and then 1
-    """
-
-    shapes: list[tuple[int, int]]  # (runs, longest) of each rectangle
-    depths: list[int]  # tokens before the runs of each rectangle
-    pad: Tensor  # [P] the token of the row at each place; padding repeats one
-    keys: Tensor  # the same with the tokens before each run
-    unpad: Tensor  # [T] the place of each token of the row
-
-    @classmethod
-    def of(cls, lengths: list[int], paths: list[np.ndarray], device: torch.device) -> _Rectangles:
-        """Lengths within a quarter of each other share a rectangle: few calls, little padding.
-
-        A path is a run with the tokens before it.
-        """
-        at = [len(path) - length for path, length in zip(paths, lengths, strict=True)]
-        shapes, depths, pads, keys = list[tuple[int, int]](), list[int](), list[np.ndarray](), list[np.ndarray]()
-        for i in sorted(range(len(lengths)), key=lambda i: (at[i], -lengths[i])):
-            if not shapes or depths[-1] != at[i] or lengths[i] < 0.75 * shapes[-1][1]:
-                shapes.append((0, lengths[i]))
-                depths.append(at[i])
-            count, longest = shapes[-1]
-            shapes[-1] = (count + 1, longest)
-            keys.append(paths[i][np.minimum(np.arange(at[i] + longest), len(paths[i]) - 1)])
-            pads.append(keys[-1][at[i] :])
-        pad, unpad = np.concatenate(pads), np.empty(sum(lengths), np.int64)
-        unpad[pad[::-1]] = np.arange(len(pad))[::-1]  # the first of several places is written last
-        return cls(shapes, depths, *(torch.from_numpy(x).to(device) for x in (pad, np.concatenate(keys), unpad)))
-
-    def attend(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        """Each rectangle by itself; `q` lies as in `pad`, `k` and `v` as in `keys`."""
-        sizes = [count * longest for count, longest in self.shapes]
-        seen = [count * (depth + longest) for depth, (count, longest) in zip(self.depths, self.shapes, strict=True)]
-        parts = zip(q.split(sizes), k.split(seen), v.split(seen), self.shapes, strict=True)
-        return torch.cat([attend(*part, *how) for part in parts])
 
 
 class PackedPlan:
@@ -125,12 +82,37 @@ class PackedPlan:
     def _attend_rectangles(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         if min(self.lengths) == self.longest:
             return attend(q, k, v, (len(self.lengths), self.longest), *how)  # type: ignore[no-any-return]
-        r = self._rectangles
-        return _rows(r.attend(attend, _rows(q, r.pad), _rows(k, r.keys), _rows(v, r.keys), *how), r.unpad)
+        shapes, pad, keys, unpad = self._rectangles
+        sizes = [count * longest for count, longest, _ in shapes]
+        seen = [count * (depth + longest) for count, longest, depth in shapes]
+        parts = zip(_rows(q, pad).split(sizes), _rows(k, keys).split(seen), _rows(v, keys).split(seen), strict=True)
+        outs = [attend(*part, shape[:2], *how) for part, shape in zip(parts, shapes, strict=True)]
+        return _rows(torch.cat(outs), unpad)
 
     @cached_property
-    def _rectangles(self) -> _Rectangles:
-        return _Rectangles.of(self.lengths, self._paths, self._device)
+    def _rectangles(self) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
+        """Runs, regrouped into padded rectangles, one after the other: (runs, longest, tokens before them) of each.
+
+        And the token of the row at each place, where padding repeats one; the same with the tokens before each
+        run; and the place of each token of the row. Lengths within a quarter of each other share a rectangle:
+        few calls, little padding.
+
+        Example:
+            lengths [5, 3, 5] of roots become (2, 5, 0) and (1, 3, 0): the runs 0, 2 and then 1
+        """
+        shapes, pads, keys = list[tuple[int, int, int]](), list[np.ndarray](), list[np.ndarray]()
+        runs = zip(self._depths, self.lengths, self._paths, strict=True)
+        for depth, length, path in sorted(runs, key=lambda run: (run[0], -run[1])):
+            if not shapes or shapes[-1][2] != depth or length < 0.75 * shapes[-1][1]:
+                shapes.append((0, length, depth))
+            count, longest, _ = shapes[-1]
+            shapes[-1] = (count + 1, longest, depth)
+            keys.append(path[np.minimum(np.arange(depth + longest), len(path) - 1)])
+            pads.append(keys[-1][depth:])
+        pad, unpad = np.concatenate(pads), np.empty(sum(self.lengths), np.int64)
+        unpad[pad[::-1]] = np.arange(len(pad))[::-1]  # the first of several places is written last
+        tensors = [torch.from_numpy(x).to(self._device) for x in (pad, np.concatenate(keys), unpad)]
+        return shapes, tensors[0], tensors[1], tensors[2]
 
     def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
         """The hidden states of the tokens before those at `at`: what predicts them."""
@@ -139,8 +121,8 @@ class PackedPlan:
     def blocks(self, tokens: int) -> Blocks:
         if tokens not in self._cut:
             sizes = list(map(len, self._paths))
-            sources = [0, *np.cumsum(sizes)[:-1].tolist()]
-            self._cut[tokens] = Blocks.of(self._depths, sizes, sources, tokens, self._device, self._tree)
+            parts = zip(self._depths, sizes, [0, *np.cumsum(sizes).tolist()], strict=False)
+            self._cut[tokens] = Blocks.of(parts, tokens, self._device, self._tree)
         return self._cut[tokens]
 
     @cached_property
@@ -177,7 +159,6 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, scale, window = ctx.rest
-        q, k, v, out, log_sums = ctx.saved_tensors
-        blocks = plan.blocks(QUERIES)
-        grads = attention_gradient(grad.contiguous(), q, k, v, out, log_sums, blocks, scale=scale, window=window)
+        how = {"scale": scale, "window": window}
+        grads = attention_gradient(grad.contiguous(), ctx.saved_tensors, plan.blocks(QUERIES), **how)
         return *grads, None, None, None

@@ -152,7 +152,7 @@ def unseen(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> T
 class FamilyBody:
     """Embedding, layers and final norm. Called for the final hidden states `[T, E]`."""
 
-    def __init__(self, body: Any, *, recomputing: Any = None) -> None:
+    def __init__(self, body: Any, recomputing: Any) -> None:
         self._body = body
         self.checkpoint_activations = False
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
@@ -186,8 +186,7 @@ class FamilyBody:
 
     def _run(self, layer_function: Any, *args: Any) -> Any:
         if self.checkpoint_activations and torch.is_grad_enabled():
-            contexts = {} if self._recomputing is None else {"context_fn": self._recomputing}
-            return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
+            return checkpoint(layer_function, *args, use_reentrant=False, context_fn=self._recomputing)
         return layer_function(*args)
 
     def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:

@@ -68,14 +68,14 @@ class Policy:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.exact = exact
+        self._linear: Linear = exact_linear if exact and self.device.type == "cpu" else F.linear
         self.adapted = any(".lora_" in name for name, _ in model.named_parameters())
         self._family: FamilyBody | None = None
         self.shards: Shards | None = None
         self.in_family = in_family(self.body)  # then the layers run in our own forward pass
         if self.in_family:
             kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
-            recomputing = self.routers.follow_again if self.routers.num_layers else None
-            self._family = kind(self.body, recomputing=recomputing)
+            self._family = kind(self.body, self.routers.follow_again)
             self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
         check_weights(self)
         if exact:
@@ -155,10 +155,6 @@ class Policy:
         self.shards = Shards(self.model, next(lists, ()), self.dtype, mesh)
         return self.shards
 
-    @property
-    def _linear(self) -> Linear:
-        return exact_linear if self.exact and self.device.type == "cpu" else F.linear
-
     def checkpoint_activations(self) -> None:
         if self._family is not None:
             self._family.checkpoint_activations = True
@@ -237,8 +233,6 @@ def load_policy(section: ModelSection, learner: LearnerSection | None = None, se
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
     section = located(section)
     path = Path(section.path)
-    if section.exact and device.type == "cuda":
-        use_batch_invariant_gemms()
     _check_architecture(path)
     with refusing(f"model.path = '{section.path}' cannot be loaded"):
         load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained

@@ -54,8 +54,7 @@ class Shards:
         self.weights: dict[str, Any] = dict(model.named_parameters())
         assert all(isinstance(weight, DTensor) for weight in self.weights.values()), "not all weights are sharded"
         # gradients go to the parts held here, which are ordinary weights to an optimizer
-        parts = ((n, p.detach().to_local(), p.requires_grad) for n, p in self.weights.items())
-        self.held = {name: nn.Parameter(part, trained) for name, part, trained in parts}
+        self.held = {n: nn.Parameter(p.detach().to_local(), p.requires_grad) for n, p in self.weights.items()}
 
     def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The result of `compute` with whole weights. Every rank must call this equally often."""

@@ -159,21 +159,17 @@ class CollectiveReceiver:
         buckets = tuple(new_bucket(n, self._device) for n in ticket.manifest.sizes)
         deadline = time.monotonic() + timeout_s
         try:
-            self._join(ticket.where, timeout_s).carry(list(_chunks(buckets)), deadline)
+            if self._chain is None or self._chain.meeting != ticket.where:
+                self._chain, meeting, timeout = None, ticket.where, timedelta(seconds=timeout_s)
+                store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+                self._chain = _Chain(meeting, store, None, self._device, timeout_s)
+            self._chain.carry(list(_chunks(buckets)), deadline)
         except RuntimeError as error:
             self._chain = None
             raise PublishError(
                 f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
             ) from error
         return verify(Payload(ticket.manifest, buckets))
-
-    def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
-        if self._chain is None or self._chain.meeting != meeting:
-            self._chain = None
-            timeout = timedelta(seconds=timeout_s)
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-            self._chain = _Chain(meeting, store, None, self._device, timeout_s)
-        return self._chain
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class DiskSender:
                 for beside in self._model_dir.iterdir():
                     if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
-            (path / MANIFEST).write_text(_text(manifest))
+            (path / MANIFEST).write_text(json.dumps(asdict(manifest)))
             (path / COMPLETE).touch()
         except OSError as error:
             _remove(path)
@@ -93,7 +93,7 @@ class DiskReceiver:
                 raise PublishError(f"{version} is not complete after {timeout_s:g} s: {path}")
             time.sleep(_POLL_S)
         try:
-            if (path / MANIFEST).read_text() != _text(manifest):
+            if (path / MANIFEST).read_text() != json.dumps(asdict(manifest)):
                 raise PublishError(f"{path} contains another version than the ticket says")
             with (path / CONTENT[EncodingKind(manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(manifest)))
@@ -101,10 +101,6 @@ class DiskReceiver:
         except (OSError, ValueError) as error:
             raise PublishError(f"{version} cannot be read from {path}: {error}") from error
         return verify(Payload(manifest, tuple(buckets)))
-
-
-def _text(manifest: Manifest) -> str:
-    return json.dumps(asdict(manifest))
 
 
 def _header(manifest: Manifest) -> bytes:

@@ -15,7 +15,7 @@ that it has what was sent before it touches a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -96,17 +96,14 @@ class Encoder:
         return self._full(self.version, self._held.items())
 
     def _full(self, version: int, tensors: Named, encoding: EncodingKind = EncodingKind.FULL) -> Payload:
-        writer, specs = BucketWriter(self._bucket_bytes), []
+        writer = BucketWriter(self._bucket_bytes)
         for name, tensor in tensors:
             if self.takes(name):
-                content = flat_bytes(tensor.contiguous())
-                writer.write(content)
-                specs.append(_spec(name, tensor, content.numel()))
-        return writer.payload(version, None, encoding, specs)
+                writer.write(name, tensor, flat_bytes(tensor.contiguous()))
+        return writer.payload(version, None, encoding)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
-        writer, specs = BucketWriter(self._bucket_bytes), []
-        changes: Changes = {}
+        writer, changes = BucketWriter(self._bucket_bytes), Changes()
         for name, tensor in tensors:
             old = self._held.get(name)
             if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
@@ -115,16 +112,14 @@ class Encoder:
             # several times faster than torch's nonzero
             places = torch.from_numpy(np.flatnonzero((new != bits(old)).numpy()))
             changes[name] = places, new[places]
-            if len(places):
-                parts = code_places(places), code_changes(changes[name][1], bits(old)[places])
-                for part in parts:
-                    writer.write(part)
-                specs.append(_spec(name, tensor, sum(map(len, parts)), len(places), len(parts[0])))
+            if num_changed := len(places):
+                coded = code_places(places), code_changes(new[places], bits(old)[places])
+                writer.write(name, tensor, *coded, num_changed=num_changed)
         if missing := self._held.keys() - changes.keys():
             raise PublishError(f"version {version} lacks '{min(missing)}', which version {self.version} has")
         self._changes = changes
         if writer.num_bytes < sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
-            return writer.payload(version, self.version, EncodingKind.DELTA, specs)
+            return writer.payload(version, self.version, EncodingKind.DELTA)
 
         def changed(name: str) -> Tensor:
             tensor, (places, values) = self._held[name].clone(), changes[name]
@@ -132,11 +127,6 @@ class Encoder:
             return tensor
 
         return self._full(version, ((name, changed(name)) for name in changes))
-
-
-def _spec(name: str, tensor: Tensor, num_bytes: int, num_changed: int = 0, place_bytes: int = 0) -> TensorSpec:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape), num_bytes, num_changed, place_bytes)
 
 
 class Update:
@@ -163,10 +153,11 @@ def _writes(payload: Payload, live: Mapping[str, Tensor]) -> Iterator[Callable[[
     for spec in payload.manifest.tensors:
         target = live[spec.name]
         if payload.manifest.encoding == EncodingKind.DELTA:
-            flat, coded = bits(target), payload.read(start, spec.num_bytes)
+            flat, coded = bits(target), torch.cat([*payload.pieces(start, spec.num_bytes)])
             places = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat))
             changes = read_changes(coded[spec.place_bytes :], spec.num_changed, flat.dtype)
-            yield partial(flat.index_add_, 0, places.to(target.device), changes.to(target.device))
+            where = places.to(target.device)
+            yield partial(flat.index_put_, (where,), flat[where] + changes.to(target.device))
         else:
             room = flat_bytes(target)
             for piece in payload.pieces(start, spec.num_bytes):
@@ -190,12 +181,10 @@ def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> 
         raise PublishError(f"{where} lacks the tensor '{min(missing)}'")
     for spec in manifest.tensors:
         target = live[spec.name]
-        has = _spec(spec.name, target, 0)
-        if (spec.dtype, spec.shape) != (has.dtype, has.shape):
-            raise PublishError(
-                f"{where}: '{spec.name}' is {spec.dtype} {list(spec.shape)}, and the receiver's is "
-                f"{has.dtype} {list(has.shape)}"
-            )
+        dtype, shape = _kind(target)
+        if (spec.dtype, spec.shape) != (dtype, shape):
+            sent = f"{where}: '{spec.name}' is {spec.dtype} {list(spec.shape)}"
+            raise PublishError(f"{sent}, and the receiver's is {dtype} {list(shape)}")
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' is not contiguous in memory")
         size = target.numel() * target.element_size()
@@ -255,10 +244,6 @@ class Payload:
                 start, num_bytes = start + piece.numel(), num_bytes - piece.numel()
             start -= bucket.numel()
 
-    def read(self, start: int, num_bytes: int) -> Tensor:
-        pieces = list(self.pieces(start, num_bytes)) or [torch.empty(0, dtype=torch.uint8)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
 
 class BucketWriter:
     """Lays bytes end to end into buckets."""
@@ -266,26 +251,35 @@ class BucketWriter:
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Tensor] = []
-        self._free = 0  # bytes of the last bucket
+        self._free = new_bucket(0)  # the rest of the last bucket
+        self._specs: list[TensorSpec] = []
         self.num_bytes = 0
 
-    def write(self, content: Tensor) -> None:
-        self.num_bytes += content.numel()
-        while content.numel():
-            if not self._free:
-                self._buckets.append(new_bucket(self._bucket_bytes))
-                self._free = self._bucket_bytes
-            part, content = content[: self._free], content[self._free :]
-            end = self._bucket_bytes - self._free + part.numel()
-            self._buckets[-1][end - part.numel() : end].copy_(part)
-            self._free -= part.numel()
+    def write(self, name: str, tensor: Tensor, *contents: Tensor, num_changed: int = 0) -> None:
+        """The bytes that stand for a tensor: all of its own, or coded places and changes."""
+        sizes = [content.numel() for content in contents]
+        place_bytes = sizes[0] if num_changed else 0
+        self._specs.append(TensorSpec(name, *_kind(tensor), sum(sizes), num_changed, place_bytes))
+        self.num_bytes += sum(sizes)
+        for content in contents:
+            while content.numel():
+                if not len(self._free):
+                    self._free = new_bucket(self._bucket_bytes)
+                    self._buckets.append(self._free)
+                part, content = content[: len(self._free)], content[len(self._free) :]
+                self._free[: len(part)].copy_(part)
+                self._free = self._free[len(part) :]
 
-    def payload(self, version: int, base: int | None, encoding: str, tensors: Sequence[TensorSpec]) -> Payload:
+    def payload(self, version: int, base: int | None, encoding: str) -> Payload:
         buckets = tuple(self._buckets)
-        if self._free:  # give the unused memory back
-            buckets = (*buckets[:-1], buckets[-1][: -self._free].clone())
+        if free := len(self._free):  # give the unused memory back
+            buckets = (*buckets[:-1], buckets[-1][:-free].clone())
         sizes, sums = tuple(map(Tensor.numel, buckets)), tuple(map(checksum, buckets))
-        return Payload(Manifest(version, base, encoding, tuple(tensors), sizes, sums), buckets)
+        return Payload(Manifest(version, base, encoding, tuple(self._specs), sizes, sums), buckets)
+
+
+def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def new_bucket(num_bytes: int, device: torch.device = CPU) -> Tensor:

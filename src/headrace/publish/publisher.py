@@ -12,7 +12,7 @@ stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,9 +28,8 @@ OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
 MAX_DELTAS = 32  # kept since the last base
 
 
-def with_receivers(sender: PublishTimes, receivers: Iterable[PublishTimes]) -> PublishTimes:
+def with_receivers(sender: PublishTimes, receivers: Sequence[PublishTimes]) -> PublishTimes:
     """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
-    receivers = list(receivers)
     return replace(
         sender,
         transfer_s=sender.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
@@ -154,12 +153,10 @@ class _Timed:
         self.seconds, self.num_bytes = 0.0, 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = iter(self._tensors)
-        while True:
-            started = time.perf_counter()
-            found = next(tensors, None)
+        started = time.perf_counter()
+        for name, tensor in self._tensors:
             self.seconds += time.perf_counter() - started
-            if found is None:
-                return
-            self.num_bytes += found[1].numel() * found[1].element_size()
-            yield found
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+            started = time.perf_counter()
+        self.seconds += time.perf_counter() - started

@@ -150,9 +150,9 @@ class PagedStore:
         table, at = self._tables.table(pages), [np.arange(c.start, c.end) for c in chunks]
         slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
         positions_T, slots_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (at, slots))
-        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
+        parts = [(c.start, c.end, row) for row, c in enumerate(chunks)]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
-        blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
+        blocks = Blocks.of(parts, per_block, device)
         tables = torch.from_numpy(table).to(device)
 
         def attention(q: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
