@@ -57,7 +57,7 @@ def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable
         sharding = Sharding(rank=rank, num_ranks=num_ranks, store=store, device=device, timeout_s=WAIT_S)
         result = (work(sharding, *args),)
         pipe.send_bytes(pickle.dumps(result))  # plainly: what torch does of itself needs a sender that lives on
-        sharding.close()
+        torch.distributed.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps(traceback.format_exc()))
 
@@ -95,7 +95,7 @@ def take_step(learner: Learner, groups: Sequence[Group]) -> StepStats:
     rank, num_ranks = (0, 1) if learner.sharding is None else (learner.sharding.rank, learner.sharding.num_ranks)
     intake = Intake(learner.section, num_ranks)
     for group in groups:
-        references = references_of(learner, group) if learner.uses_reference else None
+        references = references_of(learner, group) if learner.reference_tensors() else None
         for items in intake.add(group, references):
             learner.accumulate(split(items, num_ranks)[rank])
     for items in intake.rest():

@@ -17,7 +17,6 @@ from played_turns import assert_as_from_scratch, play
 
 from headrace.errors import ModelError
 from headrace.learner.batch import pack
-from headrace.policy.attention import TreePlan
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.types import Item, Replay
@@ -82,7 +81,7 @@ def test_common_prefixes_are_computed_once_with_the_same_bits(
         answers = [replace(t, replay=Replay(routes=routes[: len(t.token_ids)])) for t in answers]
     items = [Item(trajectory=t, advantage=0.0) for t in answers]
     batches = [pack(some, policy.device, policy.routers) for some in (items, *([item] for item in items))]
-    assert isinstance(batches[0].plan, TreePlan)
+    assert max(batches[0].plan.after) >= 0
     assert len(batches[0].token_ids) == 630 + 37 + 64 + 65 + 200 + 1 + 264
     found, gradients = [], []
     for some in (batches[:1], batches[1:]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.policy import policy as policy_module
-from headrace.policy.attention import PackedPlan, TreePlan
+from headrace.policy.attention import PackedPlan
 
 INTERPRETED = kernels.AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -103,11 +104,11 @@ def test_decode_prefill_and_training_have_the_same_bits(
     q = noise(length, heads, size, dtype=dtype)
     group, cut, device = heads // kv_heads, block_tokens(heads, kv_heads, dtype), torch.device(DEVICE)
     options = {"scale": size**-0.5, "window": window}
-    whole = Blocks.of([0], [length], [0], cut, device)
+    whole = Blocks.of([(0, length, 0)], cut, device)
     trained, log_sums = block_attention(q, k.contiguous(), v.contiguous(), None, whole, **options)
     prefilled = torch.cat(
         [
-            block_attention(q[a:b], keys, values, tables, Blocks.of([a], [b], [0], cut, device), **options)[0]
+            block_attention(q[a:b], keys, values, tables, Blocks.of([(a, b, 0)], cut, device), **options)[0]
             for a, b in ((0, 37), (37, 512), (512, length))
         ]
     )
@@ -132,7 +133,8 @@ def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int
     lengths = [1, 65, 150]
     q, k, v = (noise(sum(lengths), h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
     starts, device, tokens = [0, 1, 66], torch.device(DEVICE), block_tokens(heads, kv_heads, torch.float32)
-    cut = {t: Blocks.of([0, 0, 0], lengths, starts, t, device) for t in (tokens, QUERIES)}
+    parts = list(zip([0, 0, 0], lengths, starts, strict=True))
+    cut = {t: Blocks.of(parts, t, device) for t in (tokens, QUERIES)}
     ours, log_sums = block_attention(q.detach(), k.detach(), v.detach(), None, cut[tokens], scale=0.2, window=window)
     outs = []
     for start, length in zip(starts, lengths, strict=True):
@@ -148,7 +150,7 @@ def test_gradient_of_attention(heads: int, kv_heads: int, size: int, window: int
     pull = noise(*expected.shape, seed=8)
     theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
     inputs = (q.detach(), k.detach(), v.detach(), ours, log_sums)
-    found = attention_gradient(pull, *inputs, cut[QUERIES], scale=0.2, window=window)
+    found = attention_gradient(pull, inputs, cut[QUERIES], scale=0.2, window=window)
     for f, e in zip(found, theirs, strict=True):
         assert (f - e).norm() < 1e-2 * e.norm()
 
@@ -163,7 +165,7 @@ def test_attention_in_a_tree_has_the_bits_of_its_sequences(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int
 ) -> None:
     device, tokens = torch.device(DEVICE), block_tokens(heads, kv_heads, dtype)
-    plan = TreePlan(**RUNS_OF_A_TREE, device=device)
+    plan = PackedPlan(**RUNS_OF_A_TREE, device=device)
     total = sum(plan.lengths)
     q, k, v = (noise(total, h, size, seed=i, dtype=dtype) for i, h in enumerate((heads, kv_heads, kv_heads)))
     options = {"scale": size**-0.5, "window": window}
@@ -190,7 +192,7 @@ def path_to(row: int) -> list[int]:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
 @pytest.mark.parametrize("window", [0, 70])
 def test_gradient_of_attention_in_a_tree(heads: int, kv_heads: int, size: int, window: int) -> None:
-    plan = TreePlan(**RUNS_OF_A_TREE, device=torch.device(DEVICE))
+    plan = PackedPlan(**RUNS_OF_A_TREE, device=torch.device(DEVICE))
     total = sum(plan.lengths)
     q, k, v = (noise(total, h, size, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads)))
     seen = torch.zeros(total, total, dtype=torch.bool, device=DEVICE)
@@ -205,7 +207,8 @@ def test_gradient_of_attention_in_a_tree(heads: int, kv_heads: int, size: int, w
     torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-4)
     pull = noise(*expected.shape, seed=8)
     theirs = torch.autograd.grad((expected * pull).sum(), (q, k, v))
-    found = attention_gradient(pull, *inputs, ours, log_sums, plan.blocks(QUERIES), scale=0.2, window=window)
+    saved = (*inputs, ours, log_sums)
+    found = attention_gradient(pull, saved, plan.blocks(QUERIES), scale=0.2, window=window)
     for f, e in zip(found, theirs, strict=True):
         assert (f - e).norm() < 1e-2 * e.norm()
 
@@ -360,12 +363,20 @@ def test_gradient_of_token_logprobs() -> None:
 def test_no_chosen_tokens_have_no_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "_row_chunks", lambda *_: [])
     hidden, weight = noise(0, 12).requires_grad_(), noise(99, 12).requires_grad_()
-    (found,) = policy_module._FusedLogprobs.apply(
-        hidden, weight, torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0, None
-    )
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    (found,) = policy_module._ChosenLogprobs.apply(hidden, weight, none, 1.0, None, torch.nn.functional.linear, True)
     found.sum().backward()
     assert found.shape == (0,)
     assert not weight.grad.any()
+
+
+def fused_adamw(masters: list[Tensor], **settings: Any) -> FusedAdamW:
+    """With the state that the learner's optimizer gives it."""
+    optimizer, steps = FusedAdamW(masters, **settings), torch.zeros((), device=DEVICE)
+    for master in masters:
+        moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[master] = moments | {"step": steps}
+    return optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32])
@@ -375,7 +386,7 @@ def test_fused_adamw_is_adamw(dtype: torch.dtype, clip: float) -> None:
     masters, copies = ([noise(*s, seed=i) for i, s in enumerate(sizes)] for _ in range(2))
     weights = [m.to(dtype, copy=True) for m in masters]
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
-    ours, theirs = FusedAdamW(masters, **settings), torch.optim.AdamW(copies, **settings)
+    ours, theirs = fused_adamw(masters, **settings), torch.optim.AdamW(copies, **settings)
     for step in range(4):
         gradients = [noise(*s, seed=10 * step + i, dtype=dtype) for i, s in enumerate(sizes)]
         norm = float(ours.step_fused(weights, gradients, 0.5, clip))
@@ -401,7 +412,7 @@ def test_fused_adamw_goes_on_from_a_saved_state() -> None:
     views = list(broken[0].new_empty(4000).split([1, 1000, 2000, 999]))[1:]
     for view, part in zip(views, start, strict=True):
         view.copy_(part)
-    first, other = FusedAdamW(unbroken, **settings), FusedAdamW(views, **settings)
+    first, other = fused_adamw(unbroken, **settings), fused_adamw(views, **settings)
     for step in range(6):
         if step == 3:
             state = deepcopy(other.state_dict())
@@ -426,7 +437,8 @@ def test_log_probs_of_chosen_tokens(monkeypatch: pytest.MonkeyPatch, with_suppor
     chosen = torch.tensor([0, 4999, 7, 8, 4096], device=DEVICE)
     ids = torch.stack([chosen, (chosen + 3) % vocab], 1).flatten()
     support = policy_module.Support(ids, torch.arange(0, 2 * num + 1, 2, device=DEVICE)) if with_support else None
-    ours = policy_module._FusedLogprobs.apply(*mine, chosen, 0.7, support)
+    linear = torch.nn.functional.linear
+    ours = policy_module._ChosenLogprobs.apply(*mine, chosen, 0.7, support, linear, True)
     logits = copy[0] @ copy[1].t() / 0.7
     kinds = [logits]
     if with_support:

@@ -29,7 +29,7 @@ def sharding() -> Iterator[Sharding]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     seat = Sharding(rank=0, num_ranks=1, store=store, device=torch.device("cuda", 0), timeout_s=60)
     yield seat
-    seat.close()
+    torch.distributed.destroy_process_group()
 
 
 def sampled(policy: Policy) -> Group:

@@ -19,7 +19,7 @@ def step_loss(kind: AggregationKind, sequences: Sequence[Tensor], micro_batches:
     for members in micro_batches:
         lengths = torch.tensor([len(sequences[i]) for i in members])
         ids = torch.repeat_interleave(torch.arange(len(members)), lengths)
-        weight = weights(kind, ids, len(members), constant_length=CONSTANT_LENGTH, dtype=torch.float64)
+        weight = weights(kind, ids, constant_length=CONSTANT_LENGTH, dtype=torch.float64)
         total = total + (torch.cat([sequences[i] for i in members]) * weight).sum()
     return total / normaliser(kind, sum(len(s) for s in sequences), len(sequences))
 
@@ -45,7 +45,7 @@ def test_by_hand(kind: AggregationKind, expected: float) -> None:
 def test_weights_by_hand() -> None:
     # sequence 1 of this micro-batch sampled nothing
     ids = torch.tensor([0, 0, 2, 2, 2, 2])
-    found = {kind: weights(kind, ids, 3, constant_length=8) for kind in KINDS}
+    found = {kind: weights(kind, ids, constant_length=8) for kind in KINDS}
     assert found["token"].tolist() == [1.0] * 6
     assert found["sequence"].tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
     assert found["constant"].tolist() == [0.125] * 6

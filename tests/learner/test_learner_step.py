@@ -296,7 +296,7 @@ def test_divergence_from_the_reference(policy: Policy, estimator: Any, kl_in: An
     outcomes = []
     for budget, order in ((10**6, 1), (1, 1), (31, -1)):
         learner = learner_for(clone(start), section.model_copy(update={"micro_batch_tokens": budget}))
-        assert learner.uses_reference
+        assert learner.reference_tensors()
         learner.policy.model.load_state_dict(moved.model.state_dict())  # training moved the policy, not the reference
         references = [learner.reference_logprobs(g) for g in groups]
         outcomes.append(take_step(learner, groups[::order], references[::order])[0])
@@ -313,7 +313,7 @@ def test_divergence_from_the_reference(policy: Policy, estimator: Any, kl_in: An
 
 
 def test_no_reference_is_kept_without_a_pull(policy: Policy):
-    assert not learner_for(policy, LearnerSection()).uses_reference
+    assert not learner_for(policy, LearnerSection()).reference_tensors()
 
 
 def test_mismatch_is_what_was_put_in(policy: Policy):

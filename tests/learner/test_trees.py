@@ -23,7 +23,7 @@ from headrace.learner.learner import Learner
 from headrace.learner.ranks import Intake
 from headrace.learner.tree import Forest
 from headrace.measured import StepStats
-from headrace.policy.attention import PackedPlan, TreePlan
+from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import FinishReason, Item, Replay, Segment, Span, Trajectory, Turn
 
@@ -95,7 +95,7 @@ def alone(policy: Policy, trajectories: Sequence[Trajectory]) -> Tensor:
 
 def together(policy: Policy, trajectories: Sequence[Trajectory]) -> Tensor:
     batch = pack(items(trajectories), policy.device, policy.routers)
-    assert type(batch.plan) is TreePlan
+    assert max(batch.plan.after) >= 0
     assert len(batch.token_ids) < sum(len(t.token_ids) for t in trajectories) or len(trajectories) == 1
     return logprobs(policy, batch)
 
@@ -256,7 +256,7 @@ def learner_of(policy: Policy, section: LearnerSection) -> Learner:
 def step(policy: Policy, section: LearnerSection, groups: Sequence[Sequence[Trajectory]]) -> tuple[StepStats, Any]:
     learner, intake = learner_of(policy, section), Intake(section)
     known = [group_of(*g, serial=i) for i, g in enumerate(groups)]
-    references = [learner.reference_logprobs(g) for g in known] if learner.uses_reference else [None] * len(known)
+    references = [learner.reference_logprobs(g) for g in known] if learner.reference_tensors() else [None] * len(known)
     batches = [b for g, r in zip(known, references, strict=True) for b in intake.add(g, r)] + intake.rest()
     for batch in batches:
         learner.accumulate(batch)

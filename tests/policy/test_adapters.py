@@ -17,12 +17,12 @@ from headrace.config import LearnerSection, ModelSection
 from headrace.learner.learner import Learner
 from headrace.learner.ranks import Intake
 from headrace.policy.attention import PackedPlan
-from headrace.policy.policy import Lora, Policy, load_policy
+from headrace.policy.policy import Policy, load_policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Request
 from headrace.types import Group, Sampling
 
-LORA = Lora(rank=4, alpha=8.0, seed=1)
+LORA = LearnerSection(lora_rank=4, lora_alpha=8.0)
 Maker = Callable[..., Policy]
 each_model = pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe", "Starcoder2"])
 
@@ -30,7 +30,7 @@ each_model = pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe", "Star
 def adapted(make_policy: Maker, directory: Path, architecture: str, *, moved: bool = True) -> Policy:
     """A policy with adapters, which do something once they have been moved."""
     make_policy(architecture, **MIXTURES.get(architecture, {})).save(directory)
-    policy = load_policy(ModelSection(path=str(directory), device="cpu"), LORA)
+    policy = load_policy(ModelSection(path=str(directory), device="cpu"), LORA, seed=1)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in policy.model.named_parameters():
@@ -70,8 +70,7 @@ def test_adapters_begin_as_the_model_was_and_follow_from_the_seed(
     policy = adapted(make_policy, tmp_path, architecture, moved=False)
     torch.testing.assert_close(logprobs(policy), logprobs(make_policy(architecture)), rtol=0, atol=1e-6)
     again, other = (
-        weights_of(load_policy(ModelSection(path=str(tmp_path), device="cpu"), replace(LORA, seed=seed)))
-        for seed in (1, 2)
+        weights_of(load_policy(ModelSection(path=str(tmp_path), device="cpu"), LORA, seed)) for seed in (1, 2)
     )
     assert all(torch.equal(again[name], weight) for name, weight in weights_of(policy).items())
     assert not all(torch.equal(other[name], weight) for name, weight in weights_of(policy).items())

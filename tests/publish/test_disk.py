@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from small_weights import copied, same_bits, weights
+from small_weights import copied, same_bits, stepped, weights
 
 from headrace.errors import PublishError
 from headrace.publish.disk import DiskReceiver, DiskSender
@@ -62,6 +64,21 @@ def test_files_that_are_cut_short_although_marked_complete_are_refused(tmp_path:
     file.unlink()
     with pytest.raises(PublishError, match="version 1 cannot be read"):
         DiskReceiver().fetch(sender.ticket(1), 1.0)
+
+
+def test_the_manifest_on_disk_says_what_the_sender_said(tmp_path: Path) -> None:
+    sender, encoder = DiskSender(tmp_path), Encoder("delta", bucket_bytes=100)
+    for version in (1, 2):
+        sender.stage(encoder.encode(version, stepped(weights(), version).items()))
+        encoder.committed(version)
+        said = asdict(sender.ticket(version).manifest)
+        written = json.loads((Path(sender.ticket(version).where) / "manifest.json").read_text())
+        assert written.keys() == said.keys()
+        assert written["tensors"] == [{**spec, "shape": list(spec["shape"])} for spec in said["tensors"]]
+        assert all(
+            written[name] == (list(x) if isinstance(x, tuple) else x) for name, x in said.items() if name != "tensors"
+        )
+        assert DiskReceiver().fetch(sender.ticket(version), 1.0).manifest == sender.ticket(version).manifest
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

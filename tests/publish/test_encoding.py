@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from small_weights import Weights, copied, same_bits, stepped, weights
 from headrace.errors import PublishError
 from headrace.publish.encoding import (
     Encoder,
-    Manifest,
     Payload,
     Update,
     cast,
@@ -212,13 +210,6 @@ def test_bytes_that_changed_places_or_are_missing_are_found() -> None:
     damaged = replace(payload.manifest, tensors=(replace(payload.manifest.tensors[0], num_bytes=7),))
     with pytest.raises(PublishError, match="the manifest is damaged"):
         verify(Payload(damaged, payload.buckets))
-
-
-def test_a_manifest_survives_json() -> None:
-    maker, truth = encoder("delta"), weights()
-    encode(maker, 1, truth)
-    manifest = encode(maker, 2, stepped(truth, 2)).manifest
-    assert Manifest.from_json(json.loads(json.dumps(asdict(manifest)))) == manifest
 
 
 def test_casting_takes_floating_point_numbers_only() -> None:

@@ -4,7 +4,6 @@ Whether the step is taken is decided on the GPU, so the host does not wait for t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +36,13 @@ class FusedAdamW(torch.optim.AdamW):
         0. Returns the norm before clipping; if it is not finite, nothing is changed. `add_up` sums
         its square over ranks.
         """
-        group, steps = self.param_groups[0], self._steps
+        group = self.param_groups[0]
+        steps: Tensor = self.state[group["params"][0]]["step"]
+        for state in self.state.values():
+            state["step"] = steps  # one for all: a loaded state has a count per weight
         triples = zip(weights, gradients, group["params"], strict=True)
-        rows = [(w, g, m, *self._moments(m, steps)) for w, g, m in triples if g is not None]
+        states = [(w, g, m, self.state[m]) for w, g, m in triples if g is not None]
+        rows = [(w, g, m, state["exp_avg"], state["exp_avg_sq"]) for w, g, m, state in states]
         device, kind = rows[0][2].device, _KINDS[rows[0][1].dtype]
         sizes = tuple(row[2].numel() for row in rows)
         blocks = self._blocks(sizes, device)
@@ -65,22 +68,6 @@ class FusedAdamW(torch.optim.AdamW):
             WEIGHT=_KINDS[rows[0][0].dtype], PART=PART, num_warps=4, **shape,
         )  # fmt: skip
         return norm
-
-    @property
-    def _steps(self) -> Tensor:
-        """The step count, one tensor shared by all weights."""
-        first = self.param_groups[0]["params"][0]
-        state = self.state[first]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=first.device)
-        return state["step"]  # type: ignore[no-any-return]
-
-    def _moments(self, master: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        state: dict[str, Any] = self.state[master]
-        state["step"] = steps  # a loaded state has a count per weight
-        if "exp_avg" not in state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-        return state["exp_avg"], state["exp_avg_sq"]
 
     def _blocks(self, sizes: tuple[int, ...], device: torch.device) -> Tensor:
         """Of each block the index of its tensor, then of each its index in the tensor. Cached."""

@@ -17,7 +17,7 @@ n sequences, T tokens, H query heads, J key/value heads, D head size, P pages of
 `pulls` are the row sums of grad * out, called delta in FlashAttention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,17 +99,11 @@ class Blocks:
 
     @classmethod
     def of(
-        cls,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        sources: Sequence[int],
-        tokens: int,
-        device: torch.device,
-        tree: Tree | None = None,
+        cls, parts: Iterable[tuple[int, int, int]], tokens: int, device: torch.device, tree: Tree | None = None
     ) -> "Blocks":
-        """Blocks of packed parts, from positions `starts` to `ends`, with `tokens` per block."""
+        """Blocks of packed parts (from which position, to which, source), with `tokens` per block."""
         rows, first = [], 0
-        for start, end, source in zip(starts, ends, sources, strict=True):
+        for start, end, source in parts:
             at = np.arange(start, end, tokens)
             columns = first + at - start, at, np.minimum(tokens, end - at), source, end
             rows.append(np.stack(np.broadcast_arrays(*columns), 1))
@@ -162,18 +156,13 @@ def block_attention(
 
 
 def attention_gradient(
-    grad_THD: Tensor,
-    q_THD: Tensor,
-    k_TJD: Tensor,
-    v_TJD: Tensor,
-    out_THD: Tensor,
-    log_sums_HT: Tensor,
-    blocks: Blocks,
-    *,
-    scale: float,
-    window: int,
+    grad_THD: Tensor, saved: Sequence[Tensor], blocks: Blocks, *, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `blocks` are of QUERIES tokens, of whole sequences."""
+    """Gradients of queries, keys and values, which are `saved` with the results of `block_attention`.
+
+    `blocks` are of QUERIES tokens, of whole sequences.
+    """
+    q_THD, k_TJD, v_TJD, out_THD, log_sums_HT = saved
     tokens, num_heads, head_size = q_THD.shape
     num_kv_heads = k_TJD.shape[1]
     grad_q, grad_k, grad_v = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
@@ -292,9 +281,8 @@ def _join(
     for segment in range(first // SEGMENT, tl.cdiv(length, SEGMENT)):
         place = (row * H + head).to(tl.int64) * num_segments + segment
         more = tl.load(partial + place * D + d, mask=d < D, other=0.0)
-        mine, yours, total, highest = _join_sums(
-            total, highest, tl.load(sums + place * 2 + 1), tl.load(sums + place * 2)
-        )
+        theirs, their_total = tl.load(sums + place * 2), tl.load(sums + place * 2 + 1)
+        mine, yours, total, highest = _join_sums(total, highest, their_total, theirs)
         acc = acc * mine + more * yours
     tl.store(out + (row * H + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
 

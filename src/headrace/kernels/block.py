@@ -122,7 +122,8 @@ def gate(gate_up_T2F: Tensor) -> Tensor:
         return _Gate.apply(gate_up_T2F)  # type: ignore[no-untyped-call, no-any-return]
     tokens, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
     out = gate_up_T2F.new_empty(tokens, width)
-    _gate_forward[(tokens, triton.cdiv(width, 1024))](gate_up_T2F, out, width, BLOCK=1024)
+    programs = tokens, triton.cdiv(width, 1024)
+    _gate[programs](gate_up_T2F, out, out, width, BACKWARD=False, BLOCK=1024)
     return out
 
 
@@ -137,32 +138,27 @@ class _Gate(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         found, width = torch.empty_like(gate_up), grad.shape[1]
         programs = len(grad), triton.cdiv(width, 1024)
-        _gate_backward[programs](gate_up, grad.contiguous(), found, width, BLOCK=1024)
+        _gate[programs](gate_up, grad.contiguous(), found, width, BACKWARD=True, BLOCK=1024)
         return found
 
 
 @triton.jit
-def _gate_forward(gate_up, out, width, BLOCK: constexpr):
+def _gate(gate_up, grad, found, width, BACKWARD: constexpr, BLOCK: constexpr):
+    """The gate's result, or with BACKWARD, from its gradient, that of both halves."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
+    kind = found.dtype.element_ty
     g = _load(gate_up + row * 2 * width + at, inside)
     u = _load(gate_up + row * 2 * width + width + at, inside)
-    tl.store(out + row * width + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gate_backward(gate_up, grad, found, width, BLOCK: constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    g = _load(gate_up + row * 2 * width + at, inside)
-    u = _load(gate_up + row * 2 * width + width + at, inside)
-    pull = _load(grad + row * width + at, inside)
     s = tl.sigmoid(g)
-    of_gate = pull * u * s * (1 + g * (1 - s))
-    tl.store(found + row * 2 * width + at, of_gate.to(found.dtype.element_ty), mask=inside)
-    tl.store(found + row * 2 * width + width + at, (pull * g * s).to(found.dtype.element_ty), mask=inside)
+    if BACKWARD:
+        pull = _load(grad + row * width + at, inside)
+        of_gate = pull * u * s * (1 + g * (1 - s))
+        tl.store(found + row * 2 * width + at, of_gate.to(kind), mask=inside)
+        tl.store(found + row * 2 * width + width + at, (pull * g * s).to(kind), mask=inside)
+    else:
+        tl.store(found + row * width + at, (g * s * u).to(kind), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +188,7 @@ def rotate_and_store(
     """
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
     strides = keys.stride(0), keys.stride(2), keys.stride(1)
-    given = qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys, values
-    _launch_rotate(*given, strides, keys.shape[2])
+    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys, values, strides, keys.shape[2])
     return queries
 
 
@@ -232,10 +227,8 @@ class _RotateHeads(torch.autograd.Function):
             qkv, q_norm, k_norm, cos, sin, grad_q.contiguous(), grad_k.contiguous(),
             grad_v.contiguous(), grad, partial, heads.epsilon, tokens, rows, **heads.sizes, num_warps=8,
         )  # fmt: skip
-        if not normed:
-            return grad, None, None, None, None, None
-        of_q, of_k = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype)
-        return grad, of_q, of_k, None, None, None
+        of_norms = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype) if normed else (None, None)
+        return grad, *of_norms, None, None, None
 
 
 def _launch_rotate(

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.learner.tree import Forest, beginning
-from headrace.policy.attention import PackedPlan, TreePlan
+from headrace.learner.tree import LEAST_SHARED, Forest, key_of
+from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
 from headrace.types import FloatArray, Item, RouteArray, Trajectory
@@ -56,7 +56,7 @@ def pack(
 
     return Batch(
         token_ids=tensor(np.concatenate([t.token_ids for t in trajectories])[tokens].astype(np.int64)),
-        plan=TreePlan(lengths, after, device) if max(after) >= 0 else PackedPlan(lengths, device),
+        plan=PackedPlan(lengths, device, after),
         at=tensor(rows[sampled]),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
         advantage=tensor(np.concatenate(advantages)),
@@ -149,7 +149,7 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     """Micro-batches of nearly equal size, of at most `budget` computed tokens or one longer sequence each."""
     families = _families(sequences, budget)
     alone = [family for size, family in families if size > budget]
-    shared = sorted((f for f in families if f[0] <= budget), key=lambda f: f[0], reverse=True)
+    shared = [family for family in families if family[0] <= budget]
     num_batches = max(1, -(-sum(size for size, _ in shared) // budget))
     while True:
         batches = _split(shared, num_batches)
@@ -174,15 +174,15 @@ def _families(items: Sequence[Item], budget: int) -> list[Family]:
     """Sequences with a common beginning together, if they have at most `budget` computed tokens."""
     packer, alike = Packer(budget), dict[bytes, list[Item]]()
     for item in items:
-        alike.setdefault(beginning(item.trajectory), []).append(item)
+        alike.setdefault(key_of(item.trajectory, LEAST_SHARED), []).append(item)
     parts = [part for family in alike.values() for part in packer.add(family) + packer.rest()]
     return [(Forest(item.trajectory for item in part).num_tokens, part) for part in parts]
 
 
 def _split(families: Sequence[Family], num_parts: int) -> list[Family]:
-    """The largest first, each to the part that is the lightest then. A single part keeps the order."""
+    """The largest first, each to the part that is the lightest then."""
     parts: list[Family] = [(0, [])] * num_parts
-    for size, items in sorted(families, key=lambda f: f[0] if num_parts > 1 else 0, reverse=True):
+    for size, items in sorted(families, key=lambda f: f[0], reverse=True):
         lightest = min(range(num_parts), key=lambda i: parts[i][0])
         load, known = parts[lightest]
         parts[lightest] = load + size, known + items

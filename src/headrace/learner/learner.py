@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from headrace import kernels
 from headrace.config import LearnerSection
@@ -31,13 +31,10 @@ from headrace.learner.objective import normaliser, objective
 from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
-from headrace.policy.routes import Routers
 from headrace.types import FloatArray, Group, Item, Trajectory
 
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.adamw import FusedAdamW
-
-ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
 class Learner:
@@ -56,8 +53,8 @@ class Learner:
         self.policy, self.section, self.sharding = policy, section, sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        # over the step: tokens, sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
-        self._sums = np.zeros(6 + NUM_SUMS)
+        # over the step: sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
+        self._sums = torch.zeros(5 + NUM_SUMS, dtype=torch.float64)
         self._reference: Policy | None = None
         if section.kl_coef:
             model = copy.deepcopy(policy.model).requires_grad_(False)
@@ -70,27 +67,25 @@ class Learner:
         if self._reference is not None:
             self._reference.shard(sharding.mesh)
         held = policy.shard(sharding.mesh).held
-        self._optimizer = Optimizer(held.items(), section, add_up=sharding.add_up_on_device)
+        self._optimizer = Optimizer(held.items(), section, add_up=sharding.reduced)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
         found, shards = self._optimizer.tensors(), self.policy.shards
         if shards is None:
             return found
-        whose = {name: name.split(".", 1)[1] for name in found}
-        return {name: shards.as_part(whose[name], part) if part.ndim else part for name, part in found.items()}
+        return {name: shards.as_part(name.split(".", 1)[1], part) for name, part in found.items()}
 
     def weights(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights as `dtype`, one at a time to save memory.
 
         With a sharding this is a collective: every rank must iterate to the end.
         """
-        if self.policy.shards is not None:
-            yield from self.policy.shards.whole(dtype, trained_only=trained_only)
-            return
-        for name, parameter in self.policy.model.named_parameters():
+        shards = self.policy.shards
+        for name, parameter in self.policy.model.named_parameters() if shards is None else shards.weights.items():
             if parameter.requires_grad or not trained_only:
-                yield name, parameter.detach().to(dtype)
+                part = parameter.detach().to(dtype)  # rounded before it is sent
+                yield name, part.full_tensor() if isinstance(part, DTensor) else part
 
     def reference_tensors(self) -> dict[str, Tensor]:
         """The weights of the reference policy, if there is one. They never change."""
@@ -100,10 +95,6 @@ class Learner:
         """The tensors were written to from outside: they are those after `step` steps."""
         self._optimizer.loaded()
         self.step_index = step
-
-    @property
-    def uses_reference(self) -> bool:
-        return self._reference is not None
 
     @torch.no_grad()
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
@@ -116,7 +107,7 @@ class Learner:
         assert self._reference is not None
         found: dict[str, FloatArray] = {}
         everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
-        for items, batch in self._packed(self._reference, self._passes(everything)):
+        for items, batch in self._batches(self._reference, everything):
             support = batch.support if self.section.kl_in == "reward" else None
             logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, batch.temperature, support)
             counts = [item.trajectory.num_sampled_tokens for item in items]
@@ -127,80 +118,62 @@ class Learner:
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
         """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
-        sums = np.zeros(1 + NUM_SUMS)
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
         everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
-        for _, batch in self._packed(self.policy, self._passes(everything), self.policy.routers):
-            found = mismatch_sums(self._logprobs(batch)[0], batch.behaviour)
-            sums += np.array([len(batch.at), *found.tolist()])
-        if self.sharding is not None:
-            sums = self.sharding.add_up(sums)
-        return mismatch_of(int(sums[0]), sums[1:].tolist())
+        for _, batch in self._batches(self.policy, everything):
+            sums += mismatch_sums(self._logprobs(batch)[0], batch.behaviour).cpu()
+        return mismatch_of(sums if self.sharding is None else self.sharding.reduced(sums))
 
     def accumulate(self, items: Sequence[Item]) -> None:
-        alone = self.sharding is None or self.sharding.num_ranks == 1  # one pass, in order
-        passes = [items] if alone else self._passes(items)
-        for _, batch in self._packed(self.policy, passes, self.policy.routers, backward=True):
+        for _, batch in self._batches(self.policy, items, backward=True):
             sums = self._backward(batch)
             # one transfer, and last: any earlier wait for the GPU would leave it idle
-            self._sums[2:] += sums.cpu().numpy()
-            self._sums[:2] += len(batch.at), batch.num_sequences
+            self._sums[1:] += sums.cpu()
+            self._sums[0] += batch.num_sequences
 
-    def _passes(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Cut `items` into micro-batches, equally many on all ranks; some may be empty."""
-        found = balanced(items, self.section.micro_batch_tokens)
-        num_passes = len(found) if self.sharding is None else self.sharding.most(len(found))
-        return found + [[] for _ in range(num_passes - len(found))]
-
-    def _packed(
-        self,
-        policy: Policy,
-        passes: Sequence[Sequence[Item]],
-        routers: Routers | None = None,
-        *,
-        backward: bool = False,
+    def _batches(
+        self, policy: Policy, items: Sequence[Item], *, backward: bool = False
     ) -> Iterator[tuple[Sequence[Item], Batch]]:
-        """The micro-batches of `passes`. In an empty one this rank only takes part."""
-        for items in passes:
-            if items:
-                yield items, pack(items, policy.device, routers, self._temperature)
+        """Micro-batches, equally many on all ranks: in one that is empty here, this rank only takes part."""
+        alone = self.sharding is None or self.sharding.num_ranks == 1
+        routers = policy.routers if policy is self.policy else None  # the reference chooses its own experts
+        passes = [items] if backward and alone else [*balanced(items, self.section.micro_batch_tokens)]
+        if self.sharding is not None:
+            most = int(self.sharding.reduced(torch.tensor(len(passes)), dist.ReduceOp.MAX))
+            passes += [[]] * (most - len(passes))
+        for part in passes:
+            if part:
+                yield part, pack(part, policy.device, routers, self._temperature)
             else:
                 _take_part(policy, backward=backward)
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Add the micro-batch's gradients. Returns, on the device, what `_sums[2:]` adds up."""
+        """Add the micro-batch's gradients. Returns, on the device, what `_sums[1:]` adds up."""
         with torch.enable_grad():
             current, unfiltered = self._logprobs(batch)
-            loss, clipped, divergence = objective(
-                self.section, batch, current, unfiltered, constant_length=self._constant_length
-            )
+            length = self._constant_length
+            loss, clipped, divergence = objective(self.section, batch, current, unfiltered, constant_length=length)
             self._optimizer.make_room()
             loss.backward()
         parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
         sums = torch.stack([part.double() for part in parts])
         return torch.cat([sums, mismatch_sums(current, batch.behaviour)])
 
-    def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, b: Batch) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens: over the sampling support, and over the vocabulary."""
-        return self.policy.logprobs(
-            batch.token_ids, batch.plan, batch.at, batch.temperature, batch.support, batch.routes
-        )
+        return self.policy.logprobs(b.token_ids, b.plan, b.at, b.temperature, b.support, b.routes)
 
     def finish(self) -> StepStats:
         """The optimizer step, in place. Call it only between two engine steps."""
-        sums, self._sums = self._sums, np.zeros_like(self._sums)
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
         if self.sharding is not None:
             assert self.policy.shards is not None
             self.policy.shards.add_up_gradients(partial(_take_part, self.policy, backward=True))
-            sums = self.sharding.add_up(sums)
-        count, num_sequences, loss, logprobs, clipped, divergence, *mismatch = sums.tolist()
-        scale = 1.0 / normaliser(self.section.aggregation, int(count), int(num_sequences))
-        lr = learning_rate(
-            self.step_index,
-            lr=self.section.lr,
-            warmup_steps=self.section.warmup_steps,
-            schedule=self.section.schedule,
-            total_steps=self._total_steps,
-        )
+            sums = self.sharding.reduced(sums)
+        num_sequences, loss, logprobs, clipped, divergence = sums[:5].tolist()
+        mismatch = mismatch_of(sums[5:])
+        scale = 1.0 / normaliser(self.section.aggregation, mismatch.count, int(num_sequences))
+        lr = learning_rate(self.section, self.step_index, self._total_steps)
         # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
         scale = scale if math.isfinite(loss) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
@@ -215,10 +188,10 @@ class Learner:
             grad_norm=norm,
             lr=lr,
             skipped=not math.isfinite(norm),
-            entropy=-logprobs / count,
-            kl_reference=divergence / count,
-            clipped_share=clipped / count,
-            mismatch=mismatch_of(int(count), mismatch),
+            entropy=-logprobs / mismatch.count,
+            kl_reference=divergence / mismatch.count,
+            clipped_share=clipped / mismatch.count,
+            mismatch=mismatch,
         )
 
 
@@ -235,22 +208,18 @@ def _take_part(policy: Policy, *, backward: bool = False) -> None:
 # ---- the optimizer
 
 
-def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: ScheduleKind, total_steps: int) -> float:
+def learning_rate(section: LearnerSection, step: int, total_steps: int) -> float:
     """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
 
     The last step of a run still learns; a run continued past `total_steps` on a falling schedule
     does not.
     """
+    lr, warmup_steps = section.lr, section.warmup_steps
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-    match schedule:
-        case "constant":
-            return lr
-        case "linear":
-            return lr * (1 - progress)
-        case "cosine":
-            return lr * 0.5 * (1 + math.cos(math.pi * progress))
+    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return lr * shares[section.schedule]
 
 
 class Optimizer:
@@ -279,16 +248,16 @@ class Optimizer:
         betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
+        steps = torch.zeros((), device=self.parameters[0].device if self._on_gpu else "cpu")
+        for master in self.masters:  # `FusedAdamW` counts its steps once, torch's AdamW for each weight
+            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            self.adamw.state[master] = moments | {"step": steps if self._on_gpu else steps.clone()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and moments, by name. Call `loaded` after writing to them."""
         found: dict[str, Tensor] = {}
         for name, master in zip(self._names, self.masters, strict=True):
             state = self.adamw.state[master]
-            if "exp_avg" not in state:
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-                device = master.device if self._on_gpu else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             found |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"]}
             found |= {f"square.{name}": state["exp_avg_sq"], f"count.{name}": state["step"]}
         return found
@@ -375,19 +344,7 @@ class Sharding:
         # a checkpoint is written while training goes on, so it needs a process group of its own
         self.writers = dist.new_group(backend="gloo", timeout=timeout)
 
-    def add_up(self, values: np.ndarray) -> np.ndarray:
-        total = torch.from_numpy(values.astype(np.float64))
-        dist.all_reduce(total)
-        return total.numpy()
-
-    def add_up_on_device(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
+    def reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The `values`, in place, over all ranks."""
+        dist.all_reduce(values, operation)
         return values
-
-    def most(self, count: int) -> int:
-        largest = torch.tensor(count)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
-
-    def close(self) -> None:
-        dist.destroy_process_group()

@@ -39,11 +39,11 @@ def mismatch_sums(learner: Tensor, behaviour: Tensor) -> Tensor:
     return torch.cat([torch.stack([c.sum() for c in columns]), counts])
 
 
-def mismatch_of(count: int, sums: Sequence[float]) -> Mismatch:
-    """What the `sums` over `count` tokens amount to."""
-    if not count:
+def mismatch_of(sums: Tensor) -> Mismatch:
+    """What the sums of `mismatch_sums`, of any number of tokens, amount to."""
+    abs_delta, ratio, ratio_squared, outside, k3, *counts = sums.tolist()
+    if not (count := int(sum(counts))):
         return Mismatch()
-    abs_delta, ratio, ratio_squared, outside, k3, *counts = sums
     return Mismatch(
         count=count,
         mean_abs=abs_delta / count,

@@ -62,7 +62,7 @@ def objective(
         if s.kl_in == "loss":
             per_token = per_token + s.kl_coef * divergence
     kind, dtype = s.aggregation, per_token.dtype
-    share = weights(kind, b.sequence_ids, b.num_sequences, constant_length=constant_length, dtype=dtype)
+    share = weights(kind, b.sequence_ids, constant_length=constant_length, dtype=dtype)
     return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach()
 
 
@@ -267,23 +267,15 @@ def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
 
 
 def weights(
-    kind: AggregationKind,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    *,
-    constant_length: int,
-    dtype: torch.dtype = torch.float32,
+    kind: AggregationKind, sequence_ids: Tensor, *, constant_length: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The weight of each of N tokens: 1, 1 / its sequence's length, or 1 / `constant_length`.
-
-    `sequence_ids` int64 [N] are in 0..num_sequences-1, counted within the micro-batch.
-    """
+    """The weight of each of N tokens: 1, 1 / its sequence's length, or 1 / `constant_length`."""
     ones = torch.ones(sequence_ids.shape, dtype=dtype, device=sequence_ids.device)
     match kind:
         case "token":
             return ones
         case "sequence":
-            return ones / torch.bincount(sequence_ids, minlength=num_sequences)[sequence_ids]
+            return ones / torch.bincount(sequence_ids)[sequence_ids]
         case "constant":
             return ones / constant_length
 

@@ -33,9 +33,7 @@ class Intake:
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
         self._pending.append((group, references or [None] * len(group.trajectories)))
-        if needs_whole_step(self._section.advantage):
-            return []
-        return self._packer.add(self._items())
+        return [] if needs_whole_step(self._section.advantage) else self._packer.add(self._items())
 
     def rest(self) -> list[list[Item]]:
         """The step has all its groups: the remaining micro-batches."""

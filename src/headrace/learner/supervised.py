@@ -10,8 +10,6 @@ from headrace.learner.learner import Optimizer
 from headrace.policy.policy import Policy
 from headrace.types import BoolArray, Example, FinishReason, IntArray, Item, Span, Timing, Trajectory
 
-AT_ONCE = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)
-
 
 class WarmStart:
     """Supervised steps on worked solutions; the loss is on solution tokens only."""
@@ -49,6 +47,6 @@ def _item(ids: IntArray, learned: BoolArray) -> Item:
         spans=tuple(Span(version=0, start=start, end=end) for start, end in edges.tolist()),
         finish=FinishReason.STOP,
         text="",
-        timing=AT_ONCE,
+        timing=Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0),
     )
     return Item(trajectory=trajectory, advantage=0.0)

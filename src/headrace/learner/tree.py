@@ -61,7 +61,7 @@ class Forest:
 
     def add(self, trajectory: Trajectory) -> None:
         t, first, paths = trajectory, self._num_given, _paths(trajectory)
-        key, sampled, forks = _key(t), t.sampled.tobytes(), bytearray(len(t.sampled))
+        key, sampled, forks = key_of(t), t.sampled.tobytes(), bytearray(len(t.sampled))
         width = len(key) // len(sampled)
         for segment in t.segments:
             forks[segment.after] = segment.after >= 0
@@ -111,13 +111,8 @@ class Forest:
         return lengths, after, tokens, rows
 
 
-def beginning(trajectory: Trajectory) -> bytes:
-    """What trajectories with LEAST_SHARED tokens in common have in common."""
-    return _key(trajectory, LEAST_SHARED)
-
-
-def _key(t: Trajectory, most: int | None = None) -> bytes:
-    """Ids of the tokens, each with its experts if those were recorded."""
+def key_of(t: Trajectory, most: int | None = None) -> bytes:
+    """Ids of the tokens, or of the first `most`, each with its experts if those were recorded."""
     ids = t.token_ids[:most]
     if t.replay is None or t.replay.routes is None:
         return ids.tobytes()

@@ -21,7 +21,7 @@ from headrace.network import own_address
 from headrace.place.device import LEARNER, MODEL, DeviceThread, memory_for
 from headrace.place.threads import ThreadChoice
 from headrace.policy.attention import PackedPlan
-from headrace.policy.policy import Lora, Policy, load_policy
+from headrace.policy.policy import Policy, load_policy
 from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
@@ -195,7 +195,7 @@ def policy_of(device: DeviceThread, config: Config) -> Policy:
     if model.threads:
         torch.set_num_threads(model.threads)
     with memory_for("the model", MODEL):
-        policy = device.call(load_policy, model, Lora.of(config.learner, config.run.seed))
+        policy = device.call(load_policy, model, config.learner, config.run.seed)
     if not model.threads and policy.device.type == "cpu":
         choice = device.call(ThreadChoice, policy.model.get_input_embeddings().weight.shape[1])
         device.call(choice.choose)

@@ -7,7 +7,6 @@ definition is that of `transformers`; only the plan differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,80 +39,33 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
-class _Regroup(torch.autograd.Function):
-    """The rows `index` of `x`. With its inverse `back` the backward pass is a gather, not a scatter-add.
+class PackedPlan:
+    """Packed sequences, each attending only to its own past: training and scoring.
 
-    Rows of `x` that `index` does not name are in `unused`, and get a gradient of zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unused: Tensor) -> Tensor:
-        ctx.save_for_backward(back, unused)
-        return x[index]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back, unused = ctx.saved_tensors
-        gathered = grad[back]
-        gathered[unused] = 0
-        return gathered, None, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class _Rectangles:
-    """Runs of tokens, regrouped by depth and similar length into padded rectangles, one after the other.
+    They may have prefixes in common, which are there once: runs of tokens, in depth-first order. Run i has
+    `lengths[i]` tokens and goes on after the token `after[i]` of the row (-1: it is a root). What sees a
+    token, and is not of its own run, lies after that run without a gap.
 
     Example:
-        lengths [5, 3, 5] at depth 0 become shapes [(2, 5), (1, 3)]: the runs 0, 2 and then 1
+        a prompt of 3 tokens with two answers of 2: PackedPlan([5, 2], device, after=[-1, 2])
     """
 
-    shapes: list[tuple[int, int]]  # (runs, longest) of each rectangle
-    depths: list[int]  # tokens before the runs of each rectangle
-    pad: Tensor  # [P] the token of the row at each place; padding repeats one
-    keys: Tensor  # the same with the tokens before each run
-    unpad: Tensor  # [T] the place of each token of the row
-    padding: Tensor  # which of the P places are padding
-
-    @classmethod
-    def of(cls, lengths: list[int], paths: list[np.ndarray], device: torch.device) -> _Rectangles:
-        """Lengths within a quarter of each other share a rectangle: few calls, little padding.
-
-        A path is a run with the tokens before it.
-        """
-        at = [len(path) - length for path, length in zip(paths, lengths, strict=True)]
-        shapes, depths, pads, keys = list[tuple[int, int]](), list[int](), list[np.ndarray](), list[np.ndarray]()
-        for i in sorted(range(len(lengths)), key=lambda i: (at[i], -lengths[i])):
-            if not shapes or depths[-1] != at[i] or lengths[i] < 0.75 * shapes[-1][1]:
-                shapes.append((0, lengths[i]))
-                depths.append(at[i])
-            count, longest = shapes[-1]
-            shapes[-1] = (count + 1, longest)
-            keys.append(paths[i][np.minimum(np.arange(at[i] + longest), len(paths[i]) - 1)])
-            pads.append(keys[-1][at[i] :])
-        pad = np.concatenate(pads)
-        first = np.concatenate([[True], pad[1:] != pad[:-1]])
-        unpad = np.empty(sum(lengths), np.int64)
-        unpad[pad[first]] = np.flatnonzero(first)
-        arrays = (pad, np.concatenate(keys), unpad, np.flatnonzero(~first))
-        return cls(shapes, depths, *(torch.from_numpy(x).to(device) for x in arrays))
-
-    def attend(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        """Each rectangle by itself; `q` lies as in `pad`, `k` and `v` as in `keys`."""
-        sizes = [count * longest for count, longest in self.shapes]
-        seen = [count * (depth + longest) for depth, (count, longest) in zip(self.depths, self.shapes, strict=True)]
-        parts = zip(q.split(sizes), k.split(seen), v.split(seen), self.shapes, strict=True)
-        return torch.cat([attend(*part, *how) for part in parts])
-
-
-class PackedPlan:
-    """Packed sequences, each attending only to its own past: training and scoring."""
-
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths = lengths
-        self.longest = max(lengths)
-        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)[None]  # [1, T]
+    def __init__(self, lengths: list[int], device: torch.device, after: list[int] | None = None) -> None:
+        self.lengths, self.after = lengths, after or [-1] * len(lengths)
         self._device = device
-        self._depths = [0] * len(lengths)  # tokens before each
+        stops = np.cumsum(lengths)
+        rows = np.arange(stops[-1])
+        path, self._paths = rows[:0], list[np.ndarray]()  # from a root to the end of each run
+        for run, parent in zip(np.split(rows, stops[:-1]), self.after, strict=True):  # a parent lies on the last path
+            path = np.concatenate([path[: np.searchsorted(path, parent, side="right")], run])
+            self._paths.append(path)
+        self.longest = max(map(len, self._paths))
+        self._depths = [len(path) - length for path, length in zip(self._paths, lengths, strict=True)]
+        depths = zip(self._depths, self._paths, strict=True)
+        positions = np.concatenate([np.arange(depth, len(path)) for depth, path in depths])
+        self.positions = torch.from_numpy(positions).to(device)[None]  # [1, T]
+        rows[stops - lengths] = np.array(self.after) + 1
+        self._previous = torch.from_numpy(rows - 1).to(device)
         self._cut: dict[int, Blocks] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
@@ -127,75 +79,56 @@ class PackedPlan:
         """Batch-invariant, with the bits that decoding computes."""
         return self._attend_rectangles(RectangleAttention.apply, *given)
 
-    def _attend_rectangles(self, attend: Any, *given: Any) -> Tensor:
-        *qkv, scale, window = given
+    def _attend_rectangles(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         if min(self.lengths) == self.longest:
-            shape = len(self.lengths), self.longest
-            return attend(*qkv, shape, scale, window)  # type: ignore[no-any-return]
-        r = self._rectangles
-        regroup: Any = _Regroup.apply
-        out = r.attend(attend, *(regroup(x, r.pad, r.unpad, r.padding[:0]) for x in qkv), scale, window)
-        return regroup(out, r.unpad, r.pad, r.padding)  # type: ignore[no-any-return]
+            return attend(q, k, v, (len(self.lengths), self.longest), *how)  # type: ignore[no-any-return]
+        shapes, pad, keys, unpad = self._rectangles
+        sizes = [count * longest for count, longest, _ in shapes]
+        seen = [count * (depth + longest) for count, longest, depth in shapes]
+        parts = zip(_rows(q, pad).split(sizes), _rows(k, keys).split(seen), _rows(v, keys).split(seen), strict=True)
+        outs = [attend(*part, shape[:2], *how) for part, shape in zip(parts, shapes, strict=True)]
+        return _rows(torch.cat(outs), unpad)
 
     @cached_property
-    def _rectangles(self) -> _Rectangles:
-        return _Rectangles.of(self.lengths, self._paths, self._device)
+    def _rectangles(self) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
+        """Runs, regrouped into padded rectangles, one after the other: (runs, longest, tokens before them) of each.
 
-    @cached_property
-    def _tree(self) -> Tree | None:
-        return None
+        And the token of the row at each place, where padding repeats one; the same with the tokens before each
+        run; and the place of each token of the row. Lengths within a quarter of each other share a rectangle:
+        few calls, little padding.
 
-    @cached_property
-    def _paths(self) -> list[np.ndarray]:
-        ends = np.cumsum(self.lengths)
-        return np.split(np.arange(ends[-1]), ends[:-1])
+        Example:
+            lengths [5, 3, 5] of roots become (2, 5, 0) and (1, 3, 0): the runs 0, 2 and then 1
+        """
+        shapes, pads, keys = list[tuple[int, int, int]](), list[np.ndarray](), list[np.ndarray]()
+        runs = zip(self._depths, self.lengths, self._paths, strict=True)
+        for depth, length, path in sorted(runs, key=lambda run: (run[0], -run[1])):
+            if not shapes or shapes[-1][2] != depth or length < 0.75 * shapes[-1][1]:
+                shapes.append((0, length, depth))
+            count, longest, _ = shapes[-1]
+            shapes[-1] = (count + 1, longest, depth)
+            keys.append(path[np.minimum(np.arange(depth + longest), len(path) - 1)])
+            pads.append(keys[-1][depth:])
+        pad, unpad = np.concatenate(pads), np.empty(sum(self.lengths), np.int64)
+        unpad[pad[::-1]] = np.arange(len(pad))[::-1]  # the first of several places is written last
+        tensors = [torch.from_numpy(x).to(self._device) for x in (pad, np.concatenate(keys), unpad)]
+        return shapes, tensors[0], tensors[1], tensors[2]
 
     def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
         """The hidden states of the tokens before those at `at`: what predicts them."""
-        return hidden_TE[at - 1]
+        return _rows(hidden_TE, self._previous[at])
 
     def blocks(self, tokens: int) -> Blocks:
         if tokens not in self._cut:
-            sizes = [depth + length for depth, length in zip(self._depths, self.lengths, strict=True)]
-            sources = [0, *np.cumsum(sizes)[:-1].tolist()]
-            self._cut[tokens] = Blocks.of(self._depths, sizes, sources, tokens, self._device, self._tree)
+            sizes = list(map(len, self._paths))
+            parts = zip(self._depths, sizes, [0, *np.cumsum(sizes).tolist()], strict=False)
+            self._cut[tokens] = Blocks.of(parts, tokens, self._device, self._tree)
         return self._cut[tokens]
 
-
-class TreePlan(PackedPlan):
-    """Sequences whose common prefixes are there once: runs of tokens, in depth-first order.
-
-    Run i has `lengths[i]` tokens and goes on after the token `after[i]` of the row (-1: it is a root).
-    What sees a token, and is not of its own run, lies after that run without a gap.
-
-    Example:
-        a prompt of 3 tokens with two answers of 2: TreePlan([5, 2], [-1, 2], device)
-    """
-
-    def __init__(self, lengths: list[int], after: list[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
-        stops = np.cumsum(lengths)
-        rows = np.arange(stops[-1])
-        path, paths = rows[:0], list[np.ndarray]()
-        for run, parent in zip(np.split(rows, stops[:-1]), after, strict=True):  # a parent lies on the last path
-            path = np.concatenate([path[: np.searchsorted(path, parent, side="right")], run])
-            paths.append(path)
-        self._paths, self.longest = paths, max(map(len, paths))
-        self._depths = [len(path) - length for path, length in zip(paths, lengths, strict=True)]
-        positions = np.concatenate([np.arange(d, len(path)) for d, path in zip(self._depths, paths, strict=True)])
-        self.positions = torch.from_numpy(positions).to(device)[None]
-        rows[stops - lengths] = np.array(after) + 1
-        self._previous = torch.from_numpy(rows - 1).to(device)
-
-    def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
-        return _rows(hidden_TE, self._previous[at])
-
-    def _attend_rectangles(self, attend: Any, *given: Any) -> Tensor:
-        (q, k, v, *how), r = given, self._rectangles
-        return _rows(r.attend(attend, _rows(q, r.pad), _rows(k, r.keys), _rows(v, r.keys), *how), r.unpad)
-
     @cached_property
-    def _tree(self) -> Tree:
+    def _tree(self) -> Tree | None:
+        if max(self.after) < 0:
+            return None
         stops = np.cumsum(self.lengths)
         starts, ends = stops - self.lengths, np.repeat(stops, self.lengths)
         for i in reversed(range(len(stops))):  # what goes on after a run lies behind it
@@ -226,7 +159,6 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, scale, window = ctx.rest
-        q, k, v, out, log_sums = ctx.saved_tensors
-        blocks = plan.blocks(QUERIES)
-        grads = attention_gradient(grad.contiguous(), q, k, v, out, log_sums, blocks, scale=scale, window=window)
+        how = {"scale": scale, "window": window}
+        grads = attention_gradient(grad.contiguous(), ctx.saved_tensors, plan.blocks(QUERIES), **how)
         return *grads, None, None, None

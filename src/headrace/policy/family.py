@@ -152,7 +152,7 @@ def unseen(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> T
 class FamilyBody:
     """Embedding, layers and final norm. Called for the final hidden states `[T, E]`."""
 
-    def __init__(self, body: Any, *, recomputing: Any = None) -> None:
+    def __init__(self, body: Any, recomputing: Any) -> None:
         self._body = body
         self.checkpoint_activations = False
         self._recomputing = recomputing  # contexts of a checkpointed layer and its recomputation
@@ -186,8 +186,7 @@ class FamilyBody:
 
     def _run(self, layer_function: Any, *args: Any) -> Any:
         if self.checkpoint_activations and torch.is_grad_enabled():
-            contexts = {} if self._recomputing is None else {"context_fn": self._recomputing}
-            return checkpoint(layer_function, *args, use_reentrant=False, **contexts)
+            return checkpoint(layer_function, *args, use_reentrant=False, context_fn=self._recomputing)
         return layer_function(*args)
 
     def _layer(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
@@ -299,41 +298,27 @@ class JoinedLinear:
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
-        self._parts = [linear.weight for linear in linears]
-        self.weight = _join(self._parts)
-        self._bias_parts = [linear.bias for linear in linears if linear.bias is not None]
-        self.bias = _join(self._bias_parts) if self._bias_parts else None
+        self.weight = _join([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.bias = _join(biases) if biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            product: Any = _JoinedProduct.apply
-            return product(x, self.weight, self.bias, *self._parts, *self._bias_parts)  # type: ignore[no-any-return]
         return F.linear(x, self.weight, self.bias)
 
 
-class _JoinedProduct(torch.autograd.Function):
-    """Gives each part of the joined weight (and bias) its own rows of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sizes = [len(part) for part in (parts if bias is None else parts[: len(parts) // 2])]
-        ctx.biased = bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_x = grad @ weight if ctx.needs_input_grad[0] else None
-        of_parts: list[Tensor | None] = [None] * len(ctx.needs_input_grad[3:])
-        if any(ctx.needs_input_grad[3:]):
-            of_parts[: len(ctx.sizes)] = (grad.t() @ x).split(ctx.sizes)
-            of_parts[len(ctx.sizes) :] = grad.sum(0).split(ctx.sizes) if ctx.biased else []
-        return of_x, None, None, *of_parts
-
-
 def _join(parts: list[Any]) -> Tensor:
-    whole = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+    """The parts end to end. Each backward pass gives them their own rows of the gradient."""
+    whole, sizes = torch.cat([part.detach() for part in parts]), [len(part) for part in parts]
+    for part, view in zip(parts, whole.split(sizes), strict=True):
         part.data = view
+
+    def hand_out(whole: Tensor) -> None:
+        assert whole.grad is not None
+        for part, grad in zip(parts, whole.grad.split(sizes), strict=True):
+            if part.requires_grad:
+                part.grad = grad if part.grad is None else part.grad.add_(grad)
+        whole.grad = None
+
+    if any(part.requires_grad for part in parts):
+        whole.requires_grad_().register_post_accumulate_grad_hook(hand_out)
     return whole

@@ -37,13 +37,9 @@ def _find(name: str, setting: str, section: ModelSection) -> str:
     told, may_be_id = f"{setting} = '{name}'", ID.fullmatch(name) is not None
     if os.path.exists(name):
         raise ModelError(f"{told} is a file, but not a .gguf file; name the directory of a model")
-    if may_be_id and section.allow_download:
-        return _fetched(name, told)
-    hint = ". If it is a model of the Hugging Face hub, set model.allow_download=true" if may_be_id else ""
-    raise ModelError(f"{told}: no such directory or file{did_you_mean(name)}{hint}")
-
-
-def _fetched(name: str, told: str) -> str:
+    if not (may_be_id and section.allow_download):
+        hint = ". If it is a model of the Hugging Face hub, set model.allow_download=true" if may_be_id else ""
+        raise ModelError(f"{told}: no such directory or file{did_you_mean(name)}{hint}")
     try:
         return str(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # of many types: no network, no permission, a full disk

@@ -48,19 +48,6 @@ GGUF = "headrace.policy.gguf_file", "gguf", "gguf"
 PEFT = "headrace.policy.adapters_peft", "peft", "lora"
 
 
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Adapters to train in place of the model's own weights."""
-
-    rank: int
-    alpha: float
-    seed: int
-
-    @classmethod
-    def of(cls, section: LearnerSection, seed: int) -> Lora | None:
-        return cls(section.lora_rank, section.lora_alpha, seed) if section.lora_rank else None
-
-
 class Policy:
     """A causal language model and its tokenizer: final hidden states, logits and log-probs.
 
@@ -81,14 +68,14 @@ class Policy:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
         self.exact = exact
+        self._linear: Linear = exact_linear if exact and self.device.type == "cpu" else F.linear
         self.adapted = any(".lora_" in name for name, _ in model.named_parameters())
         self._family: FamilyBody | None = None
         self.shards: Shards | None = None
         self.in_family = in_family(self.body)  # then the layers run in our own forward pass
         if self.in_family:
             kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
-            recomputing = self.routers.follow_again if self.routers.num_layers else None
-            self._family = kind(self.body, recomputing=recomputing)
+            self._family = kind(self.body, self.routers.follow_again)
             self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
         check_weights(self)
         if exact:
@@ -168,10 +155,6 @@ class Policy:
         self.shards = Shards(self.model, next(lists, ()), self.dtype, mesh)
         return self.shards
 
-    @property
-    def _linear(self) -> Linear:
-        return exact_linear if self.exact and self.device.type == "cpu" else F.linear
-
     def checkpoint_activations(self) -> None:
         if self._family is not None:
             self._family.checkpoint_activations = True
@@ -243,15 +226,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 @quiet_transformers()
-def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
-    """Load a model directory or GGUF file. `lora` puts adapters into it."""
+def load_policy(section: ModelSection, learner: LearnerSection | None = None, seed: int = 0) -> Policy:
+    """Load a model directory or GGUF file. With the adapters that `learner` trains, if any; `seed` is theirs."""
     device = resolve_device(section.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
     section = located(section)
     path = Path(section.path)
-    if section.exact and device.type == "cuda":
-        use_batch_invariant_gemms()
     _check_architecture(path)
     with refusing(f"model.path = '{section.path}' cannot be loaded"):
         load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
@@ -260,8 +241,8 @@ def load_policy(section: ModelSection, lora: Lora | None = None) -> Policy:
         raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
-    if lora is not None:
-        load_optional(*PEFT).add_adapters(model, rank=lora.rank, alpha=lora.alpha, seed=lora.seed)
+    if learner is not None and learner.lora_rank:
+        load_optional(*PEFT).add_adapters(model, rank=learner.lora_rank, alpha=learner.lora_alpha, seed=seed)
     return Policy(model, tokenizer, exact=section.exact)
 
 
@@ -328,102 +309,82 @@ def chosen_logprobs(
     Over the Support `support` and over all tokens. The head is applied to a chunk of tokens at a
     time, and again in the backward pass: there is never a float32 tensor of [N, V].
     """
-    given: tuple[Any, ...] = hidden, weight, chosen, temperature, support
-    if hidden.is_cuda and kernels.AVAILABLE:
-        found = _FusedLogprobs.apply(*given)  # type: ignore[no-untyped-call]
-    else:
-        found = _ChosenLogprobs.apply(*given, linear)  # type: ignore[no-untyped-call]
+    fused = hidden.is_cuda and kernels.AVAILABLE
+    given: tuple[Any, ...] = hidden, weight, chosen, temperature, support, linear, fused
+    found = _ChosenLogprobs.apply(*given)  # type: ignore[no-untyped-call]
     return found[0], found[-1]
 
 
-def _chunk_logprobs(logits: Tensor, temperature: float | Tensor, support: Support | None, rows: slice) -> list[Tensor]:
-    """Log-probs `[rows, V]`: over the support if there is one, and over all tokens."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits.div_(temperature[rows, None] if isinstance(temperature, Tensor) else temperature)
-    return [torch.log_softmax(x, dim=-1) for x in _over_support_and_all(logits, support, rows)]
-
-
 class _ChosenLogprobs(torch.autograd.Function):
-    """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support."""
+    """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support.
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
-        ctx.save_for_backward(hidden, weight, chosen)
-        ctx.rest = temperature, support, linear = rest
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
-        for rows in _row_chunks(hidden, weight, support):
-            kinds = _chunk_logprobs(linear(hidden[rows], weight), temperature, support, rows)
-            for row, logprobs in zip(found, kinds, strict=True):
-                row[rows] = logprobs.gather(1, chosen[rows, None]).squeeze(1)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, chosen = ctx.saved_tensors
-        temperature, support, _ = ctx.rest
-        precise = torch.promote_types(weight.dtype, torch.float32)  # for a sum of chunks
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
-        for rows in _row_chunks(hidden, weight, support):
-            pulls = grad[:, rows] / (temperature[rows] if isinstance(temperature, Tensor) else temperature)
-            # d log p[chosen] / d logits = onehot(chosen) - softmax
-            kinds = _chunk_logprobs(F.linear(hidden[rows], weight), temperature, support, rows)
-            parts = [x.exp_().mul_(-pull[:, None]) for x, pull in zip(kinds, pulls, strict=True)]
-            of_logits = reduce(Tensor.add_, parts)
-            of_logits[torch.arange(len(of_logits), device=chosen.device), chosen[rows]] += pulls.sum(0)
-            of_logits = of_logits.to(hidden.dtype)
-            torch.mm(of_logits, weight, out=grad_hidden[rows])
-            if precise is weight.dtype:
-                grad_weight.addmm_(of_logits.t(), hidden[rows])
-            else:
-                grad_weight += of_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
-
-
-class _FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU, in the precision of the weights and with the kernels of sampling.
-
-    Logits that fit in one chunk are kept for the backward pass: it makes their gradient in place.
+    If `fused`, in the precision of the weights and with the kernels of sampling. Logits that fit in one chunk
+    are then kept for the backward pass, which makes their gradient in place.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
-        temperature, support = rest
-        temperatures = temperature
+        temperature, support, linear, fused = rest
+        precise = torch.float32 if fused else torch.promote_types(hidden.dtype, torch.float32)
         if not isinstance(temperature, Tensor):
-            temperatures = hidden.new_full(chosen.shape, temperature, dtype=torch.float32)
-        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=torch.float32)
-        log_sums = torch.empty_like(found)
+            temperature = hidden.new_full(chosen.shape, temperature, dtype=precise)
+        found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
+        log_sums, logits = torch.empty_like(found), None
         chunks = _row_chunks(hidden, weight, support)
-        logits = None
         for rows in chunks:
-            logits = F.linear(hidden[rows], weight)
-            for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
-                found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperatures[rows])
-        ctx.save_for_backward(hidden, weight, chosen, temperatures, log_sums)
-        ctx.support, ctx.logits = support, logits if len(chunks) == 1 else None
+            logits = linear(hidden[rows], weight)
+            if fused:
+                for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
+                    found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperature[rows])
+                continue
+            for row, logprobs in zip(found, _chunk_logprobs(logits, temperature, support, rows), strict=True):
+                row[rows] = logprobs.gather(1, chosen[rows, None]).squeeze(1)
+        ctx.save_for_backward(hidden, weight, chosen, temperature, log_sums)
+        ctx.support, ctx.fused, ctx.logits = support, fused, logits if fused and len(chunks) == 1 else None
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, chosen, temperatures, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, chosen, temperature, log_sums = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for rows in _row_chunks(hidden, weight, ctx.support):
-            logits = kept if kept is not None else F.linear(hidden[rows], weight)
-            kinds = _over_support_and_all(logits, ctx.support, rows)
-            each = zip(kinds, log_sums[:, rows], grad[:, rows].contiguous(), strict=True)
-            parts = [logits_gradient(x, chosen[rows], y, g, temperatures[rows]) for x, y, g in each]
-            of_logits = reduce(Tensor.add_, parts)
+        grad_hidden, grad_weight, chunks = torch.empty_like(hidden), None, _row_chunks(hidden, weight, ctx.support)
+        for rows in chunks:
+            logits = F.linear(hidden[rows], weight) if kept is None else kept
+            given = logits, chosen[rows], temperature, ctx.support, rows, grad[:, rows]
+            of_logits = _fused_gradient(*given, log_sums[:, rows]) if ctx.fused else _gradient(*given)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
-            if kept is not None:
-                grad_weight = of_logits.t() @ hidden
-            else:  # a sum of many chunks: not in half precision
-                part = (of_logits.t() @ hidden[rows]).float()
-                grad_weight = part if grad_weight is None else grad_weight.add_(part)
-            del kinds, each, parts, of_logits  # else they would be there beside the next chunk's
+            if grad_weight is None:
+                grad_weight = of_logits.t() @ hidden[rows]
+                if len(chunks) > 1:  # a sum of chunks: not in half precision
+                    grad_weight = grad_weight.to(torch.promote_types(weight.dtype, torch.float32))
+            elif grad_weight.dtype is weight.dtype:
+                grad_weight.addmm_(of_logits.t(), hidden[rows])
+            else:
+                grad_weight += of_logits.t() @ hidden[rows]
+            del given, logits, of_logits  # else they would be there beside the next chunk's
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, *[None] * 5
+
+
+def _chunk_logprobs(logits: Tensor, temperature: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
+    """Log-probs `[rows, V]`: over the support if there is one, and over all tokens."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[rows, None])
+    return [torch.log_softmax(x, dim=-1) for x in _over_support_and_all(logits, support, rows)]
+
+
+def _gradient(logits: Tensor, chosen: Tensor, temperature: Tensor, support: Any, rows: slice, grad: Tensor) -> Tensor:
+    """The gradient of a chunk's logits: d log p[chosen] / d logits = onehot(chosen) - softmax."""
+    pulls, kinds = grad / temperature[rows], _chunk_logprobs(logits, temperature, support, rows)
+    found = reduce(Tensor.add_, [x.exp_().mul_(-pull[:, None]) for x, pull in zip(kinds, pulls, strict=True)])
+    found[torch.arange(len(found), device=chosen.device), chosen] += pulls.sum(0)
+    return found.to(logits.dtype)
+
+
+def _fused_gradient(
+    logits: Tensor, chosen: Tensor, temperature: Tensor, support: Any, rows: slice, grad: Tensor, log_sums: Tensor
+) -> Tensor:
+    each = zip(_over_support_and_all(logits, support, rows), log_sums, grad.contiguous(), strict=True)
+    return reduce(Tensor.add_, [logits_gradient(x, chosen, y, g, temperature[rows]) for x, y, g in each])
 
 
 def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) -> list[Tensor]:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import HeadraceError, ModelError
 from headrace.policy.attention import PackedPlan
+from headrace.policy.family import attend_rectangle
 from headrace.policy.routes import Routes
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def check_weights(policy: Policy) -> None:
         )
     if getattr(policy.head, "bias", None) is not None:
         raise ModelError(f"{policy.name} has a bias on its output head, which is not supported")
-    kinds = [rope.get("rope_type") for rope in _ropes(policy)]
-    changing = [kind for kind in kinds if kind in ("dynamic", "longrope")]
+    changing = [kind for rope in _ropes(policy) if (kind := rope.get("rope_type")) in ("dynamic", "longrope")]
     chunked = getattr(policy.config, "attention_chunk_size", None)
     if changing or chunked:
         what = f"'{changing[0]}' position embeddings" if changing else "chunked attention"
@@ -173,21 +172,16 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
     if not torch.isfinite(expected).all():
-        raise ModelError(_why_not_finite(policy))
+        broken = [name for name, weight in policy.model.named_parameters() if not torch.isfinite(weight).all()]
+        why = f"the log-probs of {policy.name} are not finite numbers in {str(policy.dtype).removeprefix('torch.')}; "
+        if broken:
+            why = f"{len(broken)} of the weights of {policy.name} hold NaN or infinity, such as {broken[0]}: "
+        raise ModelError(why + ("the checkpoint is broken" if broken else "try another model.dtype"))
     if not gap.item() < TOLERANCE[policy.dtype]:
         raise ModelError(
             f"{policy.name} computes something that Headrace's attention does not: "
             f"its log-probs differ by {gap.item():.2g} from ours {where}"
         )
-
-
-def _why_not_finite(policy: Policy) -> str:
-    broken = [name for name, weight in policy.model.named_parameters() if not torch.isfinite(weight).all()]
-    if broken:
-        num, which = len(broken), broken[0]
-        return f"{num} of the weights of {policy.name} hold NaN or infinity, such as {which}: the checkpoint is broken"
-    dtype = str(policy.dtype).removeprefix("torch.")
-    return f"the log-probs of {policy.name} are not finite numbers in {dtype}; try another model.dtype"
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
@@ -265,5 +259,4 @@ class _StepPlan:
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         k, v = map(torch.cat, zip(self.kept[layer], (k_TJD, v_TJD), strict=True))
-        q, k, v = (x[-window:].transpose(0, 1) for x in (q_THD, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(0, 1)
+        return attend_rectangle(q_THD, k, v, (1, 1), scale, window)

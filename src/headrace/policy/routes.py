@@ -9,7 +9,7 @@ T tokens in one row, L mixture layers, K experts per token. Nothing here waits f
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -64,16 +64,13 @@ class _Choice(TorchFunctionMode):
     def __init__(self, routes: Routes, layer: int, num_experts: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._routes, self._layer, self._num_experts, self._dtype = routes, layer, num_experts, dtype
-        self._open = False
+        self._inside = ExitStack()
 
     def begin(self, *unused: Any) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._open = True
+        self._inside.enter_context(self)
 
     def end(self, *unused: Any) -> None:
-        if self._open:
-            self._open = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._inside.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

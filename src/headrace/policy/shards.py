@@ -6,7 +6,7 @@ precision of the model, and are rounded when gathered. Each rank adds its gradie
 they are summed over the ranks once per step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Shards:
     """This rank's part of the weights, and passes through the whole model."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
-        self._model, self._mesh = model, mesh
+        self._mesh = mesh
         self._whole = _Whole(model)
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         rounding = mixed if dtype in HALF else MixedPrecisionPolicy()
@@ -51,15 +51,10 @@ class Shards:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._root.set_requires_gradient_sync(False)
-        self._weights = dict(self._named())
+        self.weights: dict[str, Any] = dict(model.named_parameters())
+        assert all(isinstance(weight, DTensor) for weight in self.weights.values()), "not all weights are sharded"
         # gradients go to the parts held here, which are ordinary weights to an optimizer
-        parts = ((n, p.detach().to_local(), p.requires_grad) for n, p in self._weights.items())
-        self.held = {name: nn.Parameter(part, trained) for name, part, trained in parts}
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} is not sharded"
-            yield name, parameter
+        self.held = {n: nn.Parameter(p.detach().to_local(), p.requires_grad) for n, p in self.weights.items()}
 
     def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The result of `compute` with whole weights. Every rank must call this equally often."""
@@ -73,18 +68,14 @@ class Shards:
         self._root.set_requires_gradient_sync(True)
         take_part()
         self._root.set_requires_gradient_sync(False)
-        for name, parameter in self._named():
+        for name, parameter in self.weights.items():
             if parameter.grad is not None:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
-    def whole(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, rounded to `dtype` before they are sent. All ranks iterate to the end."""
-        for name, parameter in self._named():
-            if parameter.requires_grad or not trained_only:
-                yield name, parameter.to(dtype).detach().full_tensor()
-
-    def as_part(self, name: str, part: Tensor) -> DTensor:
-        """`part`, of the shard of `name` that is held here, as a DTensor of the whole."""
-        weight = self._weights[name]
+    def as_part(self, name: str, part: Tensor) -> Tensor:
+        """`part`, of the shard of `name` that is held here, as a DTensor of the whole; a number as it is."""
+        if not part.ndim:
+            return part
+        weight = self.weights[name]
         like = {"shape": weight.shape, "stride": weight.stride()}
         return DTensor.from_local(part.detach(), self._mesh, weight.placements, run_check=False, **like)

@@ -157,24 +157,19 @@ class CollectiveReceiver:
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         """Receive every chunk and pass it on, damaged or not: each receiver verifies for itself."""
         buckets = tuple(new_bucket(n, self._device) for n in ticket.manifest.sizes)
-        payload, deadline = Payload(ticket.manifest, buckets), time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
-            self._join(ticket.where, timeout_s).carry(list(_chunks(buckets)), deadline)
+            if self._chain is None or self._chain.meeting != ticket.where:
+                self._chain, meeting, timeout = None, ticket.where, timedelta(seconds=timeout_s)
+                store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+                self._chain = _Chain(meeting, store, None, self._device, timeout_s)
+            self._chain.carry(list(_chunks(buckets)), deadline)
         except RuntimeError as error:
             self._chain = None
             raise PublishError(
                 f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
             ) from error
-        verify(payload)
-        return payload
-
-    def _join(self, meeting: Meeting, timeout_s: float) -> _Chain:
-        if self._chain is None or self._chain.meeting != meeting:
-            self._chain = None
-            timeout = timedelta(seconds=timeout_s)
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-            self._chain = _Chain(meeting, store, None, self._device, timeout_s)
-        return self._chain
+        return verify(Payload(ticket.manifest, buckets))
 
 
 @contextmanager

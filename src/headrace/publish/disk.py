@@ -10,7 +10,6 @@
 Nothing is flushed to the disk (fsync): the checksums detect what a crash of the machine lost.
 """
 
-import io
 import json
 import shutil
 import time
@@ -18,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import EncodingKind, Manifest, Payload, new_bucket, verify
+from headrace.publish.encoding import EncodingKind, Manifest, Payload, verify
 from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
@@ -93,15 +93,14 @@ class DiskReceiver:
                 raise PublishError(f"{version} is not complete after {timeout_s:g} s: {path}")
             time.sleep(_POLL_S)
         try:
-            if Manifest.from_json(json.loads((path / MANIFEST).read_text())) != manifest:
+            if (path / MANIFEST).read_text() != json.dumps(asdict(manifest)):
                 raise PublishError(f"{path} contains another version than the ticket says")
             with (path / CONTENT[EncodingKind(manifest.encoding)]).open("rb", buffering=0) as file:
                 file.seek(len(_header(manifest)))
-                payload = Payload(manifest, tuple(_read(file, size) for size in manifest.sizes))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+                buckets = [torch.from_numpy(np.fromfile(file, np.uint8, size)) for size in manifest.sizes]
+        except (OSError, ValueError) as error:
             raise PublishError(f"{version} cannot be read from {path}: {error}") from error
-        verify(payload)
-        return payload
+        return verify(Payload(manifest, tuple(buckets)))
 
 
 def _header(manifest: Manifest) -> bytes:
@@ -116,13 +115,6 @@ def _header(manifest: Manifest) -> bytes:
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _read(file: io.FileIO, size: int) -> torch.Tensor:
-    bucket, end = new_bucket(size), 0
-    while num_bytes := file.readinto(bucket.numpy()[end:].data):  # a read may stop early
-        end += num_bytes
-    return bucket[:end]
 
 
 def _remove(path: Path) -> None:

@@ -15,10 +15,10 @@ that it has what was sent before it touches a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Self
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,22 +57,21 @@ class Encoder:
         self.kind = EncodingKind(kind)
         self._bucket_bytes = bucket_bytes
         self.version: int | None = None  # the committed one
-        self._held: dict[str, Tensor] = {}  # weights of the committed version
+        self._held: dict[str, Tensor] = {}  # for deltas: weights of the committed version, or of the first
         self._pending: int | None = None  # the version encoded last, which becomes committed by
-        self._whole: dict[str, Tensor] = {}  # these tensors
-        self._changes: Changes = {}  # and these changes
+        self._changes: Changes = {}  # these changes
 
     @torch.no_grad()
     def encode(self, version: int, tensors: Named) -> Payload:
         """The payload of `version`. It replaces a version that was not committed."""
         if self.version is not None and version <= self.version:
             raise PublishError(f"version {version} cannot follow version {self.version}")
-        self._pending, self._whole, self._changes = version, {}, {}
-        if self.kind is EncodingKind.DELTA and self._held:
+        self._pending, self._changes = version, {}
+        if self.kind is EncodingKind.DELTA and self.version is not None:
             return self._delta(version, tensors)
         if self.kind is EncodingKind.DELTA:
-            self._whole = {name: t.detach().to(CPU, copy=True).contiguous() for name, t in tensors}
-            return self._full(version, self._whole.items())
+            self._held = {name: t.detach().to(CPU, copy=True).contiguous() for name, t in tensors}
+            return self._full(version, self._held.items())
         payload = self._full(version, tensors, self.kind)
         if self.kind is EncodingKind.ADAPTER and not payload.manifest.tensors:
             raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
@@ -86,10 +85,9 @@ class Encoder:
         """Every receiver has `version`: the next delta starts from it."""
         if self._pending != version:
             raise PublishError(f"version {version} was not the last one encoded")
-        self._held |= self._whole
         for name, (places, values) in self._changes.items():
             bits(self._held[name])[places] = values
-        self.version, self._pending, self._whole, self._changes = version, None, {}, {}
+        self.version, self._pending, self._changes = version, None, {}
 
     @torch.no_grad()
     def rebase(self) -> Payload:
@@ -98,17 +96,14 @@ class Encoder:
         return self._full(self.version, self._held.items())
 
     def _full(self, version: int, tensors: Named, encoding: EncodingKind = EncodingKind.FULL) -> Payload:
-        writer, specs = BucketWriter(self._bucket_bytes), []
+        writer = BucketWriter(self._bucket_bytes)
         for name, tensor in tensors:
             if self.takes(name):
-                content = flat_bytes(tensor.contiguous())
-                writer.write(content)
-                specs.append(_spec(name, tensor, content.numel()))
-        return writer.payload(version, None, encoding, specs)
+                writer.write(name, tensor, flat_bytes(tensor.contiguous()))
+        return writer.payload(version, None, encoding)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
-        writer, specs = BucketWriter(self._bucket_bytes), []
-        changes: Changes = {}
+        writer, changes = BucketWriter(self._bucket_bytes), Changes()
         for name, tensor in tensors:
             old = self._held.get(name)
             if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
@@ -117,16 +112,14 @@ class Encoder:
             # several times faster than torch's nonzero
             places = torch.from_numpy(np.flatnonzero((new != bits(old)).numpy()))
             changes[name] = places, new[places]
-            if len(places):
-                parts = code_places(places), code_changes(changes[name][1], bits(old)[places])
-                for part in parts:
-                    writer.write(part)
-                specs.append(_spec(name, tensor, sum(map(len, parts)), len(places), len(parts[0])))
+            if num_changed := len(places):
+                coded = code_places(places), code_changes(new[places], bits(old)[places])
+                writer.write(name, tensor, *coded, num_changed=num_changed)
         if missing := self._held.keys() - changes.keys():
             raise PublishError(f"version {version} lacks '{min(missing)}', which version {self.version} has")
         self._changes = changes
         if writer.num_bytes < sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
-            return writer.payload(version, self.version, EncodingKind.DELTA, specs)
+            return writer.payload(version, self.version, EncodingKind.DELTA)
 
         def changed(name: str) -> Tensor:
             tensor, (places, values) = self._held[name].clone(), changes[name]
@@ -134,11 +127,6 @@ class Encoder:
             return tensor
 
         return self._full(version, ((name, changed(name)) for name in changes))
-
-
-def _spec(name: str, tensor: Tensor, num_bytes: int, num_changed: int = 0, place_bytes: int = 0) -> TensorSpec:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape), num_bytes, num_changed, place_bytes)
 
 
 class Update:
@@ -149,16 +137,8 @@ class Update:
 
     def __init__(self, payload: Payload, live: Mapping[str, Tensor], held: int | None) -> None:
         self.version, self.num_bytes = payload.manifest.version, payload.manifest.num_bytes
-        _check_order(payload.manifest, held)
-        _check_tensors(payload.manifest, live)
-        self._writes: list[Callable[[], object]] = []
-        start = 0
-        for spec in payload.manifest.tensors:
-            if payload.manifest.encoding == EncodingKind.DELTA:
-                self._change(payload, spec, start, live[spec.name])
-            else:
-                self._replace(payload, spec, start, live[spec.name])
-            start += spec.num_bytes
+        _check(payload.manifest, live, held)
+        self._writes = list(_writes(payload, live))
 
     @torch.no_grad()
     def write(self) -> None:
@@ -166,33 +146,33 @@ class Update:
         for write in self._writes:
             write()
 
-    def _replace(self, payload: Payload, spec: TensorSpec, start: int, target: Tensor) -> None:
-        room = flat_bytes(target)
-        for piece in payload.pieces(start, spec.num_bytes):
-            part, room = room[: len(piece)], room[len(piece) :]
-            self._writes.append(lambda part=part, piece=piece: part.copy_(piece))  # type: ignore[misc]
 
-    def _change(self, payload: Payload, spec: TensorSpec, start: int, target: Tensor) -> None:
-        flat = bits(target)
-        coded = payload.read(start, spec.place_bytes)
-        places = read_places(coded, spec.num_changed, len(flat)).to(target.device)
-        coded = payload.read(start + spec.place_bytes, spec.num_bytes - spec.place_bytes)
-        changes = read_changes(coded, spec.num_changed, flat.dtype).to(target.device)
-        self._writes.append(lambda: flat.index_put_((places,), flat[places] + changes))
-
-
-def _check_order(manifest: Manifest, held: int | None) -> None:
-    if manifest.base not in (None, held):
-        raise PublishError(
-            f"version {manifest.version} is a delta from version {manifest.base}, and the receiver holds "
-            f"{'none' if held is None else f'version {held}'}"
-        )
-    if held is not None and manifest.version <= held:
-        raise PublishError(f"version {manifest.version} came after version {held}, which the receiver holds")
+def _writes(payload: Payload, live: Mapping[str, Tensor]) -> Iterator[Callable[[], object]]:
+    """The calls that write a payload, decoded, into the weights `live`."""
+    start = 0
+    for spec in payload.manifest.tensors:
+        target = live[spec.name]
+        if payload.manifest.encoding == EncodingKind.DELTA:
+            flat, coded = bits(target), torch.cat([*payload.pieces(start, spec.num_bytes)])
+            places = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat))
+            changes = read_changes(coded[spec.place_bytes :], spec.num_changed, flat.dtype)
+            where = places.to(target.device)
+            yield partial(flat.index_put_, (where,), flat[where] + changes.to(target.device))
+        else:
+            room = flat_bytes(target)
+            for piece in payload.pieces(start, spec.num_bytes):
+                yield partial(room[: len(piece)].copy_, piece)
+                room = room[len(piece) :]
+        start += spec.num_bytes
 
 
-def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
+def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> None:
     where = f"version {manifest.version}"
+    if manifest.base not in (None, held):
+        holds = "none" if held is None else f"version {held}"
+        raise PublishError(f"{where} is a delta from version {manifest.base}, and the receiver holds {holds}")
+    if held is not None and manifest.version <= held:
+        raise PublishError(f"{where} came after version {held}, which the receiver holds")
     names = {spec.name for spec in manifest.tensors}
     if unknown := names - live.keys():
         raise PublishError(f"{where}: the receiver has no tensor '{min(unknown)}'")
@@ -201,12 +181,10 @@ def _check_tensors(manifest: Manifest, live: Mapping[str, Tensor]) -> None:
         raise PublishError(f"{where} lacks the tensor '{min(missing)}'")
     for spec in manifest.tensors:
         target = live[spec.name]
-        has = _spec(spec.name, target, 0)
-        if (spec.dtype, spec.shape) != (has.dtype, has.shape):
-            raise PublishError(
-                f"{where}: '{spec.name}' is {spec.dtype} {list(spec.shape)}, and the receiver's is "
-                f"{has.dtype} {list(has.shape)}"
-            )
+        dtype, shape = _kind(target)
+        if (spec.dtype, spec.shape) != (dtype, shape):
+            sent = f"{where}: '{spec.name}' is {spec.dtype} {list(spec.shape)}"
+            raise PublishError(f"{sent}, and the receiver's is {dtype} {list(shape)}")
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' is not contiguous in memory")
         size = target.numel() * target.element_size()
@@ -249,12 +227,6 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(self.sizes)
 
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> Self:
-        tensors = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in plain["tensors"])
-        lists = {name: tuple(plain[name]) for name in ("sizes", "checksums")}
-        return cls(**{**plain, **lists, "tensors": tensors})
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -272,10 +244,6 @@ class Payload:
                 start, num_bytes = start + piece.numel(), num_bytes - piece.numel()
             start -= bucket.numel()
 
-    def read(self, start: int, num_bytes: int) -> Tensor:
-        pieces = list(self.pieces(start, num_bytes)) or [torch.empty(0, dtype=torch.uint8)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
 
 class BucketWriter:
     """Lays bytes end to end into buckets."""
@@ -283,26 +251,35 @@ class BucketWriter:
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Tensor] = []
-        self._free = 0  # bytes of the last bucket
+        self._free = new_bucket(0)  # the rest of the last bucket
+        self._specs: list[TensorSpec] = []
         self.num_bytes = 0
 
-    def write(self, content: Tensor) -> None:
-        self.num_bytes += content.numel()
-        while content.numel():
-            if not self._free:
-                self._buckets.append(new_bucket(self._bucket_bytes))
-                self._free = self._bucket_bytes
-            part, content = content[: self._free], content[self._free :]
-            end = self._bucket_bytes - self._free + part.numel()
-            self._buckets[-1][end - part.numel() : end].copy_(part)
-            self._free -= part.numel()
+    def write(self, name: str, tensor: Tensor, *contents: Tensor, num_changed: int = 0) -> None:
+        """The bytes that stand for a tensor: all of its own, or coded places and changes."""
+        sizes = [content.numel() for content in contents]
+        place_bytes = sizes[0] if num_changed else 0
+        self._specs.append(TensorSpec(name, *_kind(tensor), sum(sizes), num_changed, place_bytes))
+        self.num_bytes += sum(sizes)
+        for content in contents:
+            while content.numel():
+                if not len(self._free):
+                    self._free = new_bucket(self._bucket_bytes)
+                    self._buckets.append(self._free)
+                part, content = content[: len(self._free)], content[len(self._free) :]
+                self._free[: len(part)].copy_(part)
+                self._free = self._free[len(part) :]
 
-    def payload(self, version: int, base: int | None, encoding: str, tensors: Sequence[TensorSpec]) -> Payload:
+    def payload(self, version: int, base: int | None, encoding: str) -> Payload:
         buckets = tuple(self._buckets)
-        if self._free:  # give the unused memory back
-            buckets = (*buckets[:-1], buckets[-1][: -self._free].clone())
+        if free := len(self._free):  # give the unused memory back
+            buckets = (*buckets[:-1], buckets[-1][:-free].clone())
         sizes, sums = tuple(map(Tensor.numel, buckets)), tuple(map(checksum, buckets))
-        return Payload(Manifest(version, base, encoding, tuple(tensors), sizes, sums), buckets)
+        return Payload(Manifest(version, base, encoding, tuple(self._specs), sizes, sums), buckets)
+
+
+def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def new_bucket(num_bytes: int, device: torch.device = CPU) -> Tensor:
@@ -336,8 +313,8 @@ def checksum(bucket: Tensor) -> int:
     return (int(total) + bucket.numel()) & ((1 << 64) - 1)
 
 
-def verify(payload: Payload) -> None:
-    """Raise PublishError unless all buckets have the size and checksum of the manifest."""
+def verify(payload: Payload) -> Payload:
+    """The payload. Raises PublishError unless all buckets have the size and checksum of the manifest."""
     manifest, buckets, total = payload.manifest, payload.buckets, len(payload.manifest.sizes)
     version = f"version {manifest.version}"
     if len(buckets) != total:
@@ -352,6 +329,7 @@ def verify(payload: Payload) -> None:
     if (listed := sum(spec.num_bytes for spec in manifest.tensors)) != manifest.num_bytes:
         has = f"its buckets have {manifest.num_bytes:,} bytes, its tensors {listed:,}"
         raise PublishError(f"{version}: the manifest is damaged: {has}")
+    return payload
 
 
 # ---- the delta's bytes
@@ -359,7 +337,8 @@ def verify(payload: Payload) -> None:
 # A step of RL at a small learning rate leaves most bfloat16 weights unchanged, bit for bit, and
 # moves the others to a number near by. A place is stored as the gap to the place before, a change
 # as the difference of the bits as integers (zigzag-coded). Both are variable-length integers
-# (varints) of seven bits per byte: one byte up to 127, two up to 16,383, three up to two million.
+# (varints) of seven bits per byte: one byte up to 127, two up to 16,383, three up to two million. First
+# bytes come first, then the second bytes of those numbers that have one, and so on.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # 8 bytes: two elements
 _GROUP = 7
@@ -397,30 +376,22 @@ def read_changes(coded: Tensor, num_changes: int, dtype: torch.dtype) -> Tensor:
 
 
 def _code(numbers: Tensor) -> Tensor:
-    lengths = torch.ones_like(numbers)
-    for length in range(1, 9):
-        longer = numbers >= 1 << (_GROUP * length)
-        if not bool(longer.any()):
-            break
-        lengths += longer
-    ends = lengths.cumsum(0)
-    starts = ends - lengths
-    coded = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8, device=numbers.device)
-    for index in range(int(lengths.max()) if len(lengths) else 0):
-        here = (lengths > index).nonzero().flatten() if index else slice(None)
-        more = (lengths[here] > index + 1) * _MORE
-        coded[starts[here] + index] = ((numbers[here] >> (_GROUP * index)) & (_MORE - 1) | more).to(torch.uint8)
-    return coded
+    coded = [torch.empty(0, dtype=torch.uint8, device=numbers.device)]
+    while len(numbers):
+        more = numbers >= _MORE
+        coded.append((numbers & (_MORE - 1) | more * _MORE).to(torch.uint8))
+        numbers = numbers[more] >> _GROUP
+    return torch.cat(coded)
 
 
 def _read(coded: Tensor, count: int) -> Tensor:
-    ends = (coded < _MORE).nonzero().flatten()
-    if len(ends) != count or (count and int(ends[-1]) != len(coded) - 1):
-        raise PublishError(f"a delta has {len(ends)} numbers in place of {count}")
-    starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])[:count]
-    lengths = ends - starts + 1
-    numbers = (coded[starts] & (_MORE - 1)).long()
-    for index in range(1, int(lengths.max()) if count else 0):
-        here = (lengths > index).nonzero().flatten()
-        numbers[here] |= (coded[starts[here] + index] & (_MORE - 1)).long() << (_GROUP * index)
+    num_ends = int((coded < _MORE).sum())
+    if num_ends != count or bool((coded[-1:] >= _MORE).any()):
+        raise PublishError(f"a delta has {num_ends} numbers in place of {count}")
+    part, coded = coded[:count], coded[count:]
+    numbers, here, shift = (part & (_MORE - 1)).long(), (part >= _MORE).nonzero().flatten(), _GROUP
+    while len(here):  # each has exactly one end among what is left, so there is enough
+        part, coded = coded[: len(here)], coded[len(here) :]
+        numbers[here] |= (part & (_MORE - 1)).long() << shift
+        here, shift = here[part >= _MORE], shift + _GROUP
     return numbers

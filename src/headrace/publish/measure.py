@@ -40,7 +40,7 @@ def publish_once(
     for subscriber in subscribers:
         subscriber.commit(version)
     publisher.commit(version)
-    return with_receivers(publisher.times, (subscriber.times for subscriber in subscribers))
+    return with_receivers(publisher.times, [subscriber.times for subscriber in subscribers])
 
 
 def two_versions(num_params: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -74,9 +74,7 @@ class ObjectStoreReceiver:
             raise PublishError(f"version {ticket.version} did not arrive within {timeout_s:g} s: {error}") from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # arrays are read-only, and nobody writes to them
-            payload = Payload(ticket.manifest, tuple(map(torch.from_numpy, arrays)))
-        verify(payload)
-        return payload
+            return verify(Payload(ticket.manifest, tuple(map(torch.from_numpy, arrays))))
 
 
 @contextmanager

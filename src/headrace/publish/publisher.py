@@ -12,7 +12,7 @@ stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.errors import PublishError
 from headrace.measured import PublishTimes
-from headrace.publish.encoding import Encoder, EncodingKind, Named, Update, cast
+from headrace.publish.encoding import Encoder, EncodingKind, Manifest, Named, Update, cast
 from headrace.roles import ReceivingEnd, SendingEnd
 from headrace.types import Ticket
 
@@ -28,9 +28,8 @@ OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
 MAX_DELTAS = 32  # kept since the last base
 
 
-def with_receivers(sender: PublishTimes, receivers: Iterable[PublishTimes]) -> PublishTimes:
+def with_receivers(sender: PublishTimes, receivers: Sequence[PublishTimes]) -> PublishTimes:
     """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
-    receivers = list(receivers)
     return replace(
         sender,
         transfer_s=sender.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
@@ -44,8 +43,7 @@ class Publisher:
 
     def __init__(self, encoder: Encoder, end: SendingEnd, dtype: torch.dtype) -> None:
         self._encoder, self._end, self._dtype = encoder, end, dtype
-        self._kept: list[int] = []  # a base and the deltas since, for receivers that join late
-        self._chain_bytes = self._base_bytes = 0  # of the deltas, and of the base
+        self._kept: list[Manifest] = []  # a base and the deltas since, for receivers that join late
         self._staged: Ticket | None = None
         self._nodes: list[str] | None = None  # of the receivers that are connected now
         self.times = PublishTimes()  # of the version staged last
@@ -88,15 +86,14 @@ class Publisher:
         if ticket is None or ticket.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
         self._encoder.committed(version)
-        if ticket.manifest.base is None:
-            self._keep_only(ticket)
-        elif self._kept:
-            self._kept.append(version)
-            self._chain_bytes += ticket.manifest.num_bytes
-            if len(self._kept) - 1 > MAX_DELTAS or 2 * self._chain_bytes > self._base_bytes:
-                self._keep_only(None)  # sending base and deltas would cost more than a new base
-        else:
-            self._end.forget(version)
+        before, new = self._kept, ticket.manifest
+        self._kept = [new] if new.base is None else [*before, new]
+        base, *deltas = self._kept
+        if base.base is not None or len(deltas) > MAX_DELTAS or 2 * sum(d.num_bytes for d in deltas) > base.num_bytes:
+            self._kept = []  # sending base and deltas would cost more than a new base
+        for manifest in (*before, new):
+            if manifest not in self._kept:
+                self._end.forget(manifest.version)
 
     def abandon(self, version: int) -> None:
         if self._staged is not None and self._staged.version == version:
@@ -111,15 +108,8 @@ class Publisher:
         if not self._kept and self._encoder.kind is EncodingKind.DELTA and self._encoder.version is not None:
             base = self._encoder.rebase()
             self._end.stage(base)
-            self._keep_only(self._end.ticket(base.manifest.version))
-        return [self._end.ticket(version) for version in self._kept]
-
-    def _keep_only(self, base: Ticket | None) -> None:
-        for version in self._kept:
-            if base is None or version != base.version:
-                self._end.forget(version)
-        self._kept = [] if base is None else [base.version]
-        self._chain_bytes, self._base_bytes = 0, 0 if base is None else base.manifest.num_bytes
+            self._kept = [base.manifest]
+        return [self._end.ticket(manifest.version) for manifest in self._kept]
 
 
 class Subscriber:
@@ -163,12 +153,10 @@ class _Timed:
         self.seconds, self.num_bytes = 0.0, 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = iter(self._tensors)
-        while True:
-            started = time.perf_counter()
-            found = next(tensors, None)
+        started = time.perf_counter()
+        for name, tensor in self._tensors:
             self.seconds += time.perf_counter() - started
-            if found is None:
-                return
-            self.num_bytes += found[1].numel() * found[1].element_size()
-            yield found
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+            started = time.perf_counter()
+        self.seconds += time.perf_counter() - started

@@ -95,9 +95,9 @@ class PagedStore(PageTables):
         table, at = self.table(pages), [np.arange(c.start, c.end) for c in chunks]
         slots = [row[x // PAGE].astype(np.int64) * PAGE + x % PAGE for x, row in zip(at, table, strict=True)]
         slots_T = torch.from_numpy(np.concatenate(slots)).to(device)
-        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
+        parts = [(c.start, c.end, row) for row, c in enumerate(chunks)]
         per_block = block_tokens(policy.num_heads, policy.num_kv_heads, policy.dtype)
-        blocks = Blocks.of(starts, ends, range(len(chunks)), per_block, device)
+        blocks = Blocks.of(parts, per_block, device)
         tables = torch.from_numpy(table).to(device)
 
         def attention(q: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Tensor:
