@@ -25,7 +25,7 @@ else $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser train smollm2 test format bench-setup clean
+.PHONY: help setup browser bubblewrap train smollm2 test format bench-setup clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -54,6 +54,14 @@ browser:  ## Chromium, in which the page is tested, where apt can install it; do
 	install="apt-get install --yes --no-install-recommends chromium"; \
 	{ $$install || { apt-get update && $$install; }; } >/dev/null 2>&1 || echo "Chromium cannot be installed; going on without"
 
+# The same for the sandbox.
+bubblewrap:  ## bubblewrap, in which sandboxed rewards run, where apt can install it; does nothing if there is one
+	@command -v bwrap >/dev/null && exit 0; \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0; \
+	echo "Installing bubblewrap"; \
+	install="apt-get install --yes --no-install-recommends bubblewrap"; \
+	{ $$install || { apt-get update && $$install; }; } >/dev/null 2>&1 || echo "bubblewrap cannot be installed; going on without"
+
 train: setup  ## train; arguments in ARGS, e.g. make train ARGS="my.toml loop.steps=100"
 	@$(BIN)/headrace train $(ARGS)
 
@@ -70,6 +78,7 @@ $(SMOLLM2): | $(STAMP)
 
 test:  ## everything a change must pass
 	@$(MAKE) --no-print-directory --jobs=2 setup browser
+	@$(MAKE) --no-print-directory bubblewrap
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types tests

@@ -2,7 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace import sandbox
 from headrace.config_file import load_config
+from headrace.errors import SandboxError
+from headrace.recipes.code_sandbox import score
+from headrace.types import Completion
 
 RECIPES = sorted((Path(__file__).parent.parent / "src" / "headrace" / "recipes").glob("*.toml"))
 
@@ -14,4 +18,29 @@ def test_recipe_is_valid_and_says_what_it_is(path):
 
 
 def test_recipes_are_found():
-    assert {"demo", "smollm2"} <= {path.stem for path in RECIPES}
+    assert {"code_sandbox", "demo", "smollm2"} <= {path.stem for path in RECIPES}
+
+
+ANSWERS = {
+    "Here:\n```python\ndef solve(x):\n    return x * 6\n```\nIt multiplies.": 1.1,
+    "def solve(x): return x * 6": 1.1,
+    "```\ndef solve(x):\n    return 102\n": 0.35,
+    "```python\ndef solve(x): return x * 6\nprint('noise')\n```": 1.1,
+    "def solve(x): return 1j": 0.0,
+    "def solve(x):\n  while True: pass": 0.0,
+    "def solve(x): return open('/etc/shadow').read()": 0.0,
+    "import sys; print('[-54, -84, 102, 96]', flush=True); sys.exit()": 1.1,  # it cannot know them: they are not there
+    "print('[' * 100_000)": 0.0,
+    "I do not know": 0.0,
+}
+
+
+def test_code_is_rewarded_for_what_it_returns():
+    try:
+        sandbox.check_system()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    fields = {"calls": [[-9], [-14], [17], [16]], "results": [-54, -84, 102, 96]}
+    for text, reward in ANSWERS.items():
+        parts = score(Completion(prompt="", text=text, fields=fields, num_tokens=9, finish="eos"))
+        assert sum(parts.values()) == pytest.approx(reward), text

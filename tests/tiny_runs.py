@@ -53,6 +53,10 @@ def tardy(completion):
         time.sleep(0.01)
     return dense(completion)
 
+def chatty(completion):
+    print("heard", repr(completion.text))
+    return dense(completion)
+
 def dull(completion):
     return 0.0 if completion.fields["dull"] else dense(completion)
 

@@ -13,7 +13,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = [
     *("Done", "Observation", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume"),
-    *("serve_run", "train"),
+    *("sandbox", "serve_run", "train"),
 ]
 
 
@@ -23,6 +23,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("headrace.errors").UnavailableError
     if name in ("Done", "Observation"):
         return getattr(importlib.import_module("headrace.reward.environment"), name)
+    if name == "sandbox":
+        return importlib.import_module("headrace.sandbox")
     if name in __all__:
         return getattr(importlib.import_module("headrace.api"), name)
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")

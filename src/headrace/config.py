@@ -141,6 +141,7 @@ class RewardSection(SettingsSection):
     )
     timeout_s: Timeout = setting(10.0, "seconds for one verdict; a slower one is a drop, not a zero")
     retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
+    sandbox: bool = setting(False, "run it under bubblewrap: no network, no files but the code's")
     cache: bool = setting(True, "score the same answer to the same prompt once")
     overlong_tokens: NonNegativeInt = setting(0, "soft penalty this close to max_new_tokens; 0 is off")
     overlong_penalty: NonNegativeFloat = setting(1.0, "penalty at max_new_tokens", most=MOST)
@@ -426,6 +427,8 @@ def _of_places(config: Config) -> Iterator[str]:
     if config.episode.environment and config.episode.agent:
         yield "episode.environment and episode.agent: an episode has one of them; leave one empty"
     place, workers, ranks = config.place, config.rollout.workers, config.learner.ranks
+    if config.reward.sandbox and not config.reward.workers:
+        yield "reward.sandbox = true and reward.workers = 0: the training process itself cannot be put into a sandbox"
     if place.cluster == "local" and (workers > 1 or ranks > 1):
         which = f"rollout.workers = {workers}" if workers > 1 else f"learner.ranks = {ranks}"
         yield (

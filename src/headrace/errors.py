@@ -36,6 +36,10 @@ class UnavailableError(HeadraceError):
     """
 
 
+class SandboxError(HeadraceError):
+    """Code cannot be isolated here: a program or a right of the system is missing."""
+
+
 class RunError(HeadraceError):
     """A run directory that is missing, in use or damaged."""
 

@@ -186,6 +186,9 @@ class Trajectory:
     timing: Timing
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    verdict_s: float = 0.0  # seconds that the reward function took
+    verdict_output: str = ""  # what it printed
+    verdict_failure: str = ""  # why there is no reward
     replay: Replay | None = None
     turns: tuple[Turn, ...] = ()  # in the order they were sampled; none for a single answer
     segments: tuple[Segment, ...] = ()  # by `start`; each goes on after a token before its start
@@ -282,6 +285,8 @@ class Score:
     failure: DropReason | None = None
     detail: str = ""
     value: Any = None  # what an environment says, in place of a reward
+    output: str = field(default="", compare=False)  # what the function printed
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

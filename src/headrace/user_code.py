@@ -136,15 +136,21 @@ def search_path() -> list[str]:
     The standard library comes first, the working directory and the folder of the main script come
     last. So a `types.py` of the user hides no library.
     """
-    library, home = (os.path.dirname(os.path.realpath(path)) for path in (os.__file__, os.path.dirname(__file__)))
-    script = getattr(sys.modules["__main__"], "__file__", None) or home
-    users = {os.path.realpath(os.getcwd()), os.path.dirname(os.path.realpath(script))} - {home}
+    library, users = os.path.dirname(os.path.realpath(os.__file__)), user_folders()
 
     def rank(folder: str) -> int:
         folder = os.path.realpath(folder)
         return 0 if folder in (library, os.path.join(library, "lib-dynload")) else 1 + (folder in users)
 
     return sorted(map(os.path.abspath, sys.path), key=rank)
+
+
+def user_folders() -> set[str]:
+    """The working directory and the folder of the main script."""
+    home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    folders = {os.path.realpath(os.getcwd())} | ({os.path.dirname(os.path.realpath(script))} if script else set())
+    return folders - {home}
 
 
 def short_traceback(error: BaseException) -> str:

@@ -33,7 +33,7 @@ def real_run(workshop: Workshop) -> Path:
 def site_dir(workshop: Workshop, real_run: Path) -> Iterator[Path]:
     """The real run, another, and the broken ones."""
     runs = real_run.parent
-    api.train(workshop.config("runs/other", "loop.steps=3", "learner.lr=1e-4", reward="dense"))
+    api.train(workshop.config("runs/other", "loop.steps=3", "learner.lr=1e-4", "reward.cache=false", reward="chatty"))
     with broken_runs(runs, real_run):
         yield runs
 

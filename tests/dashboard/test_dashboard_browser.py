@@ -408,6 +408,11 @@ def test_all_answers_to_a_prompt_stand_side_by_side(browser: Any, server: Server
     assert len(page.query_selector_all(".answers .card")) == 4
     tops = {round(card.bounding_box()["y"]) for card in page.query_selector_all(".answers .card")}
     assert len(tops) == 1
+    other = real_run.parent / "other"
+    (id,) = select(other, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY rowid")[0]
+    said = tab.open(f"/run/other/trajectory?id={id}").locator(".card", has_text="Printed by the reward function")
+    assert "heard '" in said.inner_text()
+    page = tab.open(f"/run/real/group?serial={serial}")
     page.get_by_text("newer group").click()
     page.wait_for_url(lambda url: f"serial={serial}" not in url.split("group")[1])
     page.wait_for_selector(".answers")

@@ -312,12 +312,15 @@ async def test_a_cancelled_caller_does_not_stop_the_pool(make_scorer: MakeScorer
 @pytest.mark.parametrize("ending", ["await pool.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_workers_and_what_they_started_end_with_the_trainer(tmp_path: Path, ending: str) -> None:
     """At once: the worker is idle."""
-    rewards = tmp_path / "rewards.py"
+    rewards, fifo = tmp_path / "rewards.py", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     rewards.write_text(
         "import atexit, subprocess\n"
         "def score(completion):\n"
-        "    subprocess.Popen(['sleep', '600'])\n"
-        "    atexit.register(print, 'its own end')\n"
+        f"    fifo = open({str(fifo)!r}, 'w')\n"
+        "    subprocess.Popen(['sleep', '600'], stdout=fifo)\n"
+        "    atexit.register(print, 'its own end', file=fifo, flush=True)\n"
         "    return 1.0\n"
     )
     code = f"""
@@ -333,10 +336,11 @@ async def main():
     {ending}
 asyncio.run(main())
 """
-    # All of them hold the other end of these pipes, so reading them to their end means that they have ended too.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    assert done.stdout == b"its own end\n", "a worker may clear up"
+    os.set_blocking(reader, True)
+    with os.fdopen(reader) as left:  # all of them hold its other end: at its end, they have ended too
+        assert left.read() == "its own end\n", "a worker may clear up"
 
 
 async def test_what_a_worker_started_ends_when_it_is_replaced(tmp_path: Path) -> None:

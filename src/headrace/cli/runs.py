@@ -183,7 +183,7 @@ def _show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
         return
     given = shown.prompt_ids(found.whole)
     prompt = texts.text(given) if texts else f"token ids {given}"
-    written = {"prompt": prompt} | shown.said(found.whole)
+    written = {"prompt": prompt} | shown.said(found.whole) | shown.verdict_texts(found.whole)
     for title, text in written.items():
         paper.section(title)
         paper.indented(Text(printable(text), overflow="fold"))

@@ -112,6 +112,9 @@ def _answer(read: Answer, start: int, here: Any) -> None:
     for title, text in show.said(found.whole).items():
         with page.card(CARDS.get(title, title.capitalize())):
             ui.label(printable(text)).classes("written")
+    for title, text in show.verdict_texts(found.whole).items():
+        with page.card(title.capitalize()):
+            ui.label(printable(text)).classes("written")
     num_tokens = len(found.whole.token_ids)
     start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
     shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))

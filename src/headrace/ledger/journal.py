@@ -21,6 +21,7 @@ from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajecto
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
+_VERDICT = ("verdict_s", "verdict_output", "verdict_failure")
 _TURN = tuple(field.name for field in fields(Turn))  # new ones come last
 _TIMES = ("submitted_s", "started_s", "finished_s")
 # what `_trajectory` reads; a partial trajectory has no verdict yet
@@ -84,6 +85,8 @@ def encode(trajectory: Trajectory) -> bytes:
         arrays["turns"] = np.frombuffer(json.dumps(turns, allow_nan=False).encode(), np.uint8)
     if trajectory.segments:
         arrays["segments"] = np.array([(segment.start, segment.after) for segment in trajectory.segments])
+    if verdict := {name: getattr(trajectory, name) for name in _VERDICT if getattr(trajectory, name)}:
+        arrays["verdict"] = np.frombuffer(json.dumps(plain(verdict)).encode(), np.uint8)
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
@@ -132,6 +135,7 @@ def _trajectory(values: Mapping[str, Any]) -> Trajectory:
         timing=Timing(**{name: values[name] for name in _TIMES}, scored_s=values.get("scored_s")),
         reward=values.get("reward"),
         reward_parts=json.loads(values.get("reward_parts", "{}")),
+        **json.loads(arrays["verdict"].tobytes() if "verdict" in arrays else "{}"),
         replay=Replay(**replayed) if replayed else None,
         turns=tuple(Turn(**turn) for turn in turns),
         segments=tuple(Segment(start=start, after=after) for start, after in segments),

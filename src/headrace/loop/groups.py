@@ -57,6 +57,7 @@ async def episode(
     if trajectory.finish is FinishReason.ABORT:
         return Outcome(trajectory=trajectory, failure=DropReason.STALE)
     found = await score(Completion.of(prompt, trajectory))
+    trajectory = replace(trajectory, verdict_s=found.seconds, verdict_output=found.output, verdict_failure=found.detail)
     if found.failure is not None:
         return Outcome(trajectory=trajectory, failure=found.failure, detail=found.detail)
     timing = replace(trajectory.timing, scored_s=now())

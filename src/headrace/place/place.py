@@ -110,6 +110,7 @@ class Place:
             on_verdict=self._on_verdict,
             on_note=on_note,
             filters=config.buffer.filters,
+            run_dir=run_dir,
         )
         self._sieve = Sieve(config.buffer, self.scorer.keeps, by_turn=config.learner.credit != "episode")
         self.ledger = Ledger.reopen(run_dir) if resumed else None

@@ -86,6 +86,8 @@ class Setup:
     timeout_s: float
     pickled: bytes = b""  # the function itself; its name then says nothing
     setting: str = "reward.function"  # that names it, or "buffer.filters", "episode.environment", "episode.agent"
+    sandbox: bool = False
+    hidden: tuple[str, ...] = ()  # directories that a sandbox does not show
 
     def load(self) -> RewardFunction:
         section, _, kind = self.setting.partition(".")

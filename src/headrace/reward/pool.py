@@ -18,15 +18,18 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, Setup, failure
+from headrace.reward.printed import Printed
 from headrace.reward.worker import HEADER, frame, score_of
+from headrace.sandbox import enclosed
 from headrace.types import Command, Completion, DropReason, Score
-from headrace.user_code import search_path
+from headrace.user_code import names_file, search_path, user_folders
 
 START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
@@ -35,6 +38,9 @@ MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one w
 MAX_PLAYING = 1024  # agents, or replies of environments that are coroutines
 MAX_REPLY_BYTES = 1 << 20
 READ_BYTES = 1 << 16
+LIMITS = {"nproc": 1024, "nofile": 1024}  # of a worker in a sandbox; threads count as processes
+DISK_MB = 256
+PASSED_ON = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "TZ")  # of the environment
 
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from headrace.reward.worker import main; main(int(sys.argv[1]))"
 
@@ -65,8 +71,8 @@ class Job:
 class JudgeProcess:
     """One worker: a child process and the socket to it."""
 
-    def __init__(self) -> None:
-        self.mode = Mode.SINGLE
+    def __init__(self, setup: Setup) -> None:
+        self.mode, self._setup = Mode.SINGLE, setup
         self.ended = False  # its end of the socket is closed, or it is not heard any more
         self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
@@ -79,18 +85,26 @@ class JudgeProcess:
         self.wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        argv = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()]
+        with theirs, isolated(argv, setup) as (command, fds):
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()],
-                pass_fds=[theirs.fileno()],
+                command,
+                pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env={} if setup.sandbox else None,
                 start_new_session=True,
             )
+        self.printed = Printed(*filter(None, (self.process.stdout, self.process.stderr)))
+        self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
 
-    async def prepare(self, setup: Setup) -> None:
+    async def prepare(self) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
+        setup = self._setup
         deadline = self._loop.time() + START_TIMEOUT_S
         try:
             await self.send(pickle.dumps(setup), START_TIMEOUT_S)
@@ -102,14 +116,17 @@ class JudgeProcess:
             if ready.get("mode") not in list(Mode):
                 raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
             self.mode, self._is_ready = Mode(ready["mode"]), True
+            self.printed.take()  # by the imports
         except JudgeLostError as lost:
-            raise RewardError(f"{setup.setting} = '{setup.function}' cannot be loaded: {lost}") from lost
+            said = f"\n{said}" if (said := self.printed.rest().strip()) else ""
+            raise RewardError(f"{setup.setting} = '{setup.function}' cannot be loaded: {lost}{said}") from lost
         finally:
             if not self._is_ready:
                 await self.stop()
         self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
 
     async def send(self, payload: bytes, timeout_s: float) -> None:
+        self._said = None
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.sock_sendall(self._socket, frame(payload))
@@ -135,6 +152,14 @@ class JudgeProcess:
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph())
         return None
 
+    def output(self) -> str:
+        """What was printed for the verdict that came in. Coroutines print side by side: nobody knows for which."""
+        if self.mode is Mode.ASYNC:
+            return ""
+        if self._said is None or self.mode is Mode.SINGLE:  # the verdicts of a batch come from one call
+            self._said = self.printed.take()
+        return self._said
+
     def start_timing(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             job.due = self._loop.time() + self._limit_s
@@ -146,6 +171,11 @@ class JudgeProcess:
         """
         due = next(iter(self.going.values())).due
         return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
+
+    def elapsed_s(self) -> float:
+        """Since the oldest job was begun."""
+        due = min((job.due for job in self.going.values()), default=0.0)
+        return max(0.0, self._loop.time() + self._limit_s - due) if due else 0.0
 
     def takes_more(self) -> bool:
         """Whether jobs may join: only coroutines, unless one is late or to be judged alone."""
@@ -168,6 +198,7 @@ class JudgeProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
             await self._exited(None)
             self.process.wait()
+        self.printed.close()
 
     def _read(self) -> None:
         """Read what has arrived, without waiting, and no more at a time than the longest reply."""
@@ -211,8 +242,11 @@ class JudgeProcess:
 
     async def _epitaph(self) -> str:
         """Why the process is lost. Stops it first, so that its exit code is known."""
+        if self._setup.sandbox and not self._wrong:
+            await self._exited(GRACE_S)  # what started it ends a little later
         await self.stop()
         code = self.process.returncode
+        code = 128 - code if self._setup.sandbox and code > 128 else code
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return self._wrong or f"the worker process ended ({how})"
 
@@ -234,8 +268,8 @@ class JudgePool:
         return [worker.process.pid for worker in self._workers]
 
     async def start(self) -> None:
-        self._workers = [JudgeProcess() for _ in range(self._num_workers)]
-        starting = [asyncio.create_task(worker.prepare(self._setup)) for worker in self._workers]
+        self._workers = [JudgeProcess(self._setup) for _ in range(self._num_workers)]
+        starting = [asyncio.create_task(worker.prepare()) for worker in self._workers]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -281,8 +315,8 @@ class JudgePool:
                 elif worker.ended or not await self._judge(worker):
                     self.num_workers_replaced += 1
                     await worker.stop()
-                    self._workers[slot] = JudgeProcess()
-                    await self._workers[slot].prepare(self._setup)
+                    self._workers[slot] = JudgeProcess(self._setup)
+                    await self._workers[slot].prepare()
         except Exception as error:  # for the callers of `run`: nobody awaits this task
             self._break(error)
 
@@ -336,10 +370,11 @@ class JudgePool:
                     self._book(worker, worker.replies.popleft())
             left = list(worker.going.values())
             num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
+            score = replace(lost.score, output=worker.printed.rest(), seconds=worker.elapsed_s())
             self._enqueue(left[num_in_progress:], first=True)
             for job in left[:num_in_progress]:
                 job.suspect = worker.mode is not Mode.SINGLE
-                self._retry(job, lost.score)
+                self._retry(job, score)
             return False
 
     def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
@@ -348,7 +383,7 @@ class JudgePool:
             worker.replies.clear()
             detail = f"the worker process sent a verdict on an unknown answer: {reprlib.repr(item)}"
             raise JudgeLostError(DropReason.REWARD_ERROR, detail)
-        job, score = worker.going.pop(item), score_of(reply)
+        job, score = worker.going.pop(item), score_of(reply, worker.output())
         if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
             worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
@@ -382,6 +417,30 @@ class JudgePool:
         for job in self._unfinished:
             if not job.done.done():
                 job.done.set_exception(error)
+
+
+def isolated(argv: list[str], setup: Setup) -> AbstractContextManager[tuple[list[str], list[int]]]:
+    """The command that starts a worker, perhaps in a sandbox, and the files to start it with."""
+    if not setup.sandbox:
+        return contextlib.nullcontext((argv, []))
+    folders, place = user_folders(), setup.function.rpartition(":")[0]
+    code = [os.path.abspath(os.path.expanduser(place))] if names_file(place) else []
+    folders |= {os.path.dirname(os.path.realpath(path)) for path in code}
+    shown = [path for path in search_path() if os.path.realpath(path) not in folders]
+    shown += [*code, *(path for folder in folders for path in _code_in(folder))]
+    env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    here, hidden = os.getcwd(), setup.hidden
+    return enclosed(argv, LIMITS, read_only=shown, hidden=hidden, env=env, cwd=here, disk_mb=DISK_MB)
+
+
+def _code_in(folder: str) -> Iterator[str]:
+    """Modules and packages. Other files of a folder may be anything: data, keys, runs."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            package = entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py"))
+            readable = os.geteuid() != 0 or entry.stat().st_mode & 0o004
+            if readable and (package or (entry.is_file() and entry.name.endswith((".py", ".so")))):
+                yield entry.path
 
 
 def own_copy(judged: Judged) -> Judged:

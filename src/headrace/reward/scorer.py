@@ -3,10 +3,12 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headrace.config import RewardSection
@@ -34,8 +36,8 @@ class Scorer:
     `function` is used instead of what the section names. `judges(setup)` makes what calls the
     function: without it, a `JudgePool` of child processes, or `InlineJudges` if `section.workers` is 0.
     `filters` (of `[buffer]`) are called in the same way, each in one process, so that it sees the
-    groups one after the other. `on_verdict(key, score)` is called for every new verdict that may be
-    cached, `on_note(text)` for what the user should know while it happens.
+    groups one after the other. A sandbox shows nothing of `run_dir`. `on_verdict(key, score)` is called
+    for every new verdict that may be cached, `on_note(text)` for what the user should know while it happens.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Scorer:
         default_function: str = "exact",
         function: Callable[[Any], Any] | None = None,
         filters: Sequence[str] = (),
+        run_dir: Path | None = None,
         judges: Callable[[Setup], Judge[Completion]] | None = None,
         on_verdict: Callable[[bytes, Score], None] = lambda key, score: None,
         on_note: Callable[[str], None] = lambda text: None,
@@ -56,6 +59,8 @@ class Scorer:
             answer_field=section.answer_field,
             pattern=section.pattern,
             timeout_s=section.timeout_s,
+            sandbox=section.sandbox,
+            hidden=() if run_dir is None else (str(run_dir.absolute()),),
         )
         pool = partial(JudgePool, retries=section.retries)
         self._filters: dict[str, JudgePool | InlineJudges] = {}
@@ -65,6 +70,8 @@ class Scorer:
         # `_why_here`: why `function` is called in this process, though `section.workers` is not 0
         setup, self._why_here = (setup, "") if function is None else shipped(function, setup)
         self._own, self._setup, self.function = function, setup, setup.function
+        if self._why_here and section.sandbox:
+            raise RewardError(f"reward.sandbox = true, but '{self.function}' cannot be put there: {self._why_here}")
         if self._why_here or not (judges or section.workers):
             self._pool: Judge[Completion] = InlineJudges(setup, function)
         else:
@@ -104,7 +111,7 @@ class Scorer:
         try:
             await self._pool.start()
         except RewardError as error:
-            if self._own is None or isinstance(self._pool, InlineJudges):
+            if self._own is None or self._setup.sandbox or isinstance(self._pool, InlineJudges):
                 raise
             await self._pool.close()
             self._why_here = str(error)
@@ -187,10 +194,12 @@ class InlineJudges:
 
     async def run(self, completion: Judged) -> Score:
         assert self._function is not None, "start() comes first"
+        began = time.perf_counter()
         try:
-            return await self._function.judge(own_copy(completion), self._setup.timeout_s)
+            score = await self._function.judge(own_copy(completion), self._setup.timeout_s)
         except (Exception, SystemExit) as error:
-            return failure_of(error)
+            score = failure_of(error)
+        return replace(score, seconds=time.perf_counter() - began)
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -237,7 +246,7 @@ class VerdictCache:
         try:
             score = await judge()
             if score.failure is None:
-                self.verdicts[key] = score
+                self.verdicts[key] = replace(score, output="", seconds=0.0)  # of this call, and of no other answer
                 self.on_verdict(key, score)
                 if len(self.verdicts) > self.max_verdicts:
                     del self.verdicts[next(iter(self.verdicts))]

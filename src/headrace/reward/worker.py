@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import inspect
 import json
+import math
 import os
 import pickle
 import reprlib
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError
@@ -29,6 +31,7 @@ from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!Q")
 LAST_WORDS_S = 5.0
+END_OF_CALL = b"\0headrace: end of a call\0"  # written to stdout and stderr: what comes next belongs to the next call
 REASONS = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
 _IN_REPLY = ("reward", "parts", "failure", "detail", "value")
 
@@ -46,8 +49,17 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return payload if len(payload) == num_bytes else None
 
 
-def score_of(reply: Mapping[str, Any]) -> Score:
-    """The verdict in a reply, checked like any input: user code can write to the socket."""
+def score_of(reply: Mapping[str, Any], output: str = "") -> Score:
+    """The verdict in a reply, and what was printed for it.
+
+    User code can write to the socket, so a reply is checked like any input.
+    """
+    seconds: Any = reply.get("seconds")
+    known = type(seconds) is float and 0.0 <= seconds < math.inf
+    return replace(_verdict(reply), output=output, seconds=seconds if known else 0.0)
+
+
+def _verdict(reply: Mapping[str, Any]) -> Score:
     reward, parts, reason, detail, value = map(reply.get, _IN_REPLY)
     if isinstance(reason, str) and reason in REASONS and isinstance(detail, str):
         return failure(detail, DropReason(reason))
@@ -64,6 +76,9 @@ def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     atexit.register(_end_group)  # before user code can register anything, so it is called last
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
+    streams = [os.dup(1), os.dup(2)]  # user code may close its own
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as requests, contextlib.suppress(ConnectionError):
         first = read_frame(requests)
         if first is None:
@@ -74,17 +89,18 @@ def main(fd: int) -> None:
         except HeadraceError as error:
             sock.sendall(frame(json.dumps({"error": str(error)}).encode()))
             return
+        _end_call(streams)
         sock.sendall(frame(json.dumps({"mode": function.mode}).encode()))
         with asyncio.Runner() as runner:
             if function.mode is Mode.ASYNC:
                 runner.run(_judge_concurrently(function, setup.timeout_s, sock))
                 return
             while (request := read_frame(requests)) is not None:
-                _judge_in_turn(function, pickle.loads(request), runner, sock)
+                _judge_in_turn(function, pickle.loads(request), runner, sock, streams)
 
 
-def _reply(item: int, score: Score) -> bytes:
-    reply = {"item": item} | {name: getattr(score, name) for name in _IN_REPLY}
+def _reply(item: int, score: Score, seconds: float) -> bytes:
+    reply = {"item": item, "seconds": seconds} | {name: getattr(score, name) for name in _IN_REPLY}
     return frame(json.dumps(reply, default=dict).encode())
 
 
@@ -93,10 +109,11 @@ def _reply(item: int, score: Score) -> bytes:
 
 
 def _judge_in_turn(
-    function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, sock: socket.socket
+    function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, sock: socket.socket, streams: list[int]
 ) -> None:
     """One call per item, or per batch. No event loop is running, so user code may start one."""
     for items in [list(blobs)] if function.mode is Mode.BATCH else [[item] for item in blobs]:
+        began = time.perf_counter()
         try:
             verdict = function.invoke([pickle.loads(blobs[item]) for item in items])
             if inspect.isawaitable(verdict):
@@ -104,19 +121,22 @@ def _judge_in_turn(
             scores = function.scores(verdict, len(items))
         except BaseException as error:
             scores = [failure_of(error)] * len(items)
+        seconds = time.perf_counter() - began
+        _end_call(streams)
         for item, score in zip(items, scores, strict=True):
-            sock.sendall(_reply(item, score))
+            sock.sendall(_reply(item, score, seconds))
 
 
 async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: socket.socket) -> None:
     requests, replies = await asyncio.open_connection(sock=sock)
 
     async def judge(item: int, blob: bytes) -> None:
+        began = time.perf_counter()
         try:
             score = await function.judge(pickle.loads(blob), timeout_s)
         except BaseException as error:
             score = failure_of(error)
-        replies.write(_reply(item, score))
+        replies.write(_reply(item, score, time.perf_counter() - began))
 
     going: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
     with contextlib.suppress(asyncio.IncompleteReadError):  # the other end has closed
@@ -144,8 +164,19 @@ def _end_with_parent(fd: int) -> None:
 
 def _end_group() -> None:
     """End this process and all that user code has started in its process group."""
+    _flush()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _end_call(streams: list[int]) -> None:
+    _flush()
+    for fd in streams:
+        with contextlib.suppress(OSError):
+            os.write(fd, END_OF_CALL)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # user code may have closed or replaced it
             stream.flush()
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)

@@ -299,6 +299,7 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
         "group": group,
         "finish": f"{finish}, after {count(found.num_tokens, 'token')}",
         "reward": f"{reward}  ({parts})" if parts else reward,
+        **({"verdict": f"after {found.whole.verdict_s:.3g} s"} if found.whole and found.whole.verdict_s else {}),
         "policy": ", then ".join(versions) or "not known",
         "seconds": "  ".join(f"{name} {at_s:.2f}" for name, at_s in found.times_s.items()),
     }
@@ -317,6 +318,12 @@ def said(whole: Trajectory) -> dict[str, str]:
         if turn.replies:
             found[f"reply to turn {number}, after {turn.environment_s:.2f} s"] = "\n".join(turn.replies)
     return found
+
+
+def verdict_texts(whole: Trajectory) -> dict[str, str]:
+    """What the reward function said besides the reward, by title."""
+    said = {"why there is no reward": whole.verdict_failure, "printed by the reward function": whole.verdict_output}
+    return {title: text for title, text in said.items() if text}
 
 
 def _fate(found: TrajectoryDetails) -> str:

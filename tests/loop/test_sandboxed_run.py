@@ -1,0 +1,115 @@
+"""A run whose reward function attacks it: with reward.sandbox nothing of it reaches the run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from tiny_runs import Workshop, play, select
+from typer.testing import CliRunner
+
+from headrace import sandbox
+from headrace.cli import app
+from headrace.config_file import load_config
+from headrace.errors import ConfigError, RewardError, SandboxError
+from headrace.ledger.ledger import Ledger
+from headrace.reward.scorer import Scorer
+from headrace.runs.show import read_trajectory
+
+try:
+    sandbox.check_system()
+    WHY_NOT = ""
+except SandboxError as error:
+    WHY_NOT = str(error)
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+# Each attack that does not fail is a reward of -100.
+ATTACKER = """
+import contextlib, json, os, pathlib, socket, sqlite3, sys
+import headrace.sandbox
+LEDGER = pathlib.Path({ledger!r})
+
+def score(completion):
+    attacks = [
+        lambda: os.truncate(LEDGER, 0),
+        lambda: LEDGER.write_bytes(b"x"),
+        lambda: LEDGER.read_bytes(),
+        lambda: sqlite3.connect(f"file:{{LEDGER}}?mode=ro", uri=True).execute("SELECT 1 FROM accounts").fetchall(),
+        lambda: (LEDGER.parent / "checkpoints").rmdir(),
+        lambda: os.kill({pid}, 9),
+        lambda: socket.socket(socket.AF_INET),
+        lambda: pathlib.Path(__file__).write_text(""),
+        lambda: os.environ["TOKEN"],
+        lambda: pathlib.Path(__file__).with_name("prompts.jsonl").read_text(),
+        lambda: headrace.sandbox.run("1"),
+    ]
+    for number, attack in enumerate(attacks):
+        try:
+            attack()
+        except (OSError, KeyError, sqlite3.OperationalError, headrace.errors.SandboxError):
+            continue
+        return -100.0
+    for pid in (os.getppid(), 1, -1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    os.ftruncate(1, 0) if os.path.isfile("/proc/self/fd/1") else None
+    kind = sum(map(ord, completion.text)) % 8
+    if kind == 1:
+        json.dumps = lambda *_, **__: "nonsense"
+    if kind == 2:
+        os._exit(9)
+    print("judged", len(completion.text))
+    return sum(map(ord, completion.text)) % 97 / 97
+"""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("shop"), "reward.sandbox=true", "reward.retries=0", "reward.cache=false")
+
+
+async def test_a_run_goes_on_while_its_reward_attacks_it(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = workshop.directory / "attacked"
+    code = ATTACKER.format(ledger=str(run_dir / "ledger.sqlite"), pid=os.getpid())
+    (workshop.directory / "attacker.py").write_text(code)
+    monkeypatch.setenv("TOKEN", "secret")
+    config = workshop.config("attacked", *workshop.settings, "loop.steps=2")
+    function = f"{workshop.directory}/attacker.py:score"
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": function})})
+    await play(config)
+    assert (workshop.directory / "attacker.py").read_text() == code
+    with Ledger.open(run_dir) as ledger:
+        books = ledger.totals()
+        assert len(ledger.rows()) == 2
+        assert sum(tokens for tokens, _ in ledger.balance().values()) == 0
+    assert books.trained.trajectories > 0
+    rewards = [reward for (reward,) in select(run_dir, "SELECT reward FROM trajectories WHERE reward IS NOT NULL")]
+    assert min(rewards) >= 0.0, "an attack came through"
+    failed = select(run_dir, "SELECT id FROM trajectories WHERE drop_reason = 'reward_error'")
+    assert failed, "broken replies and ended processes are failures"
+    said = [whole.verdict_failure for (id,) in failed if (whole := read_trajectory(run_dir, id).whole)]
+    assert all("the worker process" in text for text in said), said
+    assert any("exit code 9" in text for text in said)
+    assert any("no verdict" in text for text in said)
+    (id,) = select(run_dir, "SELECT id FROM trajectories WHERE state = 'trained'")[0]
+    whole = read_trajectory(run_dir, id).whole
+    assert whole is not None
+    assert whole.verdict_output == f"judged {len(whole.text)}\n"
+    assert whole.verdict_s > 0.0
+    shown = " ".join(CliRunner().invoke(app, ["show", str(run_dir), "--trajectory", id]).output.split())
+    assert f"printed by the reward function judged {len(whole.text)}" in shown
+    assert "verdict after " in shown
+    failure = CliRunner().invoke(app, ["show", str(run_dir), "--trajectory", failed[0][0]]).output
+    assert "why there is no reward" in failure
+
+
+async def test_what_a_sandboxed_worker_cannot_be(workshop: Workshop) -> None:
+    with pytest.raises(ConfigError, match="the training process itself"):
+        load_config(None, ["reward.sandbox=true", "reward.workers=0"])
+    section = workshop.config("none", *workshop.settings).reward
+    with pytest.raises(RewardError, match="cannot be put there"):
+        Scorer(section, max_new_tokens=9, function=lambda completion: 1.0)
+    section = section.model_copy(update={"function": f"{workshop.directory}/missing.py:score"})
+    scorer = Scorer(section, max_new_tokens=9)
+    with pytest.raises(RewardError, match=r"there is no file .*missing.py"):
+        await scorer.start()
