@@ -77,7 +77,7 @@ def raising(*_: Any, **__: Any) -> Any:
     ("where", "name", "message"),
     [
         (AutoModelForCausalLM, "from_pretrained", r"the model: Tried to allocate 20\.00 GiB\. .*model\.path"),
-        (engine.Engine, "_make_store", r"the key/value cache \(0\.1 GiB in all\): Tried to .*rollout\.kv_tokens"),
+        (engine, "RowStore", r"the key/value cache \(0\.1 GiB in all\): Tried to .*rollout\.kv_tokens"),
         (learner, "Optimizer", r"the optimizer and the reference policy.*: Tried to .*learner\.kl_coef"),
         (learner, "pack", r"training: Tried to .*learner\.micro_batch_tokens"),
     ],
