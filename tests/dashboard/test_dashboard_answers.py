@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import select
 
-from headrace.dashboard import answers as module
-from headrace.dashboard.answers import Wanted, read_answer, read_group, read_page
+from headrace.dashboard import books as module
+from headrace.dashboard.books import Wanted, read_answer, read_group, read_page
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.show import TokenTexts, TrajectoryDetails, prompt_ids, tokens, trajectory_facts, why_no_tokens
 from headrace.types import Trajectory

@@ -17,8 +17,7 @@ from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
 from headrace.dashboard import site as site_module
-from headrace.dashboard.answers import Wanted, read_page
-from headrace.dashboard.books import LAGS, PARTS, Series, read_accounts, read_rewards, read_timeline
+from headrace.dashboard.books import LAGS, PARTS, Series, Wanted, read_accounts, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import CARDS, lag_bars, sankey, timeline
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local

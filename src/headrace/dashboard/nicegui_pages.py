@@ -13,18 +13,17 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from headrace.dashboard import charts, nicegui_answers, nicegui_runs
+from headrace.dashboard import charts, nicegui_runs
 from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.charts import CARDS
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
-from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, others_that_fit
+from headrace.insight.export import CONTENT_TYPE, metrics_text
 from headrace.insight.hardware import read_hardware
-from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 from headrace.insight.planner import plan as work_out
 from headrace.insight.reports import plan_report, triage_report
-from headrace.insight.triage import TypedTriage, triage_typed
+from headrace.insight.triage import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, TypedTriage, triage_typed
 from headrace.measured import STAGES, StageTimes
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import Report, printable
@@ -62,9 +61,9 @@ def register(site: Site) -> None:
         "/plan": plan,
         "/run/{name}": partial(nicegui_runs.run_view, "overview"),
         **{f"/run/{{name}}/{view}": partial(nicegui_runs.run_view, view) for view in page.VIEWS[:-1]},
-        "/run/{name}/trajectories": nicegui_answers.trajectories,
-        "/run/{name}/trajectory": nicegui_answers.trajectory,
-        "/run/{name}/group": nicegui_answers.group,
+        "/run/{name}/trajectories": nicegui_runs.trajectories,
+        "/run/{name}/trajectory": nicegui_runs.trajectory,
+        "/run/{name}/group": nicegui_runs.group,
     }
     for path, build in pages.items():
         ui.page(path, response_timeout=BUILD_S)(partial(_built, build, site))
@@ -191,9 +190,7 @@ def _form() -> Callable[[], Awaitable[None]]:
     def read() -> Report:
         typed = {name: text.value or "" for name, text in texts.items()}
         asked = question(typed, device=device.value, reference=reference.value, adapter=adapter.value)
-        found, size = work_out(asked), asked.model.num_params
-        others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=asked.max_lag > 0)
-        return plan_report(asked, found, others)
+        return plan_report(asked, work_out(asked))
 
     with page.card(CARDS["plan"]):
         texts = {}

@@ -13,8 +13,7 @@ from urllib.parse import quote, urlencode
 from headrace.dashboard import books
 from headrace.dashboard.books import Series, Tally
 from headrace.errors import ConfigError, HeadraceError, RunError
-from headrace.insight.equation import ADVICE
-from headrace.insight.triage import Triage, triage
+from headrace.insight.triage import ADVICE, Triage, triage
 from headrace.ledger.files import is_run, read_summary, run_config
 from headrace.ledger.ledger import Books, Ledger
 from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs

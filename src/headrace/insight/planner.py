@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.errors import ConfigError
-from headrace.insight.calibration import BLANK
-from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTimes, Transfer, WireFormat
-from headrace.insight.scenario import speeds, with_speeds
+from headrace.insight.scenario import BLANK, speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
+from headrace.insight.triage import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import StageTimes
 
@@ -51,9 +50,6 @@ class Question:
     useful: float = 1.0  # share of the tokens that is not dropped
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "num_prompts", "num_samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; at least 1 is needed")
         if not self.lengths.mean > 0:
             raise ConfigError("answers of 0 tokens on average: there is nothing to train on")
 
@@ -82,6 +78,10 @@ class Split:
     @property
     def num_engines(self) -> int:
         return self.rollout_devices // self.tensor_parallel
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement is Placement.COLOCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 
-from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Framework, Placement, advice_for
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
 from headrace.insight.roofline import MemoryBill
 from headrace.insight.scenario import Layout
 from headrace.insight.simulator import Simulated
-from headrace.insight.triage import Move, Triage, TypedTriage
+from headrace.insight.triage import ADVICE, SYMBOLS, Bottleneck, Move, Triage, TypedTriage, advice_for, others_that_fit
 from headrace.insight.workload import Machine, Workload
 from headrace.measured import STAGES
 from headrace.runs.report import Report, Section, Table, count, percent, seconds
@@ -130,9 +129,10 @@ def _health(reading: Reading) -> Iterator[str]:
         yield f"{barren:.0%} of the groups had no signal: all their answers earned the same."
 
 
-def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> Report:
+def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
     """The layout to take, what it comes to, and who else was made for such a workload."""
     best, lengths, samples = found[0], question.lengths, question.num_samples
+    others = others_that_fit(best.bottleneck, num_params=question.model.num_params, may_lag=question.max_lag > 0)
     held_up = (_sign(best.bottleneck), _in_general(best.bottleneck, ADVICE[best.bottleneck].moves))
     stages = ((f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES)
     times = _table(("stage", "seconds a step"), stages)
@@ -165,8 +165,7 @@ def _layout(question: Question, plan: LayoutPlan) -> Iterator[tuple[str, str]]:
     engines = f"{count(chosen.num_engines, 'engine')} of {chosen.tensor_parallel}"
     rows = f"{plan.num_running} sequences at a time each"
     generate = f"{chosen.rollout_devices} generate ({engines}, {rows})"
-    colocated = chosen.placement is Placement.COLOCATED
-    train = f"in turns with the learner on all {learners}" if colocated else f"{learners} train"
+    train = f"in turns with the learner on all {learners}" if chosen.colocated else f"{learners} train"
     yield "placement", f"{chosen.placement}: {generate}, {train}"
     yield "loop.max_lag", f"{plan.max_lag}; {plan.lag:.1f} versions old on average"
     publish = "counted as free: engine and learner share the weights, in one process"

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.runs.columns import Numbers
 
@@ -166,9 +165,3 @@ class Machine:
     def times(self, factor: float, *names: str) -> Machine:
         """With these of its seconds `factor` times as long."""
         return replace(self, **{name: factor * getattr(self, name) for name in names})
-
-
-def has_full_engines(config: Config) -> bool:
-    """Whether a step has more answers than the engines decode at a time."""
-    answers = config.loop.groups_per_step * config.rollout.samples * (config.loop.max_lag + 1)
-    return config.rollout.max_running * config.rollout.workers < answers
