@@ -14,9 +14,9 @@ from typer import Argument, Option, Typer
 
 from headrace.cli.app import Json, Paper, RunDir, Settings, app, prepare_process, settings_from
 from headrace.errors import ConfigError
-from headrace.insight.export import VIEWERS, write_trace
 from headrace.insight.hardware import find_device, model_shape, read_hardware
 from headrace.insight.planner import Question, plan, search
+from headrace.insight.reading import VIEWERS, write_trace
 from headrace.insight.reports import plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import Simulated

@@ -19,9 +19,9 @@ from headrace.dashboard.charts import CARDS
 from headrace.dashboard.plan import FIELDS, question
 from headrace.dashboard.site import Site, address
 from headrace.errors import HeadraceError
-from headrace.insight.export import CONTENT_TYPE, metrics_text
 from headrace.insight.hardware import read_hardware
 from headrace.insight.planner import plan as work_out
+from headrace.insight.reading import CONTENT_TYPE, metrics_text
 from headrace.insight.reports import plan_report, triage_report
 from headrace.insight.triage import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, TypedTriage, triage_typed
 from headrace.measured import STAGES, StageTimes

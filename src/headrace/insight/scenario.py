@@ -23,7 +23,7 @@ from headrace.insight.roofline import Roofline
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.ledger.files import run_config
 from headrace.runs import columns as tables
-from headrace.runs.columns import Columns, Intervals, Ints, Numbers, RowColumns, covered_s, reading
+from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, covered_s, reading
 from headrace.types import DropReason, FinishReason
 
 _ROUNDS = 8
@@ -82,12 +82,23 @@ def calibrate(run_dir: Path) -> Calibration:
     if not len(rows) or not len(answers) or not len(published):
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
-    groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])
+    groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])  # `begins`: first answers
+    service_s = service_seconds(groups["finished_s"], groups["scored_s"], max(1, config.reward.workers))
+    known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
+    rewards = tuple(part for part in known if len(part))
+    scored = np.logical_or.reduceat(np.isfinite(groups["scored_s"]), begins)
+    barren = np.logical_or.reduceat(groups["drop_reason"] == DropReason.NO_SIGNAL, begins)
     prompt_tokens = groups["num_prompt_tokens"][begins]
-    return Calibration(
-        workload=_workload(groups, begins, max(1, config.reward.workers)),
-        machine=_machine(config, rows, spans, answers, prompt_tokens, num_steps),
-    ).of(config)
+    workload = replace(
+        BLANK.workload,
+        tokens=Recorded(groups=tuple(np.split(groups["num_tokens"], begins[1:]))),
+        reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
+        prompt_tokens=float(prompt_tokens.mean()),
+        # never all: the simulation would have nothing to train on
+        no_signal_share=float((scored & barren).sum() / (scored.sum() + 1)),
+    )
+    machine = _machine(config, rows, spans, answers, prompt_tokens, num_steps)
+    return Calibration(workload=workload, machine=machine).of(config)
 
 
 def _machine(
@@ -137,23 +148,6 @@ def _machine(
         publish_s=covered_s(during("publish")) / num_steps,
         host_s=max(0.0, host_s / len(rows)),
         colocated=not apart,
-    )
-
-
-def _workload(groups: Columns, begins: Ints, reward_workers: int) -> Workload:
-    """What a step consisted of; `begins` are the indices of each group's first answer."""
-    service_s = service_seconds(groups["finished_s"], groups["scored_s"], reward_workers)
-    known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
-    rewards = tuple(part for part in known if len(part))
-    scored = np.logical_or.reduceat(np.isfinite(groups["scored_s"]), begins)
-    barren = np.logical_or.reduceat(groups["drop_reason"] == DropReason.NO_SIGNAL, begins)
-    return replace(
-        BLANK.workload,
-        tokens=Recorded(groups=tuple(np.split(groups["num_tokens"], begins[1:]))),
-        reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
-        prompt_tokens=float(groups["num_prompt_tokens"][begins].mean()),
-        # never all: the simulation would have nothing to train on
-        no_signal_share=float((scored & barren).sum() / (scored.sum() + 1)),
     )
 
 

@@ -230,7 +230,16 @@ class TypedTriage:
 
 def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
     known, reading = calibrate(run_dir), read(run_dir, last_steps=last_steps)
-    now, without = _simulated(known), _without_each(known)
+    now, work, machine = _simulated(known), known.workload, known.machine
+    free: dict[Bottleneck, dict[str, Any]] = {  # what changes if one thing costs nothing
+        Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
+        Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
+        Bottleneck.LEARNER: {"machine": machine.times(0.0, *LEARNER_SECONDS, "reference_token_s")},
+        Bottleneck.SYNC: {"machine": machine.times(0.0, "publish_s")},
+        Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
+        Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
+    }
+    without = {name: _simulated(replace(known, **change)).step_s for name, change in free.items()}
     saved = {name: now.step_s - without_s for name, without_s in without.items()}
     tail_s = saved.pop(Bottleneck.TAIL)
     bottleneck = max(saved, key=lambda name: saved[name])
@@ -270,20 +279,6 @@ def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
 
 def _simulated(known: Calibration) -> Simulated:
     return simulate(known.workload, known.machine, max_lag=known.max_lag, steps=STEPS)
-
-
-def _without_each(known: Calibration) -> dict[Bottleneck, float]:
-    """How long a step would be if one thing cost nothing."""
-    work, machine = known.workload, known.machine
-    changes: dict[Bottleneck, dict[str, Any]] = {
-        Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
-        Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
-        Bottleneck.LEARNER: {"machine": machine.times(0.0, *LEARNER_SECONDS, "reference_token_s")},
-        Bottleneck.SYNC: {"machine": machine.times(0.0, "publish_s")},
-        Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
-        Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
-    }
-    return {name: _simulated(replace(known, **change)).step_s for name, change in changes.items()}
 
 
 def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]:
