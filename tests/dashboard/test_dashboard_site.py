@@ -19,8 +19,7 @@ from tiny_runs import rows_of, select
 from headrace.dashboard import site as site_module
 from headrace.dashboard.books import LAGS, PARTS, Series, Wanted, read_accounts, read_page, read_rewards, read_timeline
 from headrace.dashboard.charts import CARDS, lag_bars, sankey, timeline
-from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
+from headrace.dashboard.site import FIELDS, NOT_YET, LiveRun, Site, address, is_local, question
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan
 from headrace.insight.triage import Triage, triage
@@ -232,7 +231,6 @@ def test_a_port_in_use_is_named(tmp_path: Path):
 def test_reading_for_the_page_needs_neither_torch_nor_nicegui():
     code = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None, 'nicegui': None}; "
-        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books, "
-        "headrace.dashboard.plan"
+        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books, Ledger
-from headrace.measured import STAGES, StageTimes
+from headrace.measured import STAGES
 from headrace.row import ROW_METRICS
 from headrace.runs import show
 from headrace.runs.audit import books
@@ -74,9 +74,18 @@ class Series:
         return [(place, value / num if value and num else value) for (place, value), (_, num) in both]
 
     def _points(self, values: Numbers, by: str, over: str = "mean") -> Points:
+        """A number for the finite values of each `width` steps, at the last of them; a gap where there is none."""
         begins = np.flatnonzero(np.diff((self.places("step") - 1) // self.width, prepend=-1))
-        places = self.places(by)[np.append(begins[1:], len(values))[: len(begins)] - 1]
-        both = zip(places.tolist(), _combined(values, begins, over).tolist(), strict=True)
+        ends = np.append(begins[1:], len(values))[: len(begins)] - 1
+        found = values[ends]  # over == "last"
+        if over == "mean":
+            known = np.isfinite(values)
+            counts = np.add.reduceat(known, begins, dtype=np.int64)
+            found = np.add.reduceat(np.where(known, values, 0.0), begins) / np.where(counts > 0, counts, np.nan)
+        elif over != "last":
+            largest = {"max": np.fmax, "min": np.fmin}[over]  # of those that are numbers
+            found = largest.reduceat(np.where(np.isfinite(values), values, np.nan), begins)
+        both = zip(self.places(by)[ends].tolist(), found.tolist(), strict=True)
         return [(place, value if math.isfinite(value) else None) for place, value in both]
 
     def places(self, by: str) -> Numbers | Ints:
@@ -85,9 +94,6 @@ class Series:
             return self.columns["step"].astype(np.int64)
         column, per = AXES[by]
         return np.asarray(np.nancumsum(self.columns[column]) / per)
-
-    def skipped_steps(self) -> list[int]:
-        return [int(step) for step in self.columns["step"][self.columns["skipped"] > 0]]
 
     def goodput(self, num_steps: int = 0) -> float | None:
         tokens, wall_s = self.columns["trained_tokens"], self.columns["wall_s"]
@@ -99,9 +105,6 @@ class Series:
         values = self.columns[name][-RECENT_STEPS:]
         known = values[np.isfinite(values)]
         return float(known.mean()) if len(known) else None
-
-    def stages_now(self) -> StageTimes:
-        return StageTimes(**{stage: self.now(f"stage_s.{stage}") or 0.0 for stage in STAGES})
 
 
 def steps_together(last_step: int, most: int) -> int:
@@ -139,21 +142,6 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise RunError(f"The ledger of {run_dir.name} holds something that cannot be read ({error}).") from error
-
-
-def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
-    """One number for the finite values from each of `begins` to the next; NaN where there is none."""
-    if not len(begins):
-        return np.empty(0)
-    if over == "last":
-        return np.asarray(values[np.append(begins[1:], len(values)) - 1])
-    known = np.isfinite(values)
-    counts = np.add.reduceat(known, begins, dtype=np.int64)
-    ways = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf), "mean": (np.add, 0.0)}
-    combine, neutral = ways[over]
-    found = combine.reduceat(np.where(known, values, neutral), begins)
-    found = found / np.maximum(counts, 1) if over == "mean" else found
-    return np.where(counts > 0, found, np.nan)
 
 
 @dataclass(slots=True, kw_only=True)

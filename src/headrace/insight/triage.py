@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.insight.reading import Reading, read
+from headrace.insight.reading import Reading
 from headrace.insight.scenario import Calibration, calibrate
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.workload import LogNormal
@@ -229,7 +229,7 @@ class TypedTriage:
 
 
 def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
-    known, reading = calibrate(run_dir), read(run_dir, last_steps=last_steps)
+    known, reading = calibrate(run_dir), Reading(run_dir, last_steps=last_steps)
     now, work, machine = _simulated(known), known.workload, known.machine
     free: dict[Bottleneck, dict[str, Any]] = {  # what changes if one thing costs nothing
         Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
