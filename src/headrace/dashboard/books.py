@@ -202,41 +202,33 @@ def read_elapsed_s(run_dir: Path) -> float:
     return max(float(span_s or 0.0), float(moved_s or 0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run."""
+    """What every worker did in about the last `num_steps` steps; an evaluation between them takes its part."""
 
-    start_s: float
-    end_s: float
-    busy: Mapping[str, float]  # by lane (a stage, or one worker of it), the share of these seconds
-    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
-
-
-def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
-    """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
-    last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
-    with looking_into(run_dir) as connection:
-        end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
-        length_s = one(connection, last, num_steps)
-        start_s = max(0.0, end_s - length_s) if length_s else 0.0
-        spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
-    if len(spans) == MOST_SPANS:
-        start_s = float(spans["end_s"].min())
-    length_s = max(end_s - start_s, 1e-9)
-    gap_s, bars, busy = length_s / FINEST, [], {}
-    # stages in the order of a step, then whatever else there is; the worker only if there are several
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
-    num_workers = Counter(stage for stage, _ in lanes)
-    for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
-        name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
-        own = spans[(spans["stage"] == stage) & (spans["worker"] == worker)]
-        starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
-        busy[name] = float((ends_s - starts_s).sum()) / length_s
-        starts_s, ends_s = union((starts_s, ends_s + gap_s))
-        drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
-        bars += [(name, stage, begin, end) for begin, end in drawn]
-    return Timeline(start_s=start_s, end_s=end_s, busy=busy, bars=bars)
+    def __init__(self, run_dir: Path, num_steps: int) -> None:
+        last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
+        with looking_into(run_dir) as connection:
+            self.end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
+            length_s = one(connection, last, num_steps)
+            self.start_s = max(0.0, self.end_s - length_s) if length_s else 0.0
+            spans = read_spans(connection, since_s=self.start_s, newest=MOST_SPANS)
+        if len(spans) == MOST_SPANS:
+            self.start_s = float(spans["end_s"].min())
+        length_s = max(self.end_s - self.start_s, 1e-9)
+        self.busy: dict[str, float] = {}  # by lane (a stage, or one worker of it), the share of these seconds
+        self.bars: list[tuple[str, str, float, float]] = []  # lane, stage, start, end; close spans are one bar
+        # stages in the order of a step, then whatever else there is; the worker only if there are several
+        order, gap_s = {stage: place for place, stage in enumerate(STAGES)}, length_s / FINEST
+        lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
+        num_workers = Counter(stage for stage, _ in lanes)
+        for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
+            name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
+            own = spans[(spans["stage"] == stage) & (spans["worker"] == worker)]
+            starts_s, ends_s = union((np.maximum(own["start_s"], self.start_s), own["end_s"]))
+            self.busy[name] = float((ends_s - starts_s).sum()) / length_s
+            starts_s, ends_s = union((starts_s, ends_s + gap_s))
+            drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
+            self.bars += [(name, stage, begin, end) for begin, end in drawn]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,104 +305,72 @@ def number(query: Mapping[str, str], name: str, kind: type = int) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some trajectories, the newest first, and whether there are more on either side."""
+    """Trajectories before the place `older`, or after the place `newer`, or the newest; the newest come first."""
 
-    places: Sequence[int]  # in the list of all
-    rows: Sequence[tuple[str, ...]]  # under PAGE_COLUMNS
-    has_newer: bool
-    has_older: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One trajectory, what its tokens say (None where the tokenizer cannot be read), and its neighbours."""
-
-    found: TrajectoryDetails
-    texts: TokenTexts | None
-    prompt: str | None
-    newer: str | None
-    older: str | None
-    fields: Mapping[str, str]  # of the prompt, such as the expected answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAnswers:
-    """All answers to one prompt; `facts` of each begin with its reward."""
-
-    prompt_id: str
-    prompt: str | None  # None where no answer's tokens are kept
-    answers: Sequence[tuple[str, Mapping[str, str], str | None]]  # id, facts, text
-    newer: int | None
-    older: int | None
-    fields: Mapping[str, str]
-
-
-def read_page(run_dir: Path, wanted: Wanted, *, older: int | None = None, newer: int | None = None) -> Page:
-    """Those before the place `older`, or after the place `newer`, or the newest."""
-    given, backwards = wanted.conditions(), newer is not None
-    if older is not None or backwards:
-        given |= {"rowid > ?": newer} if backwards else {"rowid < ?": older}
-    query = (
-        f"SELECT {_LISTED} FROM trajectories WHERE {' AND '.join(given) or '1'} "
-        f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
-    )
-    with looking_into(run_dir) as connection:
-        found = connection.execute(query, tuple(given.values())).fetchall()
-        more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
-        texts = show.read_texts(connection, [line[1] for line in found])
-    found = found[::-1] if backwards else found
-    rows = []
-    for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
-        known = ("" if number is None else str(number) for number in (step, lag))
-        text = " ".join(texts.get(id, NOT_KEPT).split())
-        text = text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
-        rows.append((id, _reward(reward), f"{num_tokens:,}", _fate(state, reason), *known, finish or "-", text))
-    return Page(
-        places=[line[0] for line in found],
-        rows=rows,
-        has_newer=more if backwards else older is not None,
-        has_older=backwards or more,
-    )
-
-
-def read_answer(run_dir: Path, id: str, wanted: Wanted = EVERY) -> Answer:
-    """One trajectory; its neighbours are those among the `wanted`."""
-    with looking_into(run_dir) as connection:
-        found, given = show.read_trajectory(run_dir, id), wanted.conditions()
-        place = one(connection, "SELECT rowid FROM trajectories WHERE id = ?", id)
-        among = " AND ".join(("", *given))
-        newer, older = (
-            one(connection, f"SELECT id FROM trajectories WHERE rowid {side}", place, *given.values())
-            for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
+    def __init__(self, run_dir: Path, wanted: Wanted, *, older: int | None = None, newer: int | None = None) -> None:
+        given, backwards = wanted.conditions(), newer is not None
+        if older is not None or backwards:
+            given |= {"rowid > ?": newer} if backwards else {"rowid < ?": older}
+        query = (
+            f"SELECT {_LISTED} FROM trajectories WHERE {' AND '.join(given) or '1'} "
+            f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
         )
-    texts, fields = _texts(run_dir), _fields(run_dir, found.prompt_id)
-    prompt = _prompt(found, texts)
-    return Answer(found=found, texts=texts, prompt=prompt, newer=newer, older=older, fields=fields)
+        with looking_into(run_dir) as connection:
+            found = connection.execute(query, tuple(given.values())).fetchall()
+            more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
+            texts = show.read_texts(connection, [line[1] for line in found])
+        found = found[::-1] if backwards else found
+        self.places = [line[0] for line in found]  # in the list of all
+        self.has_newer, self.has_older = more if backwards else older is not None, backwards or more
+        self.rows: list[tuple[str, ...]] = []  # under PAGE_COLUMNS
+        for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
+            known = ("" if number is None else str(number) for number in (step, lag))
+            text = " ".join(texts.get(id, NOT_KEPT).split())
+            text = text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+            cells = (id, _reward(reward), f"{num_tokens:,}", _fate(state, reason), *known, finish or "-", text)
+            self.rows.append(cells)
 
 
-def read_group(run_dir: Path, serial: int) -> GroupAnswers:
-    query = (
-        "SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, "
-        "trained_step, lag FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id"
-    )
-    with looking_into(run_dir) as connection:
-        found = connection.execute(query, (serial,)).fetchall()
-        if not found:
-            first, last = connection.execute("SELECT MIN(serial), MAX(serial) FROM trajectories").fetchone()
-            known = "none is complete yet" if first is None else f"they go from {first} to {last}"
-            raise UnknownNameError(f"There is no group {serial} in {run_dir.name}: {known}.")
-        said = show.read_texts(connection, [line[0] for line in found])
-        newer = one(connection, "SELECT MIN(serial) FROM trajectories WHERE serial > ?", serial)
-        older = one(connection, "SELECT MAX(serial) FROM trajectories WHERE serial < ?", serial)
-    prompt_id, prompt = found[0][1], None
-    if said:
-        with suppress(RunError):  # its tokens are damaged
-            prompt = _prompt(show.read_trajectory(run_dir, next(iter(said))), _texts(run_dir))
-    several, fields = len({line[2] for line in found}) > 1, _fields(run_dir, prompt_id)
-    answers = [(line[0], _facts(line[2:], several), said.get(line[0])) for line in found]
-    return GroupAnswers(prompt_id=prompt_id, prompt=prompt, answers=answers, newer=newer, older=older, fields=fields)
+class Answer:
+    """One trajectory, what its tokens say, and its neighbours among the `wanted`."""
+
+    def __init__(self, run_dir: Path, id: str, wanted: Wanted = EVERY) -> None:
+        with looking_into(run_dir) as connection:
+            self.found, given = show.read_trajectory(run_dir, id), wanted.conditions()
+            place = one(connection, "SELECT rowid FROM trajectories WHERE id = ?", id)
+            among = " AND ".join(("", *given))
+            self.newer, self.older = (
+                one(connection, f"SELECT id FROM trajectories WHERE rowid {side}", place, *given.values())
+                for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
+            )
+        self.texts = _texts(run_dir)  # None where the tokenizer cannot be read
+        self.prompt, self.fields = _prompt(self.found, self.texts), _fields(run_dir, self.found.prompt_id)
+
+
+class GroupAnswers:
+    """All answers to one prompt; the facts of each begin with its reward."""
+
+    def __init__(self, run_dir: Path, serial: int) -> None:
+        query = (
+            "SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, "
+            "trained_step, lag FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id"
+        )
+        with looking_into(run_dir) as connection:
+            found = connection.execute(query, (serial,)).fetchall()
+            if not found:
+                first, last = connection.execute("SELECT MIN(serial), MAX(serial) FROM trajectories").fetchone()
+                known = "none is complete yet" if first is None else f"they go from {first} to {last}"
+                raise UnknownNameError(f"There is no group {serial} in {run_dir.name}: {known}.")
+            said = show.read_texts(connection, [line[0] for line in found])
+            self.newer = one(connection, "SELECT MIN(serial) FROM trajectories WHERE serial > ?", serial)
+            self.older = one(connection, "SELECT MAX(serial) FROM trajectories WHERE serial < ?", serial)
+        self.prompt_id, self.prompt = found[0][1], None  # None where no answer's tokens are kept
+        if said:
+            with suppress(RunError):  # its tokens are damaged
+                self.prompt = _prompt(show.read_trajectory(run_dir, next(iter(said))), _texts(run_dir))
+        self.fields, several = _fields(run_dir, self.prompt_id), len({line[2] for line in found}) > 1
+        self.answers = [(line[0], _facts(line[2:], several), said.get(line[0])) for line in found]  # id, facts, text
 
 
 def _facts(line: Sequence[Any], several_attempts: bool) -> dict[str, str]:

@@ -116,7 +116,7 @@ def _unexpected(error: Exception) -> None:
 
 
 async def plan(site: Site) -> None:
-    run, times, trouble = ui.context.client.request.query_params.get("run"), EXAMPLE, ""
+    run, times, trouble = page.query().get("run"), EXAMPLE, ""
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)

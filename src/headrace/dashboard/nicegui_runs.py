@@ -128,13 +128,13 @@ class RunViews:
         return page.Listing(columns=columns, rows=rows, wide={2}, stacked=True, instead=instead)
 
     def timeline(self) -> None:
-        asked = number(ui.context.client.request.query_params, "steps") or TIMELINE_STEPS[0]
+        asked = number(page.query(), "steps") or TIMELINE_STEPS[0]
         steps, here = min(max(asked, 1), TIMELINE_STEPS[-1]), partial(address, "run", self._name, "timeline")
         page.views((f"last {n} steps", here(steps=n), n == steps) for n in TIMELINE_STEPS)
         page.chart_panel(CARDS["timeline"], lambda: self._timeline(steps), height_px=380)
 
     def _timeline(self, steps: int) -> Drawn:
-        shown = books.read_timeline(self._live.path, steps)
+        shown = books.Timeline(self._live.path, steps)
         if not shown.bars:
             return {}, "No stage has been measured yet."
         busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shown.busy.items())
@@ -210,13 +210,9 @@ def _verdict(found: Triage | str) -> None:
 # ---- answers
 
 
-def _query() -> Any:
-    return ui.context.client.request.query_params
-
-
 async def trajectories(site: Site, name: str) -> None:
-    path, wanted = site.run(name).path, Wanted.of(_query())
-    older, newer = number(_query(), "older"), number(_query(), "newer")
+    path, wanted = site.run(name).path, Wanted.of(page.query())
+    older, newer = number(page.query(), "older"), number(page.query(), "newer")
 
     def there(**changes: Any) -> str:
         return address("run", name, "trajectories", **asdict(wanted) | changes)
@@ -243,7 +239,7 @@ async def trajectories(site: Site, name: str) -> None:
     with page.frame(name):
         page.run_views(name, "trajectories")
         shown = page.panel(
-            lambda: (books.read_accounts(path), books.read_page(path, wanted, older=older, newer=newer)), draw
+            lambda: (books.read_accounts(path), books.Page(path, wanted, older=older, newer=newer)), draw
         )
         await shown.refresh()  # not followed: a list that moves is hard to click
 
@@ -270,11 +266,11 @@ def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
 
 
 async def trajectory(site: Site, name: str) -> None:
-    path, wanted, start = site.run(name).path, Wanted.of(_query()), number(_query(), "start") or 0
-    id = _query().get("id")
+    path, wanted, start = site.run(name).path, Wanted.of(page.query()), number(page.query(), "start") or 0
+    id = page.query().get("id")
     if not id:
         raise UnknownNameError("The address names no answer: it ends with trajectory?id=... of one.")
-    read = await threads.io_bound(books.read_answer, path, id, wanted)
+    read = await threads.io_bound(books.Answer, path, id, wanted)
     with page.frame(f"Answer {id}", f"of run {name}"):
         page.run_views(name, "trajectories")
         here = partial(address, "run", name, "trajectory", **asdict(wanted))
@@ -312,7 +308,13 @@ def _answer(read: Answer, start: int, here: Any) -> None:
             page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
         _in_reading_order(shown)
     with page.card("The same as a table"):
-        cells = [_cells(token) for token in shown]
+        cells = []
+        for token in shown:
+            odds = {"log-prob": "", "probability": "", "version": "", "mask": "given"}
+            if token.logprob is not None and token.probability is not None:
+                odds = {"log-prob": f"{token.logprob:.3f}", "probability": f"{token.probability:.1%}"}
+                odds |= {"version": "" if token.version is None else str(token.version), "mask": "sampled"}
+            cells.append({"place": str(token.position), "token": repr(token.text), "id": str(token.id)} | odds)
         page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
 
 
@@ -330,10 +332,10 @@ def _links(found: Mapping[str, str | None]) -> None:
 
 
 async def group(site: Site, name: str) -> None:
-    path, serial = site.run(name).path, number(_query(), "serial")
+    path, serial = site.run(name).path, number(page.query(), "serial")
     if serial is None:
         raise UnknownNameError("The address names no group: it ends with group?serial=... of one.")
-    read = await threads.io_bound(books.read_group, path, serial)
+    read = await threads.io_bound(books.GroupAnswers, path, serial)
     with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}"):
         page.run_views(name, "trajectories")
         sides = {"← newer group": read.newer, "older group →": read.older}.items()
@@ -365,23 +367,8 @@ def _in_reading_order(shown: Sequence[show.Token]) -> None:
                 label.props["title"] = f"token {token.position}, id {token.id}: {odds}"
 
 
-def _cells(token: show.Token) -> dict[str, str]:
-    return {
-        "place": str(token.position),
-        "token": repr(token.text),
-        "id": str(token.id),
-        "log-prob": "" if token.logprob is None else f"{token.logprob:.3f}",
-        "probability": "" if token.probability is None else f"{token.probability:.1%}",
-        "version": "" if token.version is None else str(token.version),
-        "mask": "given" if token.logprob is None else "sampled",
-    }
-
-
-# ---- several runs
-
-
 async def compare(site: Site) -> None:
-    query = ui.context.client.request.query_params
+    query = page.query()
     found = await threads.io_bound(site.facts)
     names = [facts.path.name for facts in found if facts.state is not RunState.UNREADABLE]
     asked = [name for name in dict.fromkeys(query.getlist("run")) if name]
