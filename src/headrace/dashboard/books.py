@@ -8,7 +8,7 @@ import json
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -259,9 +259,6 @@ def read_rewards(run_dir: Path) -> Rewards:
     return Rewards(first=first, newest=newest, parts=parts)
 
 
-# ---- answers
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """Which trajectories to list; each is the name of a value in an address."""
@@ -279,13 +276,8 @@ class Wanted:
         return cls(state=query.get("state") or None, reason=query.get("reason") or None, **read)
 
     def conditions(self) -> dict[str, Any]:
-        found = {
-            "state = ?": self.state,
-            "drop_reason = ?": self.reason,
-            "trained_step = ?": self.step,
-            "reward >= ?": self.least,
-            "reward <= ?": self.most,
-        }
+        found: dict[str, Any] = {"state = ?": self.state, "drop_reason = ?": self.reason, "trained_step = ?": self.step}
+        found |= {"reward >= ?": self.least, "reward <= ?": self.most}
         return {text: value for text, value in found.items() if value is not None}
 
 
@@ -369,18 +361,16 @@ class GroupAnswers:
         if said:
             with suppress(RunError):  # its tokens are damaged
                 self.prompt = _prompt(show.read_trajectory(run_dir, next(iter(said))), _texts(run_dir))
-        self.fields, several = _fields(run_dir, self.prompt_id), len({line[2] for line in found}) > 1
-        self.answers = [(line[0], _facts(line[2:], several), said.get(line[0])) for line in found]  # id, facts, text
-
-
-def _facts(line: Sequence[Any], several_attempts: bool) -> dict[str, str]:
-    attempt, reward, parts, finish, num_tokens, state, reason, step, lag = line
-    known = {name: value for name, value in json.loads(parts).items() if isinstance(value, int | float)}
-    facts = {"reward": _reward(reward)} | {f"part {name}": f"{value:g}" for name, value in known.items()}
-    fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
-    fate = f"{fate}: {show.why_dropped(reason)}" if reason else fate
-    facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}
-    return facts | {"attempt": str(attempt)} if several_attempts else facts
+        self.fields, several_attempts = _fields(run_dir, self.prompt_id), len({line[2] for line in found}) > 1
+        self.answers: list[tuple[str, dict[str, str], str | None]] = []  # id, facts, text
+        for id, _, attempt, reward, parts, finish, num_tokens, state, reason, step, lag in found:
+            numbers = {name: value for name, value in json.loads(parts).items() if isinstance(value, int | float)}
+            facts = {"reward": _reward(reward)} | {f"part {name}": f"{value:g}" for name, value in numbers.items()}
+            fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
+            fate = f"{fate}: {show.why_dropped(reason)}" if reason else fate
+            facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}
+            facts |= {"attempt": str(attempt)} if several_attempts else {}
+            self.answers.append((id, facts, said.get(id)))
 
 
 def _prompt(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | None:

@@ -207,9 +207,6 @@ def _verdict(found: Triage | str) -> None:
         page.section(part)
 
 
-# ---- answers
-
-
 async def trajectories(site: Site, name: str) -> None:
     path, wanted = site.run(name).path, Wanted.of(page.query())
     older, newer = number(page.query(), "older"), number(page.query(), "newer")
@@ -306,15 +303,8 @@ def _answer(read: Answer, start: int, here: Any) -> None:
             page.views(pieces)
         if texts is None:
             page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
-        _in_reading_order(shown)
+        cells = _in_reading_order(shown)
     with page.card("The same as a table"):
-        cells = []
-        for token in shown:
-            odds = {"log-prob": "", "probability": "", "version": "", "mask": "given"}
-            if token.logprob is not None and token.probability is not None:
-                odds = {"log-prob": f"{token.logprob:.3f}", "probability": f"{token.probability:.1%}"}
-                odds |= {"version": "" if token.version is None else str(token.version), "mask": "sampled"}
-            cells.append({"place": str(token.position), "token": repr(token.text), "id": str(token.id)} | odds)
         page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
 
 
@@ -349,9 +339,9 @@ async def group(site: Site, name: str) -> None:
                     ui.label(printable(text) if text is not None else "(text not kept)").classes("written")
 
 
-def _in_reading_order(shown: Sequence[show.Token]) -> None:
-    """The surer the policy was, the paler; what it did not write is grey."""
-    version = None
+def _in_reading_order(shown: Sequence[show.Token]) -> list[dict[str, str]]:
+    """The surer the policy was, the paler; what it did not write is grey. Returns the same for a table."""
+    version, cells = None, []
     with ui.element("div").classes("tokens"):
         for token in shown:
             if token.version is not None and token.version != version:
@@ -359,12 +349,17 @@ def _in_reading_order(shown: Sequence[show.Token]) -> None:
                 ui.label(f"v{version}").classes("version")
             text = printable(token.text).replace("\n", "⏎\n").replace("\t", "⇥\t") or "∅"
             label = ui.label(text).classes("token")
+            told = {"log-prob": "", "probability": "", "version": "", "mask": "given"}
             if token.probability is None:
                 label.classes("given").props["title"] = f"token {token.position}: given"
             else:
                 label.style(f"--surprise: {0.75 * (1.0 - token.probability):.3f}")
                 odds = f"log-prob {token.logprob:.3f}, version {token.version}"
                 label.props["title"] = f"token {token.position}, id {token.id}: {odds}"
+                told = {"log-prob": f"{token.logprob:.3f}", "probability": f"{token.probability:.1%}"}
+                told |= {"version": "" if token.version is None else str(token.version), "mask": "sampled"}
+            cells.append({"place": str(token.position), "token": repr(token.text), "id": str(token.id)} | told)
+    return cells
 
 
 async def compare(site: Site) -> None:
@@ -374,8 +369,18 @@ async def compare(site: Site) -> None:
     asked = [name for name in dict.fromkeys(query.getlist("run")) if name]
     chosen = [site.run(name) for name in asked or names[:2]]
     group = query.get("curves") or MAIN
+
+    def go(curves: str) -> None:
+        ui.navigate.to(address("compare", run=several.value or None, curves=None if curves == MAIN else curves))
+
     with page.frame("Compare runs"):
-        _choices(names, [live.name for live in chosen], group)
+        with page.card(CARDS["compare"]), ui.element("div").classes("line"):
+            shown = [live.name for live in chosen]
+            options = list(dict.fromkeys((*names, *shown)))
+            several = ui.select(options, value=shown, label="runs", multiple=True, with_input=True)
+            several.classes("field grow").props("outlined dense options-dense use-chips")
+            page.choice([MAIN, *metric_curves()], group, "curves", lambda event: go(event.value))
+            ui.button("Compare", on_click=lambda: go(group)).props("outline no-caps")
         if len(chosen) < 2:
             held = f"{site.root} holds {len(names)} that can be read"
             page.message(f"Comparing takes two runs or more: choose them above; {held}.")
@@ -393,18 +398,6 @@ async def compare(site: Site) -> None:
                 page.chart_panel(curve, partial(drawn, curve))
         page.table_panel(CARDS["differences"], lambda: _differences(chosen))
         await page.follow()
-
-
-def _choices(names: list[str], chosen: list[str], group: str) -> None:
-    def go(runs: list[str], curves: str) -> None:
-        ui.navigate.to(address("compare", run=runs or None, curves=None if curves == MAIN else curves))
-
-    with page.card(CARDS["compare"]), ui.element("div").classes("line"):
-        options = list(dict.fromkeys((*names, *chosen)))
-        runs = ui.select(options, value=chosen, label="runs", multiple=True, with_input=True)
-        runs.classes("field grow").props("outlined dense options-dense use-chips")
-        page.choice([MAIN, *metric_curves()], group, "curves", lambda event: go(runs.value, event.value))
-        ui.button("Compare", on_click=lambda: go(runs.value, group)).props("outline no-caps")
 
 
 def _numbers(chosen: list[LiveRun]) -> page.Listing:

@@ -7,9 +7,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 from headrace.dashboard import books
@@ -50,12 +49,9 @@ class Overview:
         self.dollars = None if dollars_per_hour is None else self.elapsed_s / 3600 * dollars_per_hour
         trained = self.books.trained.tokens
         decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
+        self.lag_max = int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
         self.useful_share = trained / decided if decided else None  # of the tokens whose fate is decided
         self.dollars_per_million = None if self.dollars is None or not trained else self.dollars / trained * 1e6
-
-    @property
-    def lag_max(self) -> int:
-        return int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
 
     def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
         """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
@@ -215,8 +211,7 @@ class Site:
         return self.run(found[0].path.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """Something to type; `value` is what it holds at first."""
 
     label: str

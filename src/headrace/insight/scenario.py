@@ -188,8 +188,7 @@ def decode_speed(
         columns = np.stack([steps, in_all * steps / taken_steps], axis=1)
         alike = float(in_all.sum() / taken_steps.sum())  # as many as run together
         expected = min(like_row_s * columns[:, 1].sum() / (end_s - start_s).sum(), 0.9)
-        shares = (1 - expected, expected)
-        step_s, row_s = _fit(columns, end_s - start_s, shares, (0.5, 0.5), alike=alike)
+        step_s, row_s = _fit(columns, end_s - start_s, (1 - expected, expected), (0.5, 0.5), alike=alike)
     return step_s, row_s
 
 
@@ -235,9 +234,6 @@ def _fit(
         factors[kept] = values @ scaled[:, kept] / (scaled[:, kept] @ scaled[:, kept])
     step, each = (factors * whole).tolist()
     return step, each
-
-
-# ---- typed, or by the datasheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

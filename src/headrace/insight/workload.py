@@ -7,8 +7,6 @@ The maximum of n log-normal lengths is computed from its definition, E[max] = âˆ
 at the sizes in use.)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -41,7 +39,7 @@ class LogNormal:
             raise ConfigError(f"{given}: mean and cv are numbers of at least 0, and a cap is above 0")
 
     @classmethod
-    def of_p95(cls, mean: float, p95: float) -> LogNormal:
+    def of_p95(cls, mean: float, p95: float) -> "LogNormal":
         """With 95 in 100 numbers below `p95`; 0 says nothing of it, and a mean of 0 stands for half of it."""
         mean = mean or p95 / 2
         if not p95:
@@ -158,6 +156,6 @@ class Machine:
             takes = f"{step_s:g} s and {row_s:g} s for each row"
             raise ConfigError(f"a decode step takes {takes}; it takes some time")
 
-    def times(self, factor: float, *names: str) -> Machine:
+    def times(self, factor: float, *names: str) -> "Machine":
         """With these of its seconds `factor` times as long."""
         return replace(self, **{name: factor * getattr(self, name) for name in names})
