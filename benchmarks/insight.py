@@ -23,11 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from headrace.cli.app import settings_from
-from headrace.insight.equation import Bottleneck
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
-from headrace.insight.triage import triage
+from headrace.insight.triage import Bottleneck, triage
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.ledger.ledger import Ledger
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from headrace.cli.live import LiveDisplay, plot
 from headrace.config_file import load_config
-from headrace.insight.equation import ADVICE, Bottleneck
+from headrace.insight.triage import ADVICE, Bottleneck
 from headrace.measured import STAGES, StageTimes
 from headrace.row import Row
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import select
 
-from headrace.dashboard import answers as module
-from headrace.dashboard.answers import Wanted, read_answer, read_group, read_page
+from headrace.dashboard import books as module
+from headrace.dashboard.books import Answer, GroupAnswers, Page, Wanted
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.show import TokenTexts, TrajectoryDetails, prompt_ids, tokens, trajectory_facts, why_no_tokens
 from headrace.types import Trajectory
@@ -18,24 +18,24 @@ from headrace.types import Trajectory
 def test_pages_hold_every_trajectory_once_in_both_directions(real_run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "PAGE_SIZE", 7)
     places = [place for (place,) in select(real_run, "SELECT rowid FROM trajectories ORDER BY rowid DESC")]
-    page, seen = read_page(real_run, Wanted()), []
+    page, seen = Page(real_run, Wanted()), []
     assert not page.has_newer
     while True:
         seen += page.places
         if not page.has_older:
             break
-        page = read_page(real_run, Wanted(), older=page.places[-1])
+        page = Page(real_run, Wanted(), older=page.places[-1])
     assert seen == places
     back = list(page.places)
     while page.has_newer:
-        page = read_page(real_run, Wanted(), newer=page.places[0])
+        page = Page(real_run, Wanted(), newer=page.places[0])
         back = [*page.places, *back]
     assert back == places
 
 
 def test_pages_are_filtered(real_run: Path):
     def column(title: str, wanted: Wanted) -> set[str]:
-        return {row[module.PAGE_COLUMNS.index(title)] for row in read_page(real_run, wanted).rows}
+        return {row[module.PAGE_COLUMNS.index(title)] for row in Page(real_run, wanted).rows}
 
     assert column("fate", Wanted(state="trained")) == {"trained"}
     assert column("fate", Wanted(state="dropped", reason="no_signal")) == {"dropped: no_signal"}
@@ -47,7 +47,7 @@ def test_pages_are_filtered(real_run: Path):
 
 def longest_answer(run: Path) -> tuple[TrajectoryDetails, TokenTexts, Trajectory]:
     id = select(run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    read = read_answer(run, id)
+    read = Answer(run, id)
     found, texts = read.found, read.texts
     assert texts is not None
     assert found.whole is not None
@@ -77,7 +77,7 @@ def test_a_long_answer_is_shown_in_pieces(real_run: Path):
 
 def test_an_answer_that_was_dropped_says_why(real_run: Path):
     id = select(real_run, "SELECT id FROM trajectories WHERE drop_reason = 'no_signal'")[0][0]
-    found = read_answer(real_run, id).found
+    found = Answer(real_run, id).found
     assert "all answers of its group got the same reward" in trajectory_facts(found)["fate"]
     assert found.whole is not None
     assert "this old" in why_no_tokens(found)
@@ -85,12 +85,12 @@ def test_an_answer_that_was_dropped_says_why(real_run: Path):
 
 
 def test_the_list_has_what_each_answer_says(real_run: Path):
-    trained = read_page(real_run, Wanted(state="trained")).rows
-    dropped = read_page(real_run, Wanted(state="dropped", reason="no_signal")).rows
+    trained = Page(real_run, Wanted(state="trained")).rows
+    dropped = Page(real_run, Wanted(state="dropped", reason="no_signal")).rows
     assert trained
     assert dropped
     for id, *_, text in (*trained, *dropped):
-        whole = read_answer(real_run, id).found.whole
+        whole = Answer(real_run, id).found.whole
         assert whole is not None
         assert text == " ".join(whole.text.split())
 
@@ -106,8 +106,8 @@ def test_filters_are_read_from_an_address(real_run: Path):
 
 def test_neighbours_of_an_answer_are_those_that_the_filter_lets_through(real_run: Path):
     wanted = Wanted(state="trained", least=1.0)
-    listed = [row[0] for row in read_page(real_run, wanted).rows]
-    found = [read_answer(real_run, id, wanted) for id in listed[:4]]
+    listed = [row[0] for row in Page(real_run, wanted).rows]
+    found = [Answer(real_run, id, wanted) for id in listed[:4]]
     assert [answer.newer for answer in found] == [None, *listed[:3]]
     assert [answer.older for answer in found] == listed[1:5]
 
@@ -120,7 +120,7 @@ def test_a_group_shows_all_answers_to_one_prompt(real_run: Path, state: str):
     stored = select(
         real_run, f"SELECT id, reward, num_tokens FROM trajectories WHERE serial = {serial} ORDER BY attempt, idx"
     )
-    group = read_group(real_run, serial)
+    group = GroupAnswers(real_run, serial)
     assert group.prompt_id == prompt_id
     assert [id for id, _, _ in group.answers] == [id for id, _, _ in stored]
     assert [facts["reward"] for _, facts, _ in group.answers] == [f"{reward:g}" for _, reward, _ in stored]
@@ -130,7 +130,7 @@ def test_a_group_shows_all_answers_to_one_prompt(real_run: Path, state: str):
     assert all(text is not None for *_, text in group.answers)
     if state == "dropped":
         assert "all answers of its group got the same reward" in group.answers[0][1]["fate"]
-    neighbour = read_group(real_run, group.older if group.older is not None else group.newer)
+    neighbour = GroupAnswers(real_run, group.older if group.older is not None else group.newer)
     assert serial in (neighbour.newer, neighbour.older)
     asked = (group.prompt or "").removesuffix("=").split("+")
     assert group.fields["answer"] == str(sum(map(int, asked)))
@@ -138,4 +138,4 @@ def test_a_group_shows_all_answers_to_one_prompt(real_run: Path, state: str):
 
 def test_a_group_that_is_not_there_is_said_to_be_missing(real_run: Path):
     with pytest.raises(UnknownNameError, match="There is no group 99999 in real: they go from 0 to"):
-        read_group(real_run, 99_999)
+        GroupAnswers(real_run, 99_999)

@@ -17,10 +17,10 @@ from headrace.dashboard.books import (
     Rewards,
     Series,
     Tally,
+    Timeline,
     read_accounts,
     read_rewards,
     read_series,
-    read_timeline,
 )
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageSpan
@@ -47,7 +47,7 @@ def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path
             [StageSpan(stage="reward", worker="a", start_s=i / 1000, end_s=(i + 2) / 1000) for i in range(2000)]
         )
         ledger.spans([StageSpan(stage="evaluate", start_s=9.0, end_s=10.0, version=4)])
-    shown = read_timeline(tmp_path, 5)
+    shown = Timeline(tmp_path, 5)
     assert tuple(shown.busy) == ("reward · a", "reward · b", "train", "evaluate")
     assert (shown.start_s, shown.end_s) == (0.0, 10.0)
     assert shown.busy == pytest.approx({"reward · a": 0.2001, "reward · b": 0.1, "train": 0.2, "evaluate": 0.1})
@@ -56,7 +56,7 @@ def test_timeline_lays_workers_beside_each_other_and_joins_what_touches(tmp_path
 
 
 def test_timeline_shows_the_last_steps_only(real_run: Path):
-    all_steps, last = read_timeline(real_run, 1000), read_timeline(real_run, 1)
+    all_steps, last = Timeline(real_run, 1000), Timeline(real_run, 1)
     (wall_s,) = select(real_run, "SELECT wall_s FROM rows ORDER BY step DESC LIMIT 1")[0]
     assert last.end_s - last.start_s == pytest.approx(wall_s)
     assert last.end_s == all_steps.end_s

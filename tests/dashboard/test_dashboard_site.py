@@ -17,11 +17,9 @@ from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
 from headrace.dashboard import site as site_module
-from headrace.dashboard.answers import Wanted, read_page
-from headrace.dashboard.books import LAGS, PARTS, Series, read_accounts, read_rewards, read_timeline
+from headrace.dashboard.books import LAGS, PARTS, Page, Series, Timeline, Wanted, read_accounts, read_rewards
 from headrace.dashboard.charts import CARDS, lag_bars, sankey, timeline
-from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.site import NOT_YET, LiveRun, Site, address, is_local
+from headrace.dashboard.site import FIELDS, NOT_YET, LiveRun, Site, address, is_local, question
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan
 from headrace.insight.triage import Triage, triage
@@ -118,9 +116,9 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
         lambda: live.tally(PARTS),
         lambda: live.history(),
         lambda: sankey(accounts(read_accounts(live.path))),
-        lambda: timeline(read_timeline(live.path, 3)),
+        lambda: timeline(Timeline(live.path, 3)),
         lambda: read_rewards(live.path),
-        lambda: read_page(live.path, Wanted()),
+        lambda: Page(live.path, Wanted()),
     ]
     found, told = [], []
     for read in reads:
@@ -146,9 +144,9 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
         begin = time.perf_counter()
         assert live.overview().facts.steps == 10_000
         live.tally(LAGS)
-        read_timeline(live.path, 10)
+        Timeline(live.path, 10)
         read_rewards(live.path)
-        read_page(live.path, Wanted(state="dropped", reason="no_signal"))
+        Page(live.path, Wanted(state="dropped", reason="no_signal"))
         return time.perf_counter() - begin
 
     first_s, second_s = look(), min(look() for _ in range(3))
@@ -233,7 +231,6 @@ def test_a_port_in_use_is_named(tmp_path: Path):
 def test_reading_for_the_page_needs_neither_torch_nor_nicegui():
     code = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None, 'nicegui': None}; "
-        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books, "
-        "headrace.dashboard.plan"
+        "import headrace.dashboard.site, headrace.dashboard.charts, headrace.dashboard.books"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

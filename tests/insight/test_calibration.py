@@ -14,10 +14,21 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
-from headrace.insight.calibration import calibrate, decode_speed, service_seconds, training_speed
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.roofline import Roofline
-from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
+from headrace.insight.scenario import (
+    Layout,
+    Typed,
+    amount,
+    calibrate,
+    decode_speed,
+    lags,
+    scenario,
+    seconds,
+    service_seconds,
+    training_speed,
+    worked_out,
+)
 
 STEP_S, ROW_S = 0.01, 0.0005
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.insight.equation import (
+from headrace.insight.triage import (
     Placement,
     dollars_per_million_tokens,
     exposed,

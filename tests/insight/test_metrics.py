@@ -10,7 +10,7 @@ from hand_made import group_of, trajectory
 from insight_runs import hand_made_run
 from tiny_runs import rows_of
 
-from headrace.insight.metrics import family_text, metrics_text
+from headrace.insight.reading import family_text, metrics_text
 from headrace.ledger.ledger import Ledger
 from headrace.measured import STAGES
 

@@ -8,12 +8,12 @@ import pytest
 
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
-from headrace.insight.equation import ADVICE, FRAMEWORKS, Bottleneck, Placement, others_that_fit
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.planner import PLAYED_ANSWERS, Question, plan, search
 from headrace.insight.roofline import USABLE_SHARE, WireFormat
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
+from headrace.insight.triage import ADVICE, FRAMEWORKS, Bottleneck, Placement, others_that_fit
 from headrace.insight.workload import LogNormal
 
 SEVEN = Question(

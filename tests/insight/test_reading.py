@@ -17,9 +17,7 @@ from tiny_runs import rows_of
 import headrace.insight
 from headrace.errors import HeadraceError
 from headrace.insight import reading
-from headrace.insight.metrics import metrics_text
-from headrace.insight.reading import Spread, read
-from headrace.insight.trace import write_trace
+from headrace.insight.reading import Spread, metrics_text, read, write_trace
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageTimes
 from headrace.runs.audit import audit

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, StalledError
 from headrace.insight.engine_pool import run_virtually
-from headrace.insight.equation import Placement, step_s
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.roofline import Roofline
 from headrace.insight.scenario import speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
+from headrace.insight.triage import Placement, step_s
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.measured import StageTimes
 

@@ -10,7 +10,7 @@ from big_ledger import make_big_ledger
 from insight_runs import hand_made_run
 from test_cli import headrace, problem
 
-from headrace.insight.trace import write_trace
+from headrace.insight.reading import write_trace
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery

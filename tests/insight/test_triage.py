@@ -11,11 +11,21 @@ from insight_runs import made_up_run
 from headrace.config import Config, LearnerSection, LoopSection, RolloutSection
 from headrace.config_file import load_config
 from headrace.errors import ConfigError, RunError
-from headrace.insight.calibration import Calibration
-from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, advice_for
 from headrace.insight.reports import triage_report
+from headrace.insight.scenario import Calibration
 from headrace.insight.simulator import simulate
-from headrace.insight.triage import Move, _moves, _ranked, _setting_moves, triage, triage_typed
+from headrace.insight.triage import (
+    BOTTLENECK_OF_STAGE,
+    Bottleneck,
+    Move,
+    Placement,
+    _moves,
+    _ranked,
+    _setting_moves,
+    advice_for,
+    triage,
+    triage_typed,
+)
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
 

@@ -14,15 +14,14 @@ from typer import Argument, Option, Typer
 
 from headrace.cli.app import Json, Paper, RunDir, Settings, app, prepare_process, settings_from
 from headrace.errors import ConfigError
-from headrace.insight.equation import ADVICE, Placement, others_that_fit
 from headrace.insight.hardware import find_device, model_shape, read_hardware
 from headrace.insight.planner import Question, plan, search
+from headrace.insight.reading import VIEWERS, write_trace
 from headrace.insight.reports import plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import Simulated
 from headrace.insight.simulator import simulate as simulate_run
-from headrace.insight.trace import VIEWERS, write_trace
-from headrace.insight.triage import Triage, TypedTriage, triage, triage_typed
+from headrace.insight.triage import ADVICE, Placement, Triage, TypedTriage, others_that_fit, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
 from headrace.runs.report import Report, Table, count
@@ -111,7 +110,7 @@ def plan_command(
         "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
         "others": [other.name for other in others],
     }
-    _tell(plan_report(question, found, others), for_programs, as_json)
+    _tell(plan_report(question, found), for_programs, as_json)
 
 
 @app.command()

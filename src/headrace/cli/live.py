@@ -20,7 +20,7 @@ from rich.text import Text
 from headrace.cli.app import ASCII, Paper
 from headrace.config import Config
 from headrace.config_file import changed
-from headrace.insight.equation import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
+from headrace.insight.triage import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
 from headrace.ledger.files import PLOT
 from headrace.ledger.ledger import Ledger
 from headrace.measured import STAGES, StageTimes

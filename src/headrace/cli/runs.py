@@ -12,7 +12,7 @@ from headrace.cli.app import Paper, RunDir, app
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
 from headrace.errors import RunError
-from headrace.insight.equation import BOTTLENECK_OF_STAGE
+from headrace.insight.triage import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import read_summary, run_config
 from headrace.ledger.ledger import Amount, Books, Ledger

@@ -1,27 +1,32 @@
-"""What the page asks of a run's ledger: curves over its steps, accounts, spans, lag, rewards.
+"""What the page asks of a run's ledger: curves over its steps, accounts, spans, lag, rewards, and its answers.
 
 Nothing here looks at a whole table when it is asked again: every row is read once. A curve has a point for
 each step while they are few, and one for 2, 4, 8 ... of them when they are many.
 """
 
+import json
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import RunError
+from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
-from headrace.ledger.ledger import Books
-from headrace.measured import STAGES, StageTimes
+from headrace.ledger.ledger import Books, Ledger
+from headrace.measured import STAGES
 from headrace.row import ROW_METRICS
+from headrace.runs import show
 from headrace.runs.audit import books
 from headrace.runs.columns import Ints, Numbers, RowColumns, one, query, read_spans, reading, union
+from headrace.runs.facts import UnknownNameError
+from headrace.runs.report import count
+from headrace.runs.show import TokenTexts, TrajectoryDetails
 
 Points = list[tuple[float, float | None]]
 MOST_POINTS = 400  # of a curve
@@ -37,6 +42,12 @@ _CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
+PAGE_SIZE = 25
+PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by", "text")
+MOST_CHARACTERS = 200  # of a text in a list
+MOST_PROMPT_TOKENS = 4000  # of a prompt's text
+NOT_KEPT = "(not kept)"
+_LISTED = "rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +74,18 @@ class Series:
         return [(place, value / num if value and num else value) for (place, value), (_, num) in both]
 
     def _points(self, values: Numbers, by: str, over: str = "mean") -> Points:
+        """A number for the finite values of each `width` steps, at the last of them; a gap where there is none."""
         begins = np.flatnonzero(np.diff((self.places("step") - 1) // self.width, prepend=-1))
-        places = self.places(by)[np.append(begins[1:], len(values))[: len(begins)] - 1]
-        both = zip(places.tolist(), _combined(values, begins, over).tolist(), strict=True)
+        ends = np.append(begins[1:], len(values))[: len(begins)] - 1
+        found = values[ends]  # over == "last"
+        if over == "mean":
+            known = np.isfinite(values)
+            counts = np.add.reduceat(known, begins, dtype=np.int64)
+            found = np.add.reduceat(np.where(known, values, 0.0), begins) / np.where(counts > 0, counts, np.nan)
+        elif over != "last":
+            largest = {"max": np.fmax, "min": np.fmin}[over]  # of those that are numbers
+            found = largest.reduceat(np.where(np.isfinite(values), values, np.nan), begins)
+        both = zip(self.places(by)[ends].tolist(), found.tolist(), strict=True)
         return [(place, value if math.isfinite(value) else None) for place, value in both]
 
     def places(self, by: str) -> Numbers | Ints:
@@ -74,9 +94,6 @@ class Series:
             return self.columns["step"].astype(np.int64)
         column, per = AXES[by]
         return np.asarray(np.nancumsum(self.columns[column]) / per)
-
-    def skipped_steps(self) -> list[int]:
-        return [int(step) for step in self.columns["step"][self.columns["skipped"] > 0]]
 
     def goodput(self, num_steps: int = 0) -> float | None:
         tokens, wall_s = self.columns["trained_tokens"], self.columns["wall_s"]
@@ -88,9 +105,6 @@ class Series:
         values = self.columns[name][-RECENT_STEPS:]
         known = values[np.isfinite(values)]
         return float(known.mean()) if len(known) else None
-
-    def stages_now(self) -> StageTimes:
-        return StageTimes(**{stage: self.now(f"stage_s.{stage}") or 0.0 for stage in STAGES})
 
 
 def steps_together(last_step: int, most: int) -> int:
@@ -128,21 +142,6 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise RunError(f"The ledger of {run_dir.name} holds something that cannot be read ({error}).") from error
-
-
-def _combined(values: Numbers, begins: Ints, over: str) -> Numbers:
-    """One number for the finite values from each of `begins` to the next; NaN where there is none."""
-    if not len(begins):
-        return np.empty(0)
-    if over == "last":
-        return np.asarray(values[np.append(begins[1:], len(values)) - 1])
-    known = np.isfinite(values)
-    counts = np.add.reduceat(known, begins, dtype=np.int64)
-    ways = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf), "mean": (np.add, 0.0)}
-    combine, neutral = ways[over]
-    found = combine.reduceat(np.where(known, values, neutral), begins)
-    found = found / np.maximum(counts, 1) if over == "mean" else found
-    return np.where(counts > 0, found, np.nan)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,41 +202,33 @@ def read_elapsed_s(run_dir: Path) -> float:
     return max(float(span_s or 0.0), float(moved_s or 0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every worker did in the last seconds of a run."""
+    """What every worker did in about the last `num_steps` steps; an evaluation between them takes its part."""
 
-    start_s: float
-    end_s: float
-    busy: Mapping[str, float]  # by lane (a stage, or one worker of it), the share of these seconds
-    bars: Sequence[tuple[str, str, float, float]]  # lane, stage, start, end; close spans are one bar
-
-
-def read_timeline(run_dir: Path, num_steps: int) -> Timeline:
-    """About the last `num_steps` steps; an evaluation between them takes its part of the time."""
-    last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
-    with looking_into(run_dir) as connection:
-        end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
-        length_s = one(connection, last, num_steps)
-        start_s = max(0.0, end_s - length_s) if length_s else 0.0
-        spans = read_spans(connection, since_s=start_s, newest=MOST_SPANS)
-    if len(spans) == MOST_SPANS:
-        start_s = float(spans["end_s"].min())
-    length_s = max(end_s - start_s, 1e-9)
-    gap_s, bars, busy = length_s / FINEST, [], {}
-    # stages in the order of a step, then whatever else there is; the worker only if there are several
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
-    num_workers = Counter(stage for stage, _ in lanes)
-    for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
-        name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
-        own = spans[(spans["stage"] == stage) & (spans["worker"] == worker)]
-        starts_s, ends_s = union((np.maximum(own["start_s"], start_s), own["end_s"]))
-        busy[name] = float((ends_s - starts_s).sum()) / length_s
-        starts_s, ends_s = union((starts_s, ends_s + gap_s))
-        drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
-        bars += [(name, stage, begin, end) for begin, end in drawn]
-    return Timeline(start_s=start_s, end_s=end_s, busy=busy, bars=bars)
+    def __init__(self, run_dir: Path, num_steps: int) -> None:
+        last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
+        with looking_into(run_dir) as connection:
+            self.end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
+            length_s = one(connection, last, num_steps)
+            self.start_s = max(0.0, self.end_s - length_s) if length_s else 0.0
+            spans = read_spans(connection, since_s=self.start_s, newest=MOST_SPANS)
+        if len(spans) == MOST_SPANS:
+            self.start_s = float(spans["end_s"].min())
+        length_s = max(self.end_s - self.start_s, 1e-9)
+        self.busy: dict[str, float] = {}  # by lane (a stage, or one worker of it), the share of these seconds
+        self.bars: list[tuple[str, str, float, float]] = []  # lane, stage, start, end; close spans are one bar
+        # stages in the order of a step, then whatever else there is; the worker only if there are several
+        order, gap_s = {stage: place for place, stage in enumerate(STAGES)}, length_s / FINEST
+        lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
+        num_workers = Counter(stage for stage, _ in lanes)
+        for stage, worker in sorted(lanes, key=lambda lane: (order.get(lane[0], len(order)), lane)):
+            name = stage if num_workers[stage] == 1 else f"{stage} · {worker}"
+            own = spans[(spans["stage"] == stage) & (spans["worker"] == worker)]
+            starts_s, ends_s = union((np.maximum(own["start_s"], self.start_s), own["end_s"]))
+            self.busy[name] = float((ends_s - starts_s).sum()) / length_s
+            starts_s, ends_s = union((starts_s, ends_s + gap_s))
+            drawn = zip(starts_s.tolist(), (ends_s - gap_s).tolist(), strict=True)
+            self.bars += [(name, stage, begin, end) for begin, end in drawn]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,3 +257,145 @@ def read_rewards(run_dir: Path) -> Rewards:
         before, now = (dict(connection.execute(_PART_MEANS, side)) for side in sides)
     parts = {name: (before[name], now[name]) for name in before if name in now}
     return Rewards(first=first, newest=newest, parts=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which trajectories to list; each is the name of a value in an address."""
+
+    state: str | None = None
+    reason: str | None = None
+    step: int | None = None  # they were trained in
+    least: float | None = None  # reward
+    most: float | None = None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> "Wanted":
+        numbers = {"step": int, "least": float, "most": float}
+        read = {name: number(query, name, kind) for name, kind in numbers.items()}
+        return cls(state=query.get("state") or None, reason=query.get("reason") or None, **read)
+
+    def conditions(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"state = ?": self.state, "drop_reason = ?": self.reason, "trained_step = ?": self.step}
+        found |= {"reward >= ?": self.least, "reward <= ?": self.most}
+        return {text: value for text, value in found.items() if value is not None}
+
+
+EVERY = Wanted()
+
+
+def number(query: Mapping[str, str], name: str, kind: type = int) -> Any:
+    """The number that an address gives as `name`, if it does."""
+    if not (text := query.get(name)):
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        raise UnknownNameError(f"{name}={text} in the address is not a number.") from None
+    if not (math.isfinite(value) and abs(value) < 2**63):
+        raise UnknownNameError(f"{name}={text} in the address is out of range.")
+    return value
+
+
+class Page:
+    """Trajectories before the place `older`, or after the place `newer`, or the newest; the newest come first."""
+
+    def __init__(self, run_dir: Path, wanted: Wanted, *, older: int | None = None, newer: int | None = None) -> None:
+        given, backwards = wanted.conditions(), newer is not None
+        if older is not None or backwards:
+            given |= {"rowid > ?": newer} if backwards else {"rowid < ?": older}
+        query = (
+            f"SELECT {_LISTED} FROM trajectories WHERE {' AND '.join(given) or '1'} "
+            f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
+        )
+        with looking_into(run_dir) as connection:
+            found = connection.execute(query, tuple(given.values())).fetchall()
+            more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
+            texts = show.read_texts(connection, [line[1] for line in found])
+        found = found[::-1] if backwards else found
+        self.places = [line[0] for line in found]  # in the list of all
+        self.has_newer, self.has_older = more if backwards else older is not None, backwards or more
+        self.rows: list[tuple[str, ...]] = []  # under PAGE_COLUMNS
+        for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
+            known = ("" if number is None else str(number) for number in (step, lag))
+            text = " ".join(texts.get(id, NOT_KEPT).split())
+            text = text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+            cells = (id, _reward(reward), f"{num_tokens:,}", _fate(state, reason), *known, finish or "-", text)
+            self.rows.append(cells)
+
+
+class Answer:
+    """One trajectory, what its tokens say, and its neighbours among the `wanted`."""
+
+    def __init__(self, run_dir: Path, id: str, wanted: Wanted = EVERY) -> None:
+        with looking_into(run_dir) as connection:
+            self.found, given = show.read_trajectory(run_dir, id), wanted.conditions()
+            place = one(connection, "SELECT rowid FROM trajectories WHERE id = ?", id)
+            among = " AND ".join(("", *given))
+            self.newer, self.older = (
+                one(connection, f"SELECT id FROM trajectories WHERE rowid {side}", place, *given.values())
+                for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
+            )
+        self.texts = _texts(run_dir)  # None where the tokenizer cannot be read
+        self.prompt, self.fields = _prompt(self.found, self.texts), _fields(run_dir, self.found.prompt_id)
+
+
+class GroupAnswers:
+    """All answers to one prompt; the facts of each begin with its reward."""
+
+    def __init__(self, run_dir: Path, serial: int) -> None:
+        query = (
+            "SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, "
+            "trained_step, lag FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id"
+        )
+        with looking_into(run_dir) as connection:
+            found = connection.execute(query, (serial,)).fetchall()
+            if not found:
+                first, last = connection.execute("SELECT MIN(serial), MAX(serial) FROM trajectories").fetchone()
+                known = "none is complete yet" if first is None else f"they go from {first} to {last}"
+                raise UnknownNameError(f"There is no group {serial} in {run_dir.name}: {known}.")
+            said = show.read_texts(connection, [line[0] for line in found])
+            self.newer = one(connection, "SELECT MIN(serial) FROM trajectories WHERE serial > ?", serial)
+            self.older = one(connection, "SELECT MAX(serial) FROM trajectories WHERE serial < ?", serial)
+        self.prompt_id, self.prompt = found[0][1], None  # None where no answer's tokens are kept
+        if said:
+            with suppress(RunError):  # its tokens are damaged
+                self.prompt = _prompt(show.read_trajectory(run_dir, next(iter(said))), _texts(run_dir))
+        self.fields, several_attempts = _fields(run_dir, self.prompt_id), len({line[2] for line in found}) > 1
+        self.answers: list[tuple[str, dict[str, str], str | None]] = []  # id, facts, text
+        for id, _, attempt, reward, parts, finish, num_tokens, state, reason, step, lag in found:
+            numbers = {name: value for name, value in json.loads(parts).items() if isinstance(value, int | float)}
+            facts = {"reward": _reward(reward)} | {f"part {name}": f"{value:g}" for name, value in numbers.items()}
+            fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
+            fate = f"{fate}: {show.why_dropped(reason)}" if reason else fate
+            facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}
+            facts |= {"attempt": str(attempt)} if several_attempts else {}
+            self.answers.append((id, facts, said.get(id)))
+
+
+def _prompt(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | None:
+    if answer.whole is None:
+        return None
+    given = show.prompt_ids(answer.whole)[-MOST_PROMPT_TOKENS:]
+    return texts.text(given) if texts else " ".join(map(str, given))
+
+
+def _texts(run_dir: Path) -> TokenTexts | None:
+    with suppress(HeadraceError):  # the settings, which say where the tokenizer is, cannot be read
+        return show.token_texts(run_dir)
+    return None
+
+
+def _fields(run_dir: Path, prompt_id: str) -> dict[str, str]:
+    """The prompt's fields, the expected answer among them; none in ledgers of earlier versions."""
+    with Ledger.open(run_dir) as ledger:
+        found = ledger.prompt(prompt_id).get("fields", {})
+    return {name: str(value) for name, value in found.items()}
+
+
+def _reward(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:g}"
+
+
+def _fate(state: str, reason: str | None) -> str:
+    return f"dropped: {reason}" if state == "dropped" else state

@@ -21,6 +21,7 @@ from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.show import Account
 
 Options = dict[str, Any]
+Shares = tuple[str, Numbers]  # their colour, and what they are
 Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sentence about it
 
 THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
@@ -234,34 +235,28 @@ def lag_bars(shares: Tally, last_step: int) -> Options:
     held = np.zeros((MOST_LAGS + 1, 1 + max(((step - 1) // width for step, _ in shares.sums), default=0)))
     for (step, lag), tokens in shares.sums.items():
         held[min(lag, MOST_LAGS), (step - 1) // width] += tokens
-    buckets, names, series = np.flatnonzero(held.any(axis=0)), [], []
+    buckets, names, bars = np.flatnonzero(held.any(axis=0)), [], {}
     for begin in width * buckets:
         end = min(begin + width, max(last_step, 1))
         names.append(str(end) if width == 1 else f"{begin + 1}-{end}")
     for lag in np.flatnonzero(held.any(axis=1)):
-        name = f"lag {lag}{' or more' if lag == MOST_LAGS else ''}"
-        stacked = _bar(name, LAG_COLOURS[lag], held[lag, buckets] / held.sum(axis=0)[buckets])
-        series.append(stacked | {"stack": "all", "barCategoryGap": "8%"})
-    return _bars(series, names, x="step", y="% of trained tokens", most=100)
+        shown = held[lag, buckets] / held.sum(axis=0)[buckets]
+        bars[f"lag {lag}{' or more' if lag == MOST_LAGS else ''}"] = LAG_COLOURS[lag], shown
+    return _bars(bars, names, x="step", y="% of trained tokens", stacked=True)
 
 
 def reward_bars(shown: Rewards) -> Options:
     """How the rewards of each side are distributed; few values have a bar each."""
-    sides = {"first": (GREY, shown.first), "newest": (BLUE, shown.newest)}
-    names, edges = _bins(np.unique(np.concatenate([shown.first, shown.newest])))
-    series = []
+    sides, bars = {"first": (GREY, shown.first), "newest": (BLUE, shown.newest)}, {}
+    values = np.unique(np.concatenate([shown.first, shown.newest]))
+    names, edges = [f"{value:g}" for value in values], np.append(values, np.inf)
+    if len(values) > MOST_REWARD_BARS:  # each has the middle of its bin as its name
+        edges = np.linspace(values[0], values[-1], MOST_REWARD_BARS + 1)
+        names = [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2]
     for side, (colour, rewards) in sides.items():
         counts, _ = np.histogram(rewards, edges)
-        series.append(_bar(f"{side} {len(rewards):,} answers", colour, counts / max(len(rewards), 1)))
-    return _bars(series, names, x="reward", y="% of answers")
-
-
-def _bins(values: Numbers) -> tuple[list[str], Numbers]:
-    """The middle of each bar, and its edges."""
-    if len(values) <= MOST_REWARD_BARS:
-        return [f"{value:g}" for value in values], np.append(values, np.inf)
-    edges = np.linspace(values[0], values[-1], MOST_REWARD_BARS + 1)
-    return [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2], edges
+        bars[f"{side} {len(rewards):,} answers"] = colour, counts / max(len(rewards), 1)
+    return _bars(bars, names, x="reward", y="% of answers")
 
 
 def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
@@ -288,14 +283,15 @@ def _line(name: str, points: Points, colour: str, **style: object) -> Options:
     return {"name": name, "type": "line", "data": data, "showSymbol": few, "connectNulls": few} | look
 
 
-def _bar(name: str, colour: str, shares: Numbers) -> Options:
-    data = [round(100 * share, 2) for share in shares.tolist()]
-    return {"name": name, "type": "bar", "itemStyle": {"color": colour}, "data": data}
-
-
-def _bars(series: list[Options], names: list[str], *, x: str, y: str, most: float | None = None) -> Options:
-    x_axis = _below(x) | {"type": "category", "data": names}
-    return _chart(series, x_axis, _left(y) | {"min": 0, "max": most}, "v => v + ' %'")
+def _bars(bars: Mapping[str, Shares], names: list[str], *, x: str, y: str, stacked: bool = False) -> Options:
+    """Shares as bars in per cent, beside each other or stacked to a whole."""
+    look = {"stack": "all", "barCategoryGap": "8%"} if stacked else {}
+    series: list[Options] = []
+    for name, (colour, shares) in bars.items():
+        data = [round(100 * share, 2) for share in shares.tolist()]
+        series.append({"name": name, "type": "bar", "itemStyle": {"color": colour}, "data": data} | look)
+    y_axis = _left(y) | {"min": 0, "max": 100 if stacked else None}
+    return _chart(series, _below(x) | {"type": "category", "data": names}, y_axis, "v => v + ' %'")
 
 
 def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str, scrolls: bool = True) -> Options:

@@ -85,6 +85,10 @@ def card(words: Card | str = "") -> Iterator[None]:
         yield
 
 
+def query() -> Any:
+    return ui.context.client.request.query_params
+
+
 def message(text: str) -> Any:
     return ui.label(printable(text)).classes("message").props("role=status")
 
@@ -104,8 +108,8 @@ class Panel:
         self._read, self._show, self._box = read, show, box
         self._found: Any = None
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
-        self._message = message("")
-        self._message.set_visibility(False)
+        self.message = message("")
+        self.message.set_visibility(False)
         _panels_here().append(self)
 
     async def refresh(self) -> None:
@@ -114,19 +118,14 @@ class Panel:
             found = await run.io_bound(self._read)
         except HeadraceError as error:
             problem = printable(str(error))
-        if problem != self._message.text:
-            self._message.set_text(problem)
-            self._message.set_visibility(bool(problem))
+        if problem != self.message.text:
+            self.message.set_text(problem)
+            self.message.set_visibility(bool(problem))
         if self._box is not None:
             self._box.set_visibility(not problem)
         if found is not None and found != self._found:  # None: nobody looks at the page any more
             self._found = found
             self._show(found)
-
-    def say_once(self, said: set[str]) -> None:
-        """Leave out a message that another panel of the page has `said`."""
-        self._message.set_visibility(bool(self._message.text) and self._message.text not in said)
-        said.add(self._message.text)
 
     async def changed(self) -> bool:
         """Look again, a moment after the last of several changes; whether this was the last."""
@@ -154,8 +153,10 @@ async def follow() -> None:
     async def refresh() -> None:
         await asyncio.gather(*(panel.refresh() for panel in panels))
         said: set[str] = set()
-        for panel in panels:
-            panel.say_once(said)
+        for panel in panels:  # what one says, others need not say again
+            text = panel.message.text
+            panel.message.set_visibility(bool(text) and text not in said)
+            said.add(text)
 
     await refresh()
     ui.timer(EVERY_S, refresh, immediate=False)

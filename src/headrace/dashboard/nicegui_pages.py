@@ -5,7 +5,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from nicegui import Client, app, ui
 from nicegui import run as threads
@@ -13,18 +12,16 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from headrace.dashboard import charts, nicegui_answers, nicegui_runs
+from headrace.dashboard import charts, nicegui_runs
 from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.charts import CARDS
-from headrace.dashboard.plan import FIELDS, question
-from headrace.dashboard.site import Site, address
+from headrace.dashboard.site import FIELDS, Site, address, question
 from headrace.errors import HeadraceError
-from headrace.insight.equation import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, others_that_fit
 from headrace.insight.hardware import read_hardware
-from headrace.insight.metrics import CONTENT_TYPE, metrics_text
 from headrace.insight.planner import plan as work_out
+from headrace.insight.reading import CONTENT_TYPE, metrics_text
 from headrace.insight.reports import plan_report, triage_report
-from headrace.insight.triage import TypedTriage, triage_typed
+from headrace.insight.triage import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, TypedTriage, triage_typed
 from headrace.measured import STAGES, StageTimes
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import Report, printable
@@ -62,9 +59,9 @@ def register(site: Site) -> None:
         "/plan": plan,
         "/run/{name}": partial(nicegui_runs.run_view, "overview"),
         **{f"/run/{{name}}/{view}": partial(nicegui_runs.run_view, view) for view in page.VIEWS[:-1]},
-        "/run/{name}/trajectories": nicegui_answers.trajectories,
-        "/run/{name}/trajectory": nicegui_answers.trajectory,
-        "/run/{name}/group": nicegui_answers.group,
+        "/run/{name}/trajectories": nicegui_runs.trajectories,
+        "/run/{name}/trajectory": nicegui_runs.trajectory,
+        "/run/{name}/group": nicegui_runs.group,
     }
     for path, build in pages.items():
         ui.page(path, response_timeout=BUILD_S)(partial(_built, build, site))
@@ -119,11 +116,12 @@ def _unexpected(error: Exception) -> None:
 
 
 async def plan(site: Site) -> None:
-    run, times, trouble = ui.context.client.request.query_params.get("run"), EXAMPLE, ""
+    run, times, trouble = page.query().get("run"), EXAMPLE, ""
     if run:
         try:
             series = await threads.io_bound(site.run(run).series)
-            times = series.stages_now() if series.last_step else EXAMPLE
+            if series.last_step:
+                times = StageTimes(**{stage: series.now(f"stage_s.{stage}") or 0.0 for stage in STAGES})
             trouble = "" if series.last_step else f"{run} has no step yet; these are an example's times."
         except HeadraceError as error:
             trouble = str(error)
@@ -156,8 +154,18 @@ def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str)
                 taken = page.choice(names, run, "take the times of a run").classes("above")
                 taken.on_value_change(lambda event: ui.navigate.to(address("plan", run=event.value)))
             values = asdict(times)
-            top = _round_up(2 * max(values.values()) or 1.0)
-            sliders = {stage: _slider(stage, values[stage], top) for stage in STAGES}
+            twice = 2 * max(values.values()) or 1.0
+            digit = 10.0 ** math.floor(math.log10(twice))
+            top, sliders = float(math.ceil(twice / digit) * digit), {}  # one leading digit: 0.0123 becomes 0.02
+            for stage in STAGES:
+                with ui.element("div").classes("slider"):
+                    with ui.element("div"):
+                        ui.label(f"{stage} {SYMBOLS[stage]}")
+                        ui.label(STAGE_WORDS[stage]).classes("says")
+                    slider = ui.slider(min=0, max=top, step=top / 200, value=values[stage])
+                    says = ui.label().classes("value")
+                    says.bind_text_from(slider, "value", lambda seconds: f"{seconds:.3g} s")
+                sliders[stage] = slider.props(f"aria-label='{stage}'")
             placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
             first = Placement.COLOCATED if run else Placement.OVERLAPPED
             placement = page.choice(placements, first, "what may run at the same time")
@@ -168,16 +176,6 @@ def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str)
     for chosen in (*sliders.values(), placement):
         chosen.on_value_change(results.changed)
     return results
-
-
-def _slider(stage: str, value: float, top: float) -> Any:
-    with ui.element("div").classes("slider"):
-        with ui.element("div"):
-            ui.label(f"{stage} {SYMBOLS[stage]}")
-            ui.label(STAGE_WORDS[stage]).classes("says")
-        slider = ui.slider(min=0, max=top, step=top / 200, value=value)
-        ui.label().classes("value").bind_text_from(slider, "value", lambda seconds: f"{seconds:.3g} s")
-    return slider.props(f"aria-label='{stage}'")
 
 
 def _form() -> Callable[[], Awaitable[None]]:
@@ -191,9 +189,7 @@ def _form() -> Callable[[], Awaitable[None]]:
     def read() -> Report:
         typed = {name: text.value or "" for name, text in texts.items()}
         asked = question(typed, device=device.value, reference=reference.value, adapter=adapter.value)
-        found, size = work_out(asked), asked.model.num_params
-        others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=asked.max_lag > 0)
-        return plan_report(asked, found, others)
+        return plan_report(asked, work_out(asked))
 
     with page.card(CARDS["plan"]):
         texts = {}
@@ -209,9 +205,3 @@ def _form() -> Callable[[], Awaitable[None]]:
     with ui.element("div") as box:
         results = page.panel(read, page.report, meanwhile)
     return changed
-
-
-def _round_up(value: float) -> float:
-    """To one leading digit: 0.0123 becomes 0.02."""
-    size = 10.0 ** math.floor(math.log10(value))
-    return float(math.ceil(value / size) * size)

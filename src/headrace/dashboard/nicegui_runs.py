@@ -1,7 +1,9 @@
-"""Runs: a list of all, one with a view for each question about it, and several compared."""
+"""Runs: a list of all, one with a view for each question about it, its answers, and several compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from nicegui import run as threads
 from nicegui import ui
@@ -9,20 +11,23 @@ from nicegui import ui
 from headrace.config_file import changed, explain
 from headrace.dashboard import books, charts
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.answers import number
+from headrace.dashboard.books import EVERY, PAGE_COLUMNS, Answer, Page, Wanted, number
 from headrace.dashboard.charts import CARDS, Card, Drawn, Look, metric_curves
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import HeadraceError, RunError
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import Triage
 from headrace.ledger.files import run_config
+from headrace.ledger.ledger import Books
 from headrace.runs import show
-from headrace.runs.facts import RunFacts, RunState
-from headrace.runs.report import Section, duration, percent
+from headrace.runs.facts import RunFacts, RunState, UnknownNameError
+from headrace.runs.report import Section, duration, percent, printable
 
 TIMELINE_STEPS = (3, 10, 30)
 MAIN = "the main ones"
 _MAIN_TITLES = ("Reward mean", "Wall", "Lag mean")
+ANY = "any"
+TOKENS_SHOWN = 400  # at once
 
 
 async def runs(site: Site) -> None:
@@ -123,13 +128,13 @@ class RunViews:
         return page.Listing(columns=columns, rows=rows, wide={2}, stacked=True, instead=instead)
 
     def timeline(self) -> None:
-        asked = number(ui.context.client.request.query_params, "steps") or TIMELINE_STEPS[0]
+        asked = number(page.query(), "steps") or TIMELINE_STEPS[0]
         steps, here = min(max(asked, 1), TIMELINE_STEPS[-1]), partial(address, "run", self._name, "timeline")
         page.views((f"last {n} steps", here(steps=n), n == steps) for n in TIMELINE_STEPS)
         page.chart_panel(CARDS["timeline"], lambda: self._timeline(steps), height_px=380)
 
     def _timeline(self, steps: int) -> Drawn:
-        shown = books.read_timeline(self._live.path, steps)
+        shown = books.Timeline(self._live.path, steps)
         if not shown.bars:
             return {}, "No stage has been measured yet."
         busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shown.busy.items())
@@ -202,15 +207,180 @@ def _verdict(found: Triage | str) -> None:
         page.section(part)
 
 
+async def trajectories(site: Site, name: str) -> None:
+    path, wanted = site.run(name).path, Wanted.of(page.query())
+    older, newer = number(page.query(), "older"), number(page.query(), "newer")
+
+    def there(**changes: Any) -> str:
+        return address("run", name, "trajectories", **asdict(wanted) | changes)
+
+    def draw(read: tuple[Books, Page]) -> None:
+        held, found = read
+        with page.card(CARDS["answers"]):
+            _filters(wanted, list(held.dropped), there)
+        listing = page.Listing(
+            columns=PAGE_COLUMNS,
+            rows=found.rows,
+            numeric={1, 2, 4, 5},
+            links=[address("run", name, "trajectory", id=row[0], **asdict(wanted)) for row in found.rows],
+            wide={2, 4, 5, 6},
+            instead="No answer is like this." if wanted != EVERY else "No answer is finished yet.",
+        )
+        with page.card():
+            page.Grid().show(listing)
+            if found.places:
+                newer = there(newer=found.places[0]) if found.has_newer else None
+                older = there(older=found.places[-1]) if found.has_older else None
+                _links({"← newer": newer, "older →": older})
+
+    with page.frame(name):
+        page.run_views(name, "trajectories")
+        shown = page.panel(
+            lambda: (books.read_accounts(path), books.Page(path, wanted, older=older, newer=newer)), draw
+        )
+        await shown.refresh()  # not followed: a list that moves is hard to click
+
+
+def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
+    def go(state: str | None = wanted.state, reason: str | None = wanted.reason) -> None:
+        state, reason = (None if chosen == ANY else chosen for chosen in (state, reason))
+        typed = {name: field.value for name, field in numbers.items()}
+        typed["step"] = None if typed["step"] is None else int(typed["step"])
+        ui.navigate.to(there(state=state, reason=reason if state == "dropped" else None, **typed))
+
+    with ui.element("div").classes("line"):
+        states = [ANY, "trained", "dropped", "buffered"]
+        page.choice(states, wanted.state or ANY, "state", lambda event: go(event.value))
+        if reasons:
+            because = [ANY, *reasons]
+            page.choice(because, wanted.reason or ANY, "dropped because", lambda event: go("dropped", event.value))
+        labels = {"step": "trained in step", "least": "reward from", "most": "reward to"}
+        numbers = {}
+        for name, label in labels.items():
+            field = ui.number(label, value=getattr(wanted, name)).classes("field")
+            numbers[name] = field.props("outlined dense clearable").on("keydown.enter", lambda: go())
+        ui.button("Show", on_click=lambda: go()).props("outline no-caps")
+
+
+async def trajectory(site: Site, name: str) -> None:
+    path, wanted, start = site.run(name).path, Wanted.of(page.query()), number(page.query(), "start") or 0
+    id = page.query().get("id")
+    if not id:
+        raise UnknownNameError("The address names no answer: it ends with trajectory?id=... of one.")
+    read = await threads.io_bound(books.Answer, path, id, wanted)
+    with page.frame(f"Answer {id}", f"of run {name}"):
+        page.run_views(name, "trajectories")
+        here = partial(address, "run", name, "trajectory", **asdict(wanted))
+        links = {"← newer answer": read.newer, "older answer →": read.older}
+        links = {text: id and here(id=id) for text, id in links.items()}
+        if read.found.serial is not None:
+            links["all answers to this prompt"] = address("run", name, "group", serial=read.found.serial)
+        _links(links)
+        _answer(read, start, partial(here, id=id))
+
+
+def _answer(read: Answer, start: int, here: Any) -> None:
+    found, texts = read.found, read.texts
+    with page.card("What became of it"):
+        page.facts(show.trajectory_facts(found).items())
+    _prompt(read.prompt, read.fields)
+    if found.whole is None:
+        with page.card("Answer"):
+            page.message(show.why_no_tokens(found))
+        return
+    for title, text in [*show.said(found.whole).items(), *show.verdict_texts(found.whole).items()]:
+        with page.card(CARDS.get(title, title.capitalize())):
+            ui.label(printable(text)).classes("written")
+    num_tokens = len(found.whole.token_ids)
+    start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
+    shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))
+    with page.card(CARDS["answer_tokens"]):
+        if num_tokens > TOKENS_SHOWN:
+            pieces = []
+            for first in range(0, num_tokens, TOKENS_SHOWN):
+                last = min(first + TOKENS_SHOWN, num_tokens) - 1
+                pieces.append((f"{first}-{last}", here(start=first), first == start))
+            page.views(pieces)
+        if texts is None:
+            page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
+        cells = _in_reading_order(shown)
+    with page.card("The same as a table"):
+        page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
+
+
+def _prompt(text: str | None, fields: Mapping[str, str]) -> None:
+    with page.card(CARDS["prompt"]):
+        ui.label(printable(text) if text else "(not kept)").classes("written")
+        page.facts(fields.items())
+
+
+def _links(found: Mapping[str, str | None]) -> None:
+    with ui.element("div").classes("line"):
+        for text, target in found.items():
+            if target:
+                ui.link(text, target)
+
+
+async def group(site: Site, name: str) -> None:
+    path, serial = site.run(name).path, number(page.query(), "serial")
+    if serial is None:
+        raise UnknownNameError("The address names no group: it ends with group?serial=... of one.")
+    read = await threads.io_bound(books.GroupAnswers, path, serial)
+    with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}"):
+        page.run_views(name, "trajectories")
+        sides = {"← newer group": read.newer, "older group →": read.older}.items()
+        _links({text: address("run", name, "group", serial=other) for text, other in sides if other is not None})
+        _prompt(read.prompt, read.fields)
+        with ui.element("div").classes("answers"):
+            for id, facts, text in read.answers:
+                with page.card():
+                    ui.link(printable(id), address("run", name, "trajectory", id=id)).classes("part")
+                    page.facts(facts.items())
+                    ui.label(printable(text) if text is not None else "(text not kept)").classes("written")
+
+
+def _in_reading_order(shown: Sequence[show.Token]) -> list[dict[str, str]]:
+    """The surer the policy was, the paler; what it did not write is grey. Returns the same for a table."""
+    version, cells = None, []
+    with ui.element("div").classes("tokens"):
+        for token in shown:
+            if token.version is not None and token.version != version:
+                version = token.version
+                ui.label(f"v{version}").classes("version")
+            text = printable(token.text).replace("\n", "⏎\n").replace("\t", "⇥\t") or "∅"
+            label = ui.label(text).classes("token")
+            told = {"log-prob": "", "probability": "", "version": "", "mask": "given"}
+            if token.probability is None:
+                label.classes("given").props["title"] = f"token {token.position}: given"
+            else:
+                label.style(f"--surprise: {0.75 * (1.0 - token.probability):.3f}")
+                odds = f"log-prob {token.logprob:.3f}, version {token.version}"
+                label.props["title"] = f"token {token.position}, id {token.id}: {odds}"
+                told = {"log-prob": f"{token.logprob:.3f}", "probability": f"{token.probability:.1%}"}
+                told |= {"version": "" if token.version is None else str(token.version), "mask": "sampled"}
+            cells.append({"place": str(token.position), "token": repr(token.text), "id": str(token.id)} | told)
+    return cells
+
+
 async def compare(site: Site) -> None:
-    query = ui.context.client.request.query_params
+    query = page.query()
     found = await threads.io_bound(site.facts)
     names = [facts.path.name for facts in found if facts.state is not RunState.UNREADABLE]
     asked = [name for name in dict.fromkeys(query.getlist("run")) if name]
     chosen = [site.run(name) for name in asked or names[:2]]
     group = query.get("curves") or MAIN
+
+    def go(curves: str) -> None:
+        ui.navigate.to(address("compare", run=several.value or None, curves=None if curves == MAIN else curves))
+
     with page.frame("Compare runs"):
-        _choices(names, [live.name for live in chosen], group)
+        with page.card(CARDS["compare"]), ui.element("div").classes("line"):
+            shown = [live.name for live in chosen]
+            options = list(dict.fromkeys((*names, *shown)))
+            several = ui.select(options, value=shown, label="runs", multiple=True, with_input=True)
+            several.classes("field grow").props("outlined dense options-dense use-chips")
+            page.choice([MAIN, *metric_curves()], group, "curves", lambda event: go(event.value))
+            ui.button("Compare", on_click=lambda: go(group)).props("outline no-caps")
         if len(chosen) < 2:
             held = f"{site.root} holds {len(names)} that can be read"
             page.message(f"Comparing takes two runs or more: choose them above; {held}.")
@@ -228,18 +398,6 @@ async def compare(site: Site) -> None:
                 page.chart_panel(curve, partial(drawn, curve))
         page.table_panel(CARDS["differences"], lambda: _differences(chosen))
         await page.follow()
-
-
-def _choices(names: list[str], chosen: list[str], group: str) -> None:
-    def go(runs: list[str], curves: str) -> None:
-        ui.navigate.to(address("compare", run=runs or None, curves=None if curves == MAIN else curves))
-
-    with page.card(CARDS["compare"]), ui.element("div").classes("line"):
-        options = list(dict.fromkeys((*names, *chosen)))
-        runs = ui.select(options, value=chosen, label="runs", multiple=True, with_input=True)
-        runs.classes("field grow").props("outlined dense options-dense use-chips")
-        page.choice([MAIN, *metric_curves()], group, "curves", lambda event: go(runs.value, event.value))
-        ui.button("Compare", on_click=lambda: go(runs.value, group)).props("outline no-caps")
 
 
 def _numbers(chosen: list[LiveRun]) -> page.Listing:

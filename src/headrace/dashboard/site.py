@@ -1,4 +1,4 @@
-"""The runs that a page may show, and what was read of each: kept, and shared by all who look."""
+"""What the page is about: the runs it may show, what was read of each and is kept, and what its plan form asks."""
 
 import ipaddress
 import logging
@@ -6,17 +6,21 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 from headrace.dashboard import books
 from headrace.dashboard.books import Series, Tally
 from headrace.errors import ConfigError, HeadraceError, RunError
-from headrace.insight.equation import ADVICE
-from headrace.insight.triage import Triage, triage
+from headrace.insight.hardware import find_device, sized_shape
+from headrace.insight.planner import Question
+from headrace.insight.scenario import amount, seconds
+from headrace.insight.triage import ADVICE, Triage, triage
+from headrace.insight.workload import LogNormal
 from headrace.ledger.files import is_run, read_summary, run_config
-from headrace.ledger.ledger import Books, Ledger
+from headrace.ledger.ledger import Ledger
 from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs
 from headrace.runs.report import Section, dollars, duration, percent, short
 from headrace.runs.show import history, scores
@@ -25,38 +29,29 @@ from headrace.user_code import load_optional
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
+MOST_ANSWERS = 16_384  # of a planned step: the more there are, the longer it takes to work a plan out
 NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
 _log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()  # runs are triaged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     """What is known of a run at one moment."""
 
-    facts: RunFacts  # a few seconds old
-    series: Series
-    books: Books
-    elapsed_s: float
-    max_lag: int | None  # None where the settings cannot be read
-    dollars: float | None  # None without a price
-
-    @property
-    def useful_share(self) -> float | None:
-        """Of the tokens whose fate is decided."""
+    def __init__(self, live: "LiveRun", dollars_per_hour: float | None) -> None:
+        self.facts = live.facts()  # a few seconds old
+        if self.facts.state is RunState.UNREADABLE:
+            raise RunError(self.facts.problem)
+        self.elapsed_s = books.read_elapsed_s(live.path)
+        self.series, self.books = live.series(), books.read_accounts(live.path)
+        self.max_lag = live.wanted_lag()
+        self.dollars = None if dollars_per_hour is None else self.elapsed_s / 3600 * dollars_per_hour
         trained = self.books.trained.tokens
         decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
-        return trained / decided if decided else None
-
-    @property
-    def lag_max(self) -> int:
-        return int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
-
-    @property
-    def dollars_per_million(self) -> float | None:
-        trained = self.books.trained.tokens
-        return None if self.dollars is None or not trained else self.dollars / trained * 1e6
+        self.lag_max = int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
+        self.useful_share = trained / decided if decided else None  # of the tokens whose fate is decided
+        self.dollars_per_million = None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
     def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
         """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
@@ -127,21 +122,12 @@ class LiveRun:
     def history(self) -> Section:
         with books.looking_into(self.path), Ledger.open(self.path) as ledger:
             dropped, restarts = ledger.totals().dropped, ledger.restarts()
-        return history(self.facts(), read_summary(self.path), dropped, restarts, self.series().skipped_steps())
+        columns = self.series().columns
+        skipped = columns["step"][columns["skipped"] > 0].astype(int).tolist()
+        return history(self.facts(), read_summary(self.path), dropped, restarts, skipped)
 
     def overview(self) -> Overview:
-        facts = self.facts()
-        if facts.state is RunState.UNREADABLE:
-            raise RunError(facts.problem)
-        elapsed_s = books.read_elapsed_s(self.path)
-        return Overview(
-            facts=facts,
-            series=self.series(),
-            books=books.read_accounts(self.path),
-            elapsed_s=elapsed_s,
-            max_lag=self.wanted_lag(),
-            dollars=None if self._price is None else elapsed_s / 3600 * self._price,
-        )
+        return Overview(self, self._price)
 
     def triage(self) -> Triage | str:
         """What holds the run back, as of some recent step, or why that cannot be told yet.
@@ -223,6 +209,61 @@ class Site:
         if not found:
             raise RunError(f"There is no run in {self.root} yet.")
         return self.run(found[0].path.name)
+
+
+class Field(NamedTuple):
+    """Something to type; `value` is what it holds at first."""
+
+    label: str
+    says: str
+    value: str
+    read: Callable[[str], Any]
+
+    def problem(self, text: str | None) -> str | None:
+        try:
+            self.read(text or "")
+        except HeadraceError as error:
+            return str(error)
+        return None
+
+
+def _number(low: float, high: float, read: Callable[[str], float] = amount) -> Callable[[str], float]:
+    """Reads a number from `low` to `high`; a whole one, if they are."""
+
+    def within(text: str) -> float:
+        value = read(text)
+        if not low <= value <= high:
+            raise ConfigError(f"{text.strip()} is out of range: from {low:,g} to {high:,g}")
+        if isinstance(high, int) and value != int(value):
+            raise ConfigError(f"{text.strip()} is not a whole number")
+        return type(high)(value)
+
+    return within
+
+
+FIELDS = {
+    "num_devices": Field("GPUs", "how many", "8", _number(1, 100_000)),
+    "model": Field("model size", "7B, 500M; a mixture: 235B-A22B", "7B", sized_shape),
+    "num_prompts": Field("prompts", "per step", "64", _number(1, MOST_ANSWERS)),
+    "num_samples": Field("answers", "per prompt", "16", _number(1, 4096)),
+    "mean_tokens": Field("tokens", "of an answer, on average: 512, 8k", "1k", _number(1, 1e7)),
+    "cv": Field("spread of lengths", "deviation over mean; 0: all alike", "1", _number(0, 10.0)),
+    "reward_s": Field("time of a verdict", "95 in 100 take less: 4s, 200ms", "0s", _number(0, 86_400.0, seconds)),
+    "max_lag": Field("largest lag", "updates behind; 0: on-policy", "4", _number(0, 64)),
+}
+
+
+def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:
+    wrong = [field.label for name, field in FIELDS.items() if field.problem(texts[name])]
+    if wrong:
+        raise ConfigError(f"Put right what is marked above: {', '.join(wrong)}.")
+    read = {name: field.read(texts[name]) for name, field in FIELDS.items()}
+    lengths = LogNormal(read.pop("mean_tokens"), read.pop("cv"))
+    asked = Question(device=find_device(device), lengths=lengths, reference=reference, adapter=adapter, **read)
+    if asked.num_answers > MOST_ANSWERS:
+        many = f"{asked.num_answers:,} answers in a step are too many to plan"
+        raise ConfigError(f"{many}: at most {MOST_ANSWERS:,}")
+    return asked
 
 
 def address(*parts: str, **query: object) -> str:

@@ -29,6 +29,7 @@ from headrace.errors import StalledError
 from headrace.insight.workload import Machine
 
 Result = TypeVar("Result")
+Heard = Callable[..., None]
 
 _SAME_S = 1e-6  # more than the event loop's own idea of the same moment
 _SAME = 1e-7  # decode steps: rows that end closer together than this end together
@@ -136,12 +137,7 @@ class EnginePool:
     """
 
     def __init__(
-        self,
-        machine: Machine,
-        rng: np.random.Generator,
-        prompt_tokens: float,
-        on_begin: Callable[[Any], None],
-        on_end: Callable[[Any, int], None],
+        self, machine: Machine, rng: np.random.Generator, prompt_tokens: float, on_begin: Heard, on_end: Heard
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)

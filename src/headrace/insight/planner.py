@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.errors import ConfigError
-from headrace.insight.calibration import BLANK
-from headrace.insight.equation import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTimes, Transfer, WireFormat
-from headrace.insight.scenario import speeds, with_speeds
+from headrace.insight.scenario import BLANK, speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
+from headrace.insight.triage import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import StageTimes
 
@@ -51,9 +50,6 @@ class Question:
     useful: float = 1.0  # share of the tokens that is not dropped
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "num_prompts", "num_samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; at least 1 is needed")
         if not self.lengths.mean > 0:
             raise ConfigError("answers of 0 tokens on average: there is nothing to train on")
 
@@ -82,6 +78,10 @@ class Split:
     @property
     def num_engines(self) -> int:
         return self.rollout_devices // self.tensor_parallel
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement is Placement.COLOCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,12 +173,11 @@ class _Candidate:
     def __init__(self, question: Question, split: Split) -> None:
         self.question, self.split = question, split
         self.device, self.roofline = question.device, Roofline(question.model, question.device)
-        self.colocated = split.placement is Placement.COLOCATED
-        self.max_lag = 0 if self.colocated else question.max_lag
+        self.max_lag = 0 if split.colocated else question.max_lag
         self.recomputes = not self._learner_bill(recomputes=False).fits(question.device)
         self.learner = self._learner_bill(recomputes=self.recomputes)
         self.num_running = self._num_running() if self.learner.fits(question.device) else 0
-        self.transfer = None if self.colocated else self._transfer()
+        self.transfer = None if split.colocated else self._transfer()
         self.sync = self.roofline.sync_times(self.transfer) if self.transfer else None
 
     def _learner_bill(self, *, recomputes: bool) -> MemoryBill:
@@ -193,7 +192,7 @@ class _Candidate:
         """Sequences that an engine has room for, and never more than there are."""
         question, engines, size = self.question, self.split.num_engines, self.split.tensor_parallel
         weights = self.roofline.weight_bytes / size
-        shared = self.learner if self.colocated else MemoryBill()
+        shared = self.learner if self.split.colocated else MemoryBill()
         held = shared.training_bytes + shared.weight_bytes  # activations come and go with the cache
         free = (USABLE_SHARE * self.device.memory_bytes - weights - held) * size
         room = free / (question.sequence_tokens * self.roofline.kv_bytes)
@@ -225,7 +224,7 @@ class _Candidate:
             train_token_s=one.train_token_s / learners * (4 / 3 if self.recomputes else 1.0),
             reference_token_s=reference_s / learners if question.reference else 0.0,
             publish_s=self.sync.total_s if self.sync else 0.0,
-            colocated=self.colocated,
+            colocated=self.split.colocated,
         )
 
     @property
@@ -258,7 +257,7 @@ class _Candidate:
         tokens, size = question.sequence_tokens, split.tensor_parallel
         actor = self.roofline.actor_bill(self.num_running, tokens, size)
         learner, per_hour = self.learner, self.device.dollars_per_hour * question.num_devices
-        if self.colocated:  # the cache is given back before activations are made
+        if split.colocated:  # the cache is given back before activations are made
             part = "kv_bytes" if actor.kv_bytes < learner.activation_bytes else "activation_bytes"
             actor = learner = replace(actor + learner, **{part: 0.0})
         made = LayoutPlan(

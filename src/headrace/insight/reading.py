@@ -1,30 +1,59 @@
-"""What a run's ledger says about its speed and its health, as one record: what triage needs.
+"""What a run's ledger says: as one record for triage, for Prometheus, and as a timeline for trace viewers.
 
 The first steps of a run are unlike the others (caches fill, programs are compiled), so by default the
-numbers are about the steps after them. Nothing is written, and the run may go on meanwhile.
+record is about the steps after them. Nothing is written, and the run may go on meanwhile.
+
+`/metrics` of the page answers in Prometheus' text format. Totals only grow, over restarts too: they
+come from the ledger. Others are of the newest row.
+
+In the timeline, which ui.perfetto.dev and chrome://tracing open, each stage of each worker has a
+track, and another one where its spans overlap: on one track spans must lie inside each other or
+apart. Times are microseconds on the run's clock.
 """
 
+import json
+import math
+import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from headrace import __version__
 from headrace.config import Config
 from headrace.errors import RunError
 from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
+from headrace.ledger.journal import Restart
+from headrace.ledger.ledger import Books
 from headrace.measured import STAGES, StageTimes
+from headrace.row import ROW_METRICS
 from headrace.runs import columns as tables
-from headrace.runs.columns import Columns, Numbers, RowColumns
-from headrace.runs.facts import RunState, read_run
+from headrace.runs.columns import Columns, Numbers, RowColumns, reading
+from headrace.runs.facts import RunFacts, RunState, read_run
 from headrace.types import BoolArray, FinishReason
 
 DEVICE, REWARD = "device", "reward"  # pools: engine and learner take turns on the one
 MOST_SPANS = 100_000  # of a longer run only the last steps are looked at this closely
 MOST_ANSWERS = 200_000  # of a longer run the newest
 TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to wait for
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+RATE_STEPS = 10  # rates are over these, so that they follow the run without jumping
+Labels = tuple[tuple[str, str], ...]
+Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, value or values by label
+TRACE_FILE = "trace.json"
+VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
+COUNTER_S = 0.001  # a counter is written at most once in this time
+Event = dict[str, Any]
+_RUN = "run"  # the process whose tracks are of the run as a whole
+_STEPS = "steps"  # its one thread
+_HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "tokens"))  # counted
+_STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,61 +80,90 @@ class Spread:
         return cls(count=len(known), mean=mean, cv=cv, p50=p50, p95=p95, p99=p99, max=float(known.max()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """How the stages of some steps lay side by side. Seconds are totals over these steps."""
+    """How the stages of some steps lay side by side. Seconds are totals over these steps.
 
-    num_steps: int
-    wall_s: float
-    busy_s: float  # at least one stage was busy
-    stage_s: StageTimes
-    idle_shares: Mapping[str, float]  # of each pool, or of each worker where a pool has several
-    stall_s: float  # training waited for a checkpoint
+    Everything is measured on the time that rows count, without what came between two steps.
+    """
 
-    @property
-    def overlap_share(self) -> float:
-        """Saved by stages side by side, of the sum of their times: 0.5 is two all the time."""
-        total_s = sum(float(getattr(self.stage_s, stage)) for stage in STAGES)
-        return 1.0 - self.busy_s / total_s if total_s else 0.0
+    def __init__(self, times: Columns, spans: Columns, config: Config) -> None:
+        steps, stage = (times["start_s"], times["end_s"]), spans["stage"]
+        starts_s, ends_s = (tables.elapsed_s(steps, spans[side]) for side in ("start_s", "end_s"))
+
+        def busy_s(of: BoolArray, at_once: int = 1) -> float:
+            return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
+
+        def idle_shares(pool: str, of_pool: BoolArray) -> Iterator[tuple[str, float]]:
+            workers = np.unique(spans["worker"][of_pool])
+            num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
+            for worker in workers:
+                work_s = busy_s(of_pool & (spans["worker"] == worker), num)
+                idle = min(1.0, max(0.0, 1.0 - work_s / (self.wall_s * num))) if self.wall_s else 0.0
+                yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
+
+        works, scores = np.isin(stage, STAGES), stage == REWARD
+        self.num_steps, self.wall_s = len(times), float((steps[1] - steps[0]).sum())
+        self.busy_s = busy_s(works)  # at least one stage was busy
+        self.stage_s = StageTimes(**{name: busy_s(stage == name) for name in STAGES})
+        # of each pool, or of each worker where a pool has several
+        self.idle_shares = dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores)))
+        self.stall_s = busy_s((stage == "checkpoint") & (spans["detail"] == STALL))  # training waited for one
+        total_s = sum(float(getattr(self.stage_s, name)) for name in STAGES)
+        # saved by stages side by side, of the sum of their times: 0.5 is two all the time
+        self.overlap_share = 1.0 - self.busy_s / total_s if total_s else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One run. `num_steps` and restarts are of all of it, the rest is about its `measured_steps`."""
+    """One run. `num_steps` and restarts are of all of it, the rest is about its `measured_steps`.
 
-    run_dir: Path
-    config: Config
-    num_steps: int  # that have a row
-    num_restarts: int
-    redone_steps: int  # because of these
-    measured_steps: range
-    wall_s: float
-    step_s: Spread | None
-    stage_s: StageTimes | None  # mean per step
-    stage_p50_s: StageTimes | None
-    stage_p95_s: StageTimes | None
-    occupancy: Occupancy | None
-    trained_tokens: int
-    dropped_tokens: Mapping[str, int]
-    answer_tokens: Spread | None  # sampled, per answer
-    tail_s: Spread | None  # of each step: from the end of 95 in 100 answers to the end of the last
-    verdict_s: Spread | None  # from an answer's end to its verdict, the wait for a worker included
-    no_signal_share: float | None  # of the groups: all their answers earned the same
-    lag_mean: float | None  # over trained tokens
-    lag_max: int | None
-    ratio_outside: float | None  # means over steps, with `Row`'s names
-    effective_samples: float | None
-    preemptions: int
+    Measured are the steps after `after_step` (all, if there are no more), or their `last_steps`.
+    """
 
-    @property
-    def goodput_tokens_per_s(self) -> float | None:
-        return self.trained_tokens / self.wall_s if self.wall_s else None
-
-    @property
-    def useful_share(self) -> float | None:
-        """Of the tokens whose fate was decided, those that were trained on."""
+    def __init__(self, run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -> None:
+        facts = read_run(run_dir)
+        if facts.state is RunState.UNREADABLE:
+            raise RunError(facts.problem)
+        self.run_dir, self.config = run_dir, run_config(run_dir)
+        with reading(run_dir) as connection:
+            counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
+            self.num_steps, last_step = connection.execute(counted).fetchone()  # that have a row
+            after = after_step if last_step > after_step else 0
+            if last_steps is not None:
+                after = max(after, last_step - last_steps)
+            rows = RowColumns.read(connection, after_step=after)
+            times = tables.read_steps(connection, rows)
+            since_s = float(times["start_s"][0]) if len(times) and after else 0.0
+            found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
+            # if there are very many spans, the last steps only
+            last_rowid = tables.one(connection, "SELECT COALESCE(MAX(id), 0) FROM spans")
+            looked_at = times[-max(1, (times["after_rowid"] >= last_rowid - MOST_SPANS).sum()) :]
+            after_rowid = int(looked_at["after_rowid"][0]) if len(times) else last_rowid
+            spans = tables.read_spans(connection, after_rowid=after_rowid)
+            restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
+            self.num_restarts, self.redone_steps = connection.execute(restarted).fetchone()
+        # those that came to their own end: the length of others says nothing about how long answers are
+        answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
+        tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
+        self.measured_steps = range(last_step + 1 - len(rows), last_step + 1)
+        self.wall_s, self.step_s = float(np.nansum(wall_s)), Spread.of(wall_s)
+        self.stage_s = rows.stages(np.mean) if len(rows) else None  # per step
+        self.stage_p50_s = rows.stages(np.median) if len(rows) else None
+        self.stage_p95_s = rows.stages(lambda taken: np.quantile(taken, 0.95)) if len(rows) else None
+        self.occupancy = Occupancy(looked_at, spans, self.config) if len(times) and len(spans) else None
+        self.trained_tokens, self.dropped_tokens = int(np.nansum(tokens)), rows.dropped_tokens()
+        self.answer_tokens = Spread.of(answers["num_tokens"])  # sampled, per answer
+        # of each step: from the end of 95 in 100 answers to the end of the last
+        self.tail_s = Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None
+        # from an answer's end to its verdict, the wait for a worker included
+        self.verdict_s = Spread.of(answers["scored_s"] - answers["finished_s"])
+        self.no_signal_share = 1.0 - float(signal.mean()) if len(signal) else None  # of the groups
+        self.lag_mean = float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None
+        self.lag_max = int(rows.column("lag_max").max()) if tokens.sum() else None
+        self.ratio_outside, self.effective_samples = rows.mean("ratio_outside"), rows.mean("effective_samples")
+        self.preemptions = int(np.nansum(rows.column("preemptions")))
         decided = self.trained_tokens + sum(self.dropped_tokens.values())
-        return self.trained_tokens / decided if decided else None
+        self.goodput_tokens_per_s = self.trained_tokens / self.wall_s if self.wall_s else None
+        self.useful_share = self.trained_tokens / decided if decided else None  # of tokens whose fate was decided
 
     @property
     def tail_share(self) -> float | None:
@@ -115,89 +173,7 @@ class Reading:
         return min(1.0, self.tail_s.mean / self.step_s.mean)
 
 
-def read(run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -> Reading:
-    """Measured are the steps after `after_step` (all, if there are no more), or their `last_steps`."""
-    facts = read_run(run_dir)
-    if facts.state is RunState.UNREADABLE:
-        raise RunError(facts.problem)
-    config = run_config(run_dir)
-    with tables.reading(run_dir) as connection:
-        counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
-        num_steps, last_step = connection.execute(counted).fetchone()
-        after = after_step if last_step > after_step else 0
-        if last_steps is not None:
-            after = max(after, last_step - last_steps)
-        rows = RowColumns.read(connection, after_step=after)
-        times = tables.read_steps(connection, rows)
-        since_s = float(times["start_s"][0]) if len(times) and after else 0.0
-        found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
-        occupancy = read_occupancy(connection, times, config) if len(times) else None
-        restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
-        num_restarts, redone_steps = connection.execute(restarted).fetchone()
-    # those that came to their own end: the length of others says nothing about how long answers are
-    answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
-    tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
-    return Reading(
-        run_dir=run_dir,
-        config=config,
-        num_steps=num_steps,
-        num_restarts=num_restarts,
-        redone_steps=redone_steps,
-        measured_steps=range(last_step + 1 - len(rows), last_step + 1),
-        wall_s=float(np.nansum(wall_s)),
-        step_s=Spread.of(wall_s),
-        stage_s=rows.stages(np.mean) if len(rows) else None,
-        stage_p50_s=rows.stages(np.median) if len(rows) else None,
-        stage_p95_s=rows.stages(lambda taken: np.quantile(taken, 0.95)) if len(rows) else None,
-        occupancy=occupancy,
-        trained_tokens=int(np.nansum(tokens)),
-        dropped_tokens=rows.dropped_tokens(),
-        answer_tokens=Spread.of(answers["num_tokens"]),
-        tail_s=Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None,
-        verdict_s=Spread.of(answers["scored_s"] - answers["finished_s"]),
-        no_signal_share=1.0 - float(signal.mean()) if len(signal) else None,
-        lag_mean=float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None,
-        lag_max=int(rows.column("lag_max").max()) if tokens.sum() else None,
-        ratio_outside=rows.mean("ratio_outside"),
-        effective_samples=rows.mean("effective_samples"),
-        preemptions=int(np.nansum(rows.column("preemptions"))),
-    )
-
-
-def read_occupancy(connection: sqlite3.Connection, times: Columns, config: Config) -> Occupancy | None:
-    """What the stages did in these steps, or in the last of them if there are very many spans.
-
-    Everything is measured on the time that rows count, without what came between two steps.
-    """
-    (last_rowid,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM spans").fetchone()
-    times = times[-max(1, (times["after_rowid"] >= last_rowid - MOST_SPANS).sum()) :]
-    spans = tables.read_spans(connection, after_rowid=int(times["after_rowid"][0]))
-    if not len(spans):
-        return None
-    steps = times["start_s"], times["end_s"]
-    wall_s = float((steps[1] - steps[0]).sum())
-    starts_s, ends_s = (tables.elapsed_s(steps, spans[side]) for side in ("start_s", "end_s"))
-
-    def busy_s(of: BoolArray, at_once: int = 1) -> float:
-        return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
-
-    def idle_shares(pool: str, of_pool: BoolArray) -> Iterator[tuple[str, float]]:
-        workers = np.unique(spans["worker"][of_pool])
-        num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
-        for worker in workers:
-            work_s = busy_s(of_pool & (spans["worker"] == worker), num)
-            idle = min(1.0, max(0.0, 1.0 - work_s / (wall_s * num))) if wall_s else 0.0
-            yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
-
-    works, scores = np.isin(spans["stage"], STAGES), spans["stage"] == REWARD
-    return Occupancy(
-        num_steps=len(times),
-        wall_s=wall_s,
-        busy_s=busy_s(works),
-        stage_s=StageTimes(**{stage: busy_s(spans["stage"] == stage) for stage in STAGES}),
-        idle_shares=dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores))),
-        stall_s=busy_s((spans["stage"] == "checkpoint") & (spans["detail"] == STALL)),
-    )
+read = Reading  # by the name that the guides have
 
 
 def signal_of(answers: Columns) -> BoolArray:
@@ -224,3 +200,197 @@ def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
     last, num_tail = ends[counts >= 2] - 1, num_tail[counts >= 2]
     tails: Numbers = finished_s[last] - finished_s[last - num_tail]
     return tails
+
+
+# ---- for Prometheus
+
+
+def metrics_text(run_dir: Path) -> str:
+    """The exposition of a run, also while it goes on; what it has not measured yet is left out."""
+    facts = read_run(run_dir)
+    if facts.state is RunState.UNREADABLE:
+        raise RunError(facts.problem)
+    with reading(run_dir) as connection:
+        rows = RowColumns.read(connection)
+        accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts")
+        books = Books.of({name: (tokens, trajectories) for name, tokens, trajectories in accounts})
+        sums = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0) FROM restarts"
+        restarts = connection.execute(sums).fetchone()
+    found: dict[str, str] = {}
+    for family in _families(facts, books, rows, restarts):
+        found.setdefault(family[0], family_text(*family))  # accounts know totals better than rows
+    return "".join(found.values())
+
+
+def family_text(name: str, help: str, samples: float | Mapping[Labels, float]) -> str:
+    """One family of samples as the format wants it; by its name it is a counter or a gauge."""
+    name, kind = f"headrace_{name}", "counter" if name.endswith("_total") else "gauge"
+    text = f"# HELP {name} {_escaped(help)}\n# TYPE {name} {kind}\n"
+    for labels, value in (samples if isinstance(samples, Mapping) else {(): samples}).items():
+        inside = ",".join(f'{label}="{_escaped(said, quote=True)}"' for label, said in labels)
+        text += f"{name}{{{inside}}} {_number(value)}\n" if inside else f"{name} {_number(value)}\n"
+    return text
+
+
+def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: tuple[int, int, int]) -> Iterator[Family]:
+    run = {"run": facts.path.resolve().name, "state": str(facts.state), "version": __version__}
+    yield "info", "The run, how it stands, and the version that tells it.", {tuple(run.items()): 1.0}
+    yield "running", "Whether a process trains the run.", facts.state is RunState.RUNNING
+    yield "step", "Steps that are complete.", facts.steps
+    yield "steps_wanted", "Steps that the run is to take.", facts.wanted_steps
+    if facts.score_after is not None:
+        yield "held_out_score", "Mean reward on held-out prompts, when last measured.", facts.score_after
+    for unit in ("tokens", "trajectories"):
+        title, reasons = unit.capitalize(), sorted(books.dropped.items())
+        yield f"generated_{unit}_total", f"{title} generated.", getattr(books.generated, unit)
+        yield f"trained_{unit}_total", f"{title} trained on.", getattr(books.trained, unit)
+        dropped: dict[Labels, float] = {(("reason", why),): getattr(held, unit) for why, held in reasons}
+        yield f"dropped_{unit}_total", f"{title} not trained on, by reason.", dropped
+        buffered, in_flight = getattr(books.buffered, unit), getattr(books.in_flight, unit)
+        yield f"buffered_{unit}", f"{title} scored and not yet trained on.", buffered
+        yield f"in_flight_{unit}", f"{title} being generated or scored.", in_flight
+    stage_s = rows.stages(np.nansum)
+    by_stage: dict[Labels, float] = {(("stage", stage),): getattr(stage_s, stage) for stage in STAGES}
+    yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
+    for name, metric in ROW_METRICS.items():
+        values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"
+        exported = metric.exported or (f"{name}_total" if metric.over == "sum" else name)
+        if exported.endswith("_total"):
+            yield exported, f"{help}.", float(values[np.isfinite(values)].sum())
+        elif len(values):
+            yield exported, f"{help}, of the last step.", float(values[-1])
+    wall_s, trained_tokens = rows.column("wall_s"), rows.column("trained_tokens")
+    if len(rows):
+        yield "step_seconds", "Seconds of the last step.", float(wall_s[-1])
+    if (recent_s := wall_s[-RATE_STEPS:].sum()) > 0:
+        goodput = float(trained_tokens[-RATE_STEPS:].sum() / recent_s)
+        yield "goodput_tokens_per_second", f"Trained tokens per second, last {RATE_STEPS} steps.", goodput
+    resumed, redone_steps, lost_tokens = restarts
+    yield "restarts_total", "Times the run was resumed.", resumed
+    yield "redone_steps_total", "Steps that restarts took again.", redone_steps
+    yield "lost_tokens_total", "Tokens that were gone with a process that died.", lost_tokens
+
+
+def _escaped(text: str, *, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
+
+
+# ---- the timeline
+
+
+def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
+    """Write a run's timeline, also of one that goes on; returns the file and its number of events."""
+    path = out or run_dir / TRACE_FILE
+    if path.is_dir():
+        raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
+    with reading(run_dir) as connection:
+        spans = tables.read_spans(connection)
+        found = [*_stage_events(spans), *_run_events(connection, spans), *_account_events(connection)]
+    events = list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            run = json.dumps({"run": str(run_dir.resolve())})
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {run}, "traceEvents": [\n')
+            file.write(",\n".join(map(json.dumps, events)) + "\n]}\n")
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path, len(events)
+
+
+def _numbered(events: list[Event]) -> Iterator[Event]:
+    """Processes and threads by number; before the first event of each, its name."""
+    pids: dict[str, int] = {}
+    tids: dict[tuple[str, str], int] = {}
+    for event in events:
+        process, thread = event["pid"], event["tid"]
+        unnamed = [] if process in pids else [("process", process, 0)]
+        if (process, thread) not in tids:
+            unnamed.append(("thread", thread, len(tids) + 1))
+        pid = pids.setdefault(process, len(pids) + 1)
+        tid = tids.setdefault((process, thread), len(tids) + 1)
+        for kind, name, number in unnamed:
+            about: Event = {"ph": "M", "pid": pid, "tid": number}
+            order = number or (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
+            yield {"name": f"{kind}_name", **about, "args": {"name": name}}
+            yield {"name": f"{kind}_sort_index", **about, "args": {"sort_index": order}}
+        yield event | {"pid": pid, "tid": tid}
+
+
+def _stage_events(spans: Columns) -> Iterator[Event]:
+    """Every span, on the first free track of its stage and worker."""
+    spans = spans[np.lexsort((-spans["end_s"], spans["start_s"]))]
+    names = ("stage", "worker", "version", "start_s", "end_s", "detail")
+    tracks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # until when each is taken
+    columns = [spans[name].tolist() for name in names]
+    for stage, worker, version, start_s, end_s, detail in zip(*columns, strict=True):
+        start_us, end_us = _us(start_s), max(_us(start_s), _us(end_s))
+        taken_us = tracks[stage, worker]
+        free = (i for i, until_us in enumerate(taken_us) if until_us <= start_us)
+        number = next(free, len(taken_us))
+        taken_us[number : number + 1] = [end_us]
+        args: Event = {"version": None if math.isnan(version) else int(version)}
+        if detail:
+            args["detail"] = detail
+        kind, pool = "stage" if stage in STAGES else "other", REWARD if stage == REWARD else DEVICE
+        track = {"pid": f"{pool} ({worker})", "tid": f"{stage} {number + 1}" if number else stage}
+        yield _event(stage, "X", start_s, args, cat=kind, dur=end_us - start_us, **track)
+
+
+def _run_events(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
+    """Where versions were published and the run was resumed; every step, with lag, reward and goodput at its end."""
+    published = spans[spans["stage"] == "publish"]
+    for version, end_s in zip(published["version"], published["end_s"].tolist(), strict=True):
+        yield _event(f"version {version:.0f}", "i", end_s, {"version": int(version)}, s="p")
+    names = [f.name for f in fields(Restart)]
+    for values in connection.execute(f"SELECT {', '.join(names)} FROM restarts ORDER BY at_s, number"):
+        restart = dict(zip(names, values, strict=True))
+        yield _event(f"restart {restart.pop('number')}", "i", restart.pop("at_s"), restart, s="g")
+    rows = RowColumns.read(connection)
+    for start_s, end_s, step, _ in tables.read_steps(connection, rows).tolist():
+        at = step - int(rows.column("step")[0])
+        row = {name: float(rows.column(name)[at]) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}
+        known = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        args, dur = {name: known[name] for name in _STEP_NUMBERS}, _us(end_s) - _us(start_s)
+        yield _event(f"step {step}", "X", start_s, args, cat="step", dur=dur)
+        yield _event("lag", "C", end_s, {"mean": known["lag_mean"], "max": known["lag_max"]})
+        yield _event("reward", "C", end_s, {"mean": known["reward_mean"]})
+        if row["wall_s"] > 0:
+            goodput = round(row["trained_tokens"] / row["wall_s"], 3)
+            yield _event("goodput, tokens per second", "C", end_s, {"trained": goodput})
+
+
+def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
+    """What is in flight and what is buffered, whenever it changes."""
+    moved = "SUM(((credit = '{0}') - (debit = '{0}')) * {1}) OVER (ORDER BY id)"
+    sums = ", ".join(moved.format(account, unit) for account, unit in _HELD)
+    held, written, last_s, due_s = [0] * len(_HELD), [0] * len(_HELD), 0.0, 0.0
+    found = connection.execute(f"SELECT at_s, {sums} FROM transfers ORDER BY id")
+    for at_s, *amounts in chain(found, [(math.inf,)]):
+        if at_s >= due_s:  # what changed meanwhile
+            for (account, unit), amount, before in zip(_HELD, held, written, strict=True):
+                if amount != before:
+                    yield _event(f"{unit} {account.replace('_', ' ')}", "C", last_s, {unit: amount})
+            written, due_s = held, at_s + COUNTER_S
+        held, last_s = amounts, max(last_s, at_s)
+
+
+def _event(name: str, kind: str, at_s: float, args: Event, **more: Any) -> Event:
+    """An event of the run as a whole; a counter has the values that are known."""
+    if kind == "C":
+        args = {key: value for key, value in args.items() if value is not None}
+    return {"name": name, "ph": kind, "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": args, **more}
+
+
+def _us(at_s: float) -> int:
+    return round(at_s * 1e6)

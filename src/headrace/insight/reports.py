@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 
-from headrace.insight.equation import ADVICE, SYMBOLS, Bottleneck, Framework, Placement, advice_for
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
 from headrace.insight.roofline import MemoryBill
 from headrace.insight.scenario import Layout
 from headrace.insight.simulator import Simulated
-from headrace.insight.triage import Move, Triage, TypedTriage
+from headrace.insight.triage import ADVICE, SYMBOLS, Bottleneck, Triage, TypedTriage, advice_for, others_that_fit
 from headrace.insight.workload import Machine, Workload
 from headrace.measured import STAGES
 from headrace.runs.report import Report, Section, Table, count, percent, seconds
@@ -38,12 +37,9 @@ def triage_report(found: Triage | TypedTriage) -> Report:
     """What holds a run, or a step of five stage times, back, and what to change first."""
     signs, basis, advice = [_sign(found.bottleneck)], list[str](), ADVICE[found.bottleneck]
     if isinstance(found, TypedTriage):
-        now_s, rows = found.step_s[found.placement], []
-        for placement, step_s in found.step_s.items():
-            mark = "  <" if placement is found.placement else ""
-            rows.append((str(placement), f"{seconds(step_s, 4)}{mark}"))
-        title, table = f"a step of {seconds(now_s)}", _table(("placement", "step"), rows)
-        more = [Section(tables=(table,))]
+        now_s, marks = found.step_s[found.placement], {found.placement: "  <"}
+        steps = ((str(one), f"{seconds(step_s, 4)}{marks.get(one, '')}") for one, step_s in found.step_s.items())
+        title, more = f"a step of {seconds(now_s)}", [Section(tables=(_table(("placement", "step"), steps),))]
     else:
         reading, now_s, without = found.reading, found.simulated_s, found.without
         advice = advice_for(found.bottleneck, reading.config)
@@ -66,7 +62,15 @@ def triage_report(found: Triage | TypedTriage) -> Report:
         ]
     held_up = Section(title="the bottleneck", sentences=tuple(signs))
     general = [_in_general(found.bottleneck, advice.moves)] if advice.moves else []
-    moves = _moves(found.moves, now_s, *general, *basis)
+    rows = [("as it is", seconds(now_s), "1.00x")]
+    for move in found.moves:
+        text = f"{move.text}: {' '.join(move.settings)}" if move.settings else move.text
+        rows.append((text, seconds(move.step_s), f"{move.gain:.2f}x"))
+    moves = Section(
+        title="what to change, the best first",
+        tables=(_table(("change", "a step takes", "goodput"), rows),) if found.moves else (),
+        sentences=(*(() if found.moves else (NO_MOVES,)), *general, *basis),
+    )
     return Report(title=title, sections=(held_up, moves, *more))
 
 
@@ -80,18 +84,6 @@ def _stage_table(reading: Reading) -> Table:
     if step:
         rows.append(("step", seconds(step.mean), seconds(step.p50), seconds(step.p95), ""))
     return _table(("stage", "mean", "p50", "p95", "of the step"), rows)
-
-
-def _moves(moves: Sequence[Move], now_s: float, *more: str) -> Section:
-    rows = [("as it is", seconds(now_s), "1.00x")]
-    for move in moves:
-        text = f"{move.text}: {' '.join(move.settings)}" if move.settings else move.text
-        rows.append((text, seconds(move.step_s), f"{move.gain:.2f}x"))
-    return Section(
-        title="what to change, the best first",
-        tables=(_table(("change", "a step takes", "goodput"), rows),) if moves else (),
-        sentences=(*(() if moves else (NO_MOVES,)), *more),
-    )
 
 
 def _losses(reading: Reading) -> Iterator[str]:
@@ -130,9 +122,10 @@ def _health(reading: Reading) -> Iterator[str]:
         yield f"{barren:.0%} of the groups had no signal: all their answers earned the same."
 
 
-def plan_report(question: Question, found: Sequence[LayoutPlan], others: Sequence[Framework]) -> Report:
+def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
     """The layout to take, what it comes to, and who else was made for such a workload."""
     best, lengths, samples = found[0], question.lengths, question.num_samples
+    others = others_that_fit(best.bottleneck, num_params=question.model.num_params, may_lag=question.max_lag > 0)
     held_up = (_sign(best.bottleneck), _in_general(best.bottleneck, ADVICE[best.bottleneck].moves))
     stages = ((f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES)
     times = _table(("stage", "seconds a step"), stages)
@@ -165,8 +158,7 @@ def _layout(question: Question, plan: LayoutPlan) -> Iterator[tuple[str, str]]:
     engines = f"{count(chosen.num_engines, 'engine')} of {chosen.tensor_parallel}"
     rows = f"{plan.num_running} sequences at a time each"
     generate = f"{chosen.rollout_devices} generate ({engines}, {rows})"
-    colocated = chosen.placement is Placement.COLOCATED
-    train = f"in turns with the learner on all {learners}" if colocated else f"{learners} train"
+    train = f"in turns with the learner on all {learners}" if chosen.colocated else f"{learners} train"
     yield "placement", f"{chosen.placement}: {generate}, {train}"
     yield "loop.max_lag", f"{plan.max_lag}; {plan.lag:.1f} versions old on average"
     publish = "counted as free: engine and learner share the weights, in one process"

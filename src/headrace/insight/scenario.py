@@ -1,24 +1,239 @@
-"""From a recipe and a few numbers to what a simulation is told.
+"""Where a simulation's numbers come from: a run's ledger, what is typed, or a model's shape and a datasheet.
 
-The recipe says what a step consists of. How long things take comes from a run's ledger, is typed,
-or is worked out from a model's shape and a device's datasheet.
+The recipe says what a step consists of; the others say how long things take.
+
+In a ledger, decoding is fitted answer by answer. While an answer ran, the engine took a decode step
+for each of its tokens, and sampled a number of tokens in all. The time that took, without training
+and the like, is the first times the seconds of a step plus the second times the seconds of a row.
+What the loop itself did between two steps is in it.
 """
 
+import heapq
 import math
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from headrace.config import Config
-from headrace.errors import ConfigError
-from headrace.insight.calibration import BLANK, calibrate
+from headrace.errors import ConfigError, RunError
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import Roofline
-from headrace.insight.workload import LogNormal, Machine, Workload
+from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
+from headrace.ledger.files import run_config
+from headrace.runs import columns as tables
+from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, covered_s, reading
+from headrace.types import DropReason, FinishReason
 
+_ROUNDS = 8
+ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of the work, half as efficient
+PASS_STEPS = 5  # decode steps cost about as much as a pass of the learner, before its tokens
 DEFAULT_PROMPT_TOKENS = 512.0
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What a run consisted of, and how fast its machine was."""
+
+    workload: Workload
+    machine: Machine
+    max_lag: int = 0
+
+    def of(self, config: Config) -> "Calibration":
+        """The same answers and speeds with these settings."""
+        machine = replace(
+            self.machine,
+            rows_per_worker=config.rollout.max_running,
+            pass_tokens=config.learner.micro_batch_tokens,
+            reward_workers=max(1, config.reward.workers),
+            reference_token_s=self.machine.reference_token_s if config.learner.kl_coef else 0.0,
+        )
+        workload = replace(
+            self.workload,
+            groups_per_step=config.loop.groups_per_step,
+            samples=config.rollout.samples,
+            max_new_tokens=config.rollout.max_new_tokens,
+            drop_overlong=config.buffer.drop_overlong,
+            min_share=config.buffer.min_share,
+            no_signal_share=self.workload.no_signal_share if config.buffer.drop_no_signal else 0.0,
+        )
+        return Calibration(workload=workload, machine=machine, max_lag=config.loop.max_lag)
+
+
+BLANK = Calibration(
+    workload=Workload(groups_per_step=1, samples=1, tokens=LogNormal(mean=0.0)),
+    machine=Machine(rollout_workers=1, rows_per_worker=1, decode_s=1.0),
+)
+"""Settings and speeds are still to come."""
+
+
+def calibrate(run_dir: Path) -> Calibration:
+    """Read a run's ledger. The run needs a step that is complete."""
+    config = run_config(run_dir)
+    with reading(run_dir) as connection:
+        rows, spans = RowColumns.read(connection), tables.read_spans(connection)
+        found = tables.read_trajectories(connection)
+        redone = tables.one(connection, "SELECT COALESCE(SUM(redone_steps), 0) FROM restarts")
+    answers = found[(found["finish"] != "") & (found["num_tokens"] > 0)]
+    published = spans["version"][spans["stage"] == "publish"]
+    if not len(rows) or not len(answers) or not len(published):
+        raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
+    num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
+    groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])  # `begins`: first answers
+    service_s = service_seconds(groups["finished_s"], groups["scored_s"], max(1, config.reward.workers))
+    known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
+    rewards = tuple(part for part in known if len(part))
+    scored = np.logical_or.reduceat(np.isfinite(groups["scored_s"]), begins)
+    barren = np.logical_or.reduceat(groups["drop_reason"] == DropReason.NO_SIGNAL, begins)
+    prompt_tokens = groups["num_prompt_tokens"][begins]
+    workload = replace(
+        BLANK.workload,
+        tokens=Recorded(groups=tuple(np.split(groups["num_tokens"], begins[1:]))),
+        reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
+        prompt_tokens=float(prompt_tokens.mean()),
+        # never all: the simulation would have nothing to train on
+        no_signal_share=float((scored & barren).sum() / (scored.sum() + 1)),
+    )
+    machine = _machine(config, rows, spans, answers, prompt_tokens, num_steps)
+    return Calibration(workload=workload, machine=machine).of(config)
+
+
+def _machine(
+    config: Config, rows: RowColumns, spans: Columns, answers: Columns, prompt_tokens: Numbers, num_steps: int
+) -> Machine:
+    """Its speeds; `prompt_tokens` are those of each group."""
+
+    def during(*stages: str) -> Intervals:
+        its = spans[np.isin(spans["stage"], stages)]
+        return its["start_s"], its["end_s"]
+
+    apart = config.place.cluster == "ray" and config.place.layout == "disaggregated"
+    workers = config.rollout.workers if apart else 1
+    train = spans[spans["stage"] == "train"]
+    pass_s = train["end_s"] - train["start_s"]
+    told = (float(text.split()[0]) if text else np.nan for text in train["detail"].tolist())
+    pass_tokens = np.fromiter(told, np.float64)  # NaN: the optimizer's part
+    mean_token_s = np.nansum(pass_s[pass_tokens > 0]) / max(1.0, np.nansum(pass_tokens))
+    running = answers["started_s"], answers["finished_s"]
+    learner = ("train", "reference", "publish", "evaluate")
+    elsewhere = during("evaluate") if apart else during(*learner)
+    like_row_s = ROW_TOKENS * mean_token_s / workers
+    decode_s, decode_row_s = decode_speed(running, answers["num_tokens"], elsewhere, like_row_s)
+    optimizer_s, train_pass_s, token_s = training_speed(
+        pass_s, pass_tokens, num_steps, like_pass_s=PASS_STEPS * decode_s
+    )
+    # prefill is what the engine did while no answer ran; a forward pass is a third of training's work
+    forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
+    prefill_s = covered_s(during("rollout"), running) - covered_s(running)
+    scored = answers[np.isfinite(answers["scored_s"])]
+    scoring = scored["finished_s"], scored["scored_s"]
+    busy_s = covered_s(running, scoring, during("rollout", *learner))
+    host_s = rows.column("wall_s").sum() - (busy_s - covered_s(during("evaluate")))
+    num_tokens = answers["num_tokens"] + answers["num_prompt_tokens"]
+    num_trained = float(num_tokens[np.isfinite(answers["trained_step"])].sum())
+    return replace(
+        BLANK.machine,
+        rollout_workers=workers,
+        decode_s=decode_s,
+        decode_row_s=decode_row_s * workers,  # each of them has its part of the rows
+        prefill_s=max(0.0, prefill_s - forward_s * num_prompt_tokens) / len(prompt_tokens),
+        prefill_token_s=min(forward_s, prefill_s / num_prompt_tokens),
+        train_token_s=token_s,
+        train_pass_s=train_pass_s,
+        optimizer_s=optimizer_s,
+        reference_token_s=covered_s(during("reference")) / max(1.0, num_trained),
+        publish_s=covered_s(during("publish")) / num_steps,
+        host_s=max(0.0, host_s / len(rows)),
+        colocated=not apart,
+    )
+
+
+def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:
+    """A worker's seconds for each answer, without the wait for one; 0 if the verdict was known."""
+    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)  # first come, first served
+    for i in np.argsort(finished_s, kind="stable"):
+        if np.isnan(scored_s[i]):
+            continue
+        start_s = max(float(finished_s[i]), free_s[0])
+        found[i] = max(0.0, scored_s[i] - start_s)
+        if scored_s[i] > start_s:
+            heapq.heapreplace(free_s, float(scored_s[i]))
+    return found
+
+
+def decode_speed(
+    running: Intervals, num_tokens: Numbers, elsewhere: Intervals, like_row_s: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of a decode step and of each row in it; `like_row_s` is what a row takes by expectation.
+
+    `running` is when each answer ran, `elsewhere` when the device did something else.
+    """
+    # from here on, time is the engine's: what the device did elsewhere is taken out
+    apart = tables.union(elsewhere)
+    start_s, end_s = (at_s - tables.elapsed_s(apart, at_s) for at_s in running)
+    steps = num_tokens - 1.0
+    use = (end_s > start_s) & (steps > 0)
+    if not use.any():
+        raise RunError("no answer has more than one token: how fast the engine decodes cannot be told")
+    start_s, end_s, steps = start_s[use], end_s[use], steps[use]
+    times, rows = tables.overlaps((start_s, end_s))
+    step_s, row_s = 1.0, 0.0
+    for _ in range(_ROUNDS):  # how many decode steps there were depends on what is looked for
+        pace = np.where(rows > 0, 1 / (step_s + row_s * np.maximum(rows, 1.0)), 0.0)[:-1] * np.diff(times)
+        sums = [np.concatenate([[0.0], np.cumsum(part)]) for part in (pace, pace * rows[:-1])]
+        taken_steps, in_all = (np.interp(end_s, times, c) - np.interp(start_s, times, c) for c in sums)
+        columns = np.stack([steps, in_all * steps / taken_steps], axis=1)
+        alike = float(in_all.sum() / taken_steps.sum())  # as many as run together
+        expected = min(like_row_s * columns[:, 1].sum() / (end_s - start_s).sum(), 0.9)
+        step_s, row_s = _fit(columns, end_s - start_s, (1 - expected, expected), (0.5, 0.5), alike=alike)
+    return step_s, row_s
+
+
+def training_speed(
+    seconds: Numbers, num_tokens: Numbers, num_steps: int, *, like_pass_s: float = 0.0
+) -> tuple[float, float, float]:
+    """Seconds of the optimizer's part of a step, of a micro-batch, and of each token in it.
+
+    A span without tokens (NaN) is the optimizer's. A micro-batch takes about `like_pass_s`, where
+    the passes do not tell.
+    """
+    batch = num_tokens > 0
+    optimizer_s = float(seconds[np.isnan(num_tokens)].sum()) / num_steps
+    if not batch.any():
+        return optimizer_s, 0.0, 0.0
+    values = seconds[batch]
+    columns = np.stack([np.ones(len(values)), num_tokens[batch]], axis=1)
+    expected = min(like_pass_s * len(values) / values.sum(), 0.9)
+    shares, spreads = (expected, 1 - expected), (max(expected, 0.01), 0.5)
+    pass_s, token_s = _fit(columns, values, shares, spreads, alike=len(values) / num_steps)
+    return optimizer_s, pass_s, token_s
+
+
+def _fit(
+    columns: Numbers, values: Numbers, shares: tuple[float, float], spreads: tuple[float, float], *, alike: float
+) -> tuple[float, float]:
+    """Ridge fit of two non-negative factors, with which `columns` come nearest to `values`.
+
+    `shares` and `spreads` are the prior: the fraction of the total that each factor makes up, and
+    its standard deviation. Errors are correlated over `alike` samples, so noise is scaled by it.
+    """
+    whole = values.sum() / columns.sum(axis=0)
+    expected, certain = np.array(shares), 1 / np.array(spreads) ** 2
+    scaled = columns * whole  # a factor of 1 makes up all of the sum
+    best = np.linalg.lstsq(scaled, values, rcond=None)[0]
+    error, size = float(np.mean((scaled @ best - values) ** 2)), float(np.mean(values**2))
+    noise = max(error, 1e-12 * size) * alike
+    precision = scaled.T @ scaled / noise + np.diag(certain)
+    factors = np.linalg.solve(precision, scaled.T @ values / noise + certain * expected)
+    if (factors < 0).any():
+        kept = int(np.argmax(factors))
+        factors = np.zeros(2)
+        factors[kept] = values @ scaled[:, kept] / (scaled[:, kept] @ scaled[:, kept])
+    step, each = (factors * whole).tolist()
+    return step, each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,6 @@ class _UnderWay:
     num_left: int = 0  # answers that are not complete
     done_tokens: int = 0  # of those that are
     scored_s: float = 0.0  # when the last verdict so far is there
-    over: bool = False  # aborted
 
 
 class _Simulation:
@@ -239,24 +238,19 @@ class _Simulation:
             self.loop.call_at(group.scored_s, lambda: self._tasks.create_task(self._put(group)))
 
     async def _put(self, group: _UnderWay) -> None:
-        if not group.over:
-            self._forget(group)
+        if self._ended(group.serial) is not None:  # else it was aborted meanwhile
             await self.buffer.put(self._group(group))
 
-    def _forget(self, group: _UnderWay) -> None:
-        group.over = True
-        del self._running[group.serial]
+    def _ended(self, serial: int) -> _UnderWay | None:
+        group = self._running.pop(serial, None)
         if not self._running:
             self._none_running.set()
+        return group
 
     async def _abort(self, serial: int) -> None:
-        group = self._running.get(serial)
-        if group is None:  # it is just being put into the buffer, which finds out by itself
-            return
-        tokens = self.pool.abort(group.parts) + group.done_tokens
-        self._forget(group)
-        self.dropped[DropReason.STALE] += tokens
-        await self.buffer.lose(serial, DropReason.STALE)
+        if (group := self._ended(serial)) is not None:  # else the buffer is getting it, and finds out by itself
+            self.dropped[DropReason.STALE] += self.pool.abort(group.parts) + group.done_tokens
+            await self.buffer.lose(serial, DropReason.STALE)
 
     def _on_drop(self, dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
         for trajectory, reason in dropped:

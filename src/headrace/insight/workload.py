@@ -7,15 +7,12 @@ The maximum of n log-normal lengths is computed from its definition, E[max] = �
 at the sizes in use.)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.runs.columns import Numbers
 
@@ -43,7 +40,7 @@ class LogNormal:
             raise ConfigError(f"{given}: mean and cv are numbers of at least 0, and a cap is above 0")
 
     @classmethod
-    def of_p95(cls, mean: float, p95: float) -> LogNormal:
+    def of_p95(cls, mean: float, p95: float) -> "LogNormal":
         """With 95 in 100 numbers below `p95`; 0 says nothing of it, and a mean of 0 stands for half of it."""
         mean = mean or p95 / 2
         if not p95:
@@ -72,28 +69,24 @@ class LogNormal:
             return np.full(count, min(self.mean, self.cap))
         return np.minimum(rng.lognormal(self.mu, self.sigma, count), self.cap)
 
+    @lru_cache(maxsize=1024)  # noqa: B019  a planner asks for the same few again and again
     def expected_max(self, n: int) -> float:
         """Mean of the largest of `n`: ∫ (1 - Φ(z)^n) dx over x = exp(mu + sigma·z), up to the cap."""
-        return _expected_max(self, n)
+        if self.cv == 0.0 or self.mean == 0.0:
+            return min(self.mean, self.cap)
+        start = math.exp(self.mu + self.sigma * LOWEST_Z)  # below it 1 - Φ^n is 1
+        if self.cap <= start:
+            return self.cap
+        highest_z = min(self.sigma + Z_ABOVE_SIGMA, (math.log(self.cap) - self.mu) / self.sigma)
+        z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
+        beyond = np.array([math.erfc(abs(x) / math.sqrt(2)) / 2 for x in z])
+        log_cdf = np.where(z > 0, np.log1p(-beyond), np.log(beyond))  # with all its digits at both ends
+        y = -np.expm1(n * log_cdf) * self.sigma * np.exp(self.mu + self.sigma * z)
+        simpson = float(y[0] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum() + y[-1])
+        return start + simpson * float(z[1] - z[0]) / 3
 
     def tail(self, n: int) -> float:
         return self.expected_max(n) / self.cut_mean
-
-
-@lru_cache(maxsize=1024)  # a planner asks for the same few again and again
-def _expected_max(lengths: LogNormal, n: int) -> float:
-    if lengths.cv == 0.0 or lengths.mean == 0.0:
-        return min(lengths.mean, lengths.cap)
-    start = math.exp(lengths.mu + lengths.sigma * LOWEST_Z)  # below it 1 - Φ^n is 1
-    if lengths.cap <= start:
-        return lengths.cap
-    highest_z = min(lengths.sigma + Z_ABOVE_SIGMA, (math.log(lengths.cap) - lengths.mu) / lengths.sigma)
-    z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
-    beyond = np.array([math.erfc(abs(x) / math.sqrt(2)) / 2 for x in z])
-    log_cdf = np.where(z > 0, np.log1p(-beyond), np.log(beyond))  # with all its digits at both ends
-    y = -np.expm1(n * log_cdf) * lengths.sigma * np.exp(lengths.mu + lengths.sigma * z)
-    simpson = float(y[0] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum() + y[-1])
-    return start + simpson * float(z[1] - z[0]) / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +162,6 @@ class Machine:
             takes = f"{step_s:g} s and {row_s:g} s for each row"
             raise ConfigError(f"a decode step takes {takes}; it takes some time")
 
-    def times(self, factor: float, *names: str) -> Machine:
+    def times(self, factor: float, *names: str) -> "Machine":
         """With these of its seconds `factor` times as long."""
         return replace(self, **{name: factor * getattr(self, name) for name in names})
-
-
-def has_full_engines(config: Config) -> bool:
-    """Whether a step has more answers than the engines decode at a time."""
-    answers = config.loop.groups_per_step * config.rollout.samples * (config.loop.max_lag + 1)
-    return config.rollout.max_running * config.rollout.workers < answers
