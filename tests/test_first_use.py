@@ -25,7 +25,7 @@ from headrace.ledger import files
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.origin import changes
-from headrace.row import Row, Sample
+from headrace.measured import Row, Sample
 from headrace.runs.audit import audit, books
 from headrace.runs.facts import read_runs
 

@@ -28,12 +28,11 @@ from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import self_check, verdict
 from headrace.loop.watchdog import Watchdog
-from headrace.measured import STAGES, StageTimes
+from headrace.measured import STAGES, Row, Sample, StageTimes
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place, open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
-from headrace.row import Row, Sample
 from headrace.serve.front_desk import Visitors
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

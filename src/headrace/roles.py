@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from headrace.config import Config
-from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
-from headrace.row import Row, Sample
+from headrace.measured import Mismatch, PolicyFacts, PublishTimes, Row, Sample, StepStats
 from headrace.types import Example, FloatArray, Group, IntArray, Item, News, Order, Score, Ticket, Trajectory
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch

@@ -32,7 +32,7 @@ from headrace.insight.reports import triage_report
 from headrace.insight.triage import triage
 from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 no_page = importlib.util.find_spec("nicegui") is None  # importing it takes seconds, and only the server needs it

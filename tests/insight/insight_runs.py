@@ -13,8 +13,7 @@ from headrace.config_file import dump, load_config
 from headrace.ledger.clock import STALL, StageClock
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Ledger
-from headrace.measured import StageSpan
-from headrace.row import Row
+from headrace.measured import Row, StageSpan
 from headrace.types import Attempt, FinishReason, Group, Timing
 
 STEP_S, EVALUATION_S = 10.0, 5.0

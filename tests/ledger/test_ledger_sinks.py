@@ -13,7 +13,7 @@ from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.journal import row_from_json, row_to_json
 from headrace.ledger.sinks import open_sinks, scalars
-from headrace.row import ROW_METRICS, Row, Sample
+from headrace.measured import ROW_METRICS, Row, Sample
 
 
 def test_scalars_of_a_row(make_row):

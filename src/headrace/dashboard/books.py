@@ -18,8 +18,7 @@ import numpy as np
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books
-from headrace.measured import STAGES, StageTimes
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS, STAGES, StageTimes
 from headrace.runs.audit import books
 from headrace.runs.columns import Ints, Numbers, RowColumns, one, query, read_spans, reading, union
 

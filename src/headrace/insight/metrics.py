@@ -12,8 +12,7 @@ import numpy as np
 from headrace import __version__
 from headrace.errors import RunError
 from headrace.ledger.ledger import Books
-from headrace.measured import STAGES
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS, STAGES
 from headrace.runs.columns import RowColumns, reading
 from headrace.runs.facts import RunFacts, RunState, read_run
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from headrace.measured import StageTimes
-from headrace.row import Row
+from headrace.measured import Row, StageTimes
 from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -19,8 +19,7 @@ from headrace.errors import RunError
 from headrace.ledger import database, journal
 from headrace.ledger.clock import StageClock
 from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.measured import StageSpan
-from headrace.row import Row
+from headrace.measured import Row, StageSpan
 from headrace.types import Attempt, DropReason, Group, Prompt, Score, Trajectory
 
 PROMPT = "prompt:"  # key of a prompt in the table `meta`

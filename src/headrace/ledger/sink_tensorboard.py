@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace.ledger.sinks import as_text, scalars
-from headrace.row import Row, Sample
+from headrace.measured import Row, Sample
 
 
 class TensorboardSink:

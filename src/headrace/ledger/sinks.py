@@ -9,9 +9,8 @@ from typing import Any
 
 from headrace.config import LedgerSection
 from headrace.ledger.journal import row_to_json
-from headrace.measured import STAGES
+from headrace.measured import ROW_METRICS, STAGES, Row, Sample
 from headrace.roles import Sink
-from headrace.row import ROW_METRICS, Row, Sample
 from headrace.user_code import load_optional
 
 

@@ -23,9 +23,8 @@ from headrace.loop.ending import Ending, State
 from headrace.loop.groups import Again, Groups, evaluate, in_flight_rule
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
-from headrace.measured import StepStats
+from headrace.measured import Row, StepStats
 from headrace.reward.scorer import MAX_VERDICTS
-from headrace.row import Row
 from headrace.types import DropReason, Group, Item
 
 SKIPPED_STEPS = 4  # in a row, after which a run is stuck

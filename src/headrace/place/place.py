@@ -35,6 +35,7 @@ from headrace.loop.loop import Loop
 from headrace.loop.publishing import WeightPublisher
 from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
+from headrace.measured import Row, Sample
 from headrace.place.elastic import Elastic
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
@@ -51,7 +52,6 @@ from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
-from headrace.row import Row, Sample
 from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
 from headrace.user_code import load_optional
