@@ -102,16 +102,21 @@ class RolloutSection(SettingsSection):
     min_p: BelowOne = setting(0.0, "keep tokens at least this likely relative to the likeliest")
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
     workers: PositiveInt = setting(
-        1, "engines, each with a copy of the weights; several need place.cluster=ray", most=MOST_PROCESSES
+        1,
+        "engines, each with a copy of the weights; several need place.cluster=ray",
+        most=MOST_PROCESSES,
     )
     max_running: PositiveInt = setting(256, "sequences decoded at a time, per engine", most=2**16)
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, at most")
     kv_tokens: NonNegativeInt = setting(0, "tokens in the key/value cache; 0 sizes it from memory")
     speculate: NonNegativeInt = setting(
-        0, "speculative decoding: n-gram drafts of this many tokens from earlier answers; 0 is off", most=16
+        0,
+        "speculative decoding: n-gram drafts of this many tokens from earlier answers; 0 is off",
+        most=16,
     )
     on_update: Literal["keep", "recompute", "drain"] = setting(
-        "keep", "running requests when weights change: keep their cache, recompute it, or finish first"
+        "keep",
+        "running requests when weights change: keep their cache, recompute it, or finish first",
     )
     max_wall_s: Seconds = setting(0.0, "seconds an answer may be decoded at a stretch; 0 is off")
     on_wall: Literal["cut", "park"] = setting(
@@ -123,7 +128,8 @@ class RewardSection(SettingsSection):
     """Scoring."""
 
     function: Name = setting(
-        "", "module:function, file.py:function, or exact, regex, reasoning-gym, math; empty: the source's own"
+        "",
+        "module:function, file.py:function, or exact, regex, reasoning-gym, math; empty: the source's own",
     )
     answer_field: str = setting("answer", "field with the expected answer (exact, regex, math)")
     pattern: str = setting("", "regular expression; its last match, or that one's group, is the answer")
@@ -150,7 +156,9 @@ class EpisodeSection(SettingsSection):
     )
     listen: str = setting("127.0.0.1:0", "host:port of the endpoint for agents; port 0 takes a free one")
     workers: PositiveInt = setting(
-        1, "processes for environments, or for agents that are functions; 16 commands run for each", most=MOST_PROCESSES
+        1,
+        "processes for environments, or for agents that are functions; 16 commands run for each",
+        most=MOST_PROCESSES,
     )
     timeout_s: Timeout = setting(
         60.0,
@@ -169,7 +177,8 @@ class BufferSection(SettingsSection):
     drop_overlong: bool = setting(False, "drop answers cut at max_new_tokens or max_wall_s")
     filters: tuple[str, ...] = setting((), "module:function or file.py:function; group -> keep it?")
     min_share: Annotated[float, Field(gt=0, le=1)] = setting(
-        1.0, "when no group runs, train on at least this share; below, new groups replace dropped ones"
+        1.0,
+        "when no group runs, train on at least this share; below, new groups replace dropped ones",
     )
     patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
@@ -185,35 +194,44 @@ class LearnerSection(SettingsSection):
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
     ranks: PositiveInt = setting(
-        1, "processes that train together, each with a part of the weights; several need Ray", most=MOST_PROCESSES
+        1,
+        "processes that train together, each with a part of the weights; several need Ray",
+        most=MOST_PROCESSES,
     )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
     credit: Literal["episode", "turn", "state"] = setting(
-        "episode", "what turns are credited with: the episode's reward, or their own return, compared by turn or state"
+        "episode",
+        "what turns are credited with: the episode's reward, or their own return, compared by turn or state",
     )
     discount: Annotated[float, Field(ge=0, le=1)] = setting(
         1.0, "of rewards of later turns in a turn's return (credit per turn or state)"
     )
     loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting("ppo", "policy-gradient objective")
     aggregation: Literal["token", "sequence", "constant"] = setting(
-        "token", "mean over the step's tokens, over its sequences' means, or sum over a constant length"
+        "token",
+        "mean over the step's tokens, over its sequences' means, or sum over a constant length",
     )
     clip_low: NonNegativeFloat = setting(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: NonNegativeFloat = setting(0.28, "the ratio is clipped above 1 + clip_high")
     correction: Literal["none", "truncated", "masked"] = setting(
-        "none", "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits"
+        "none",
+        "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits",
     )
     correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
     correction_high: PositiveFloat = setting(2.0, "largest weight; masked: a larger one drops the token")
     kl_coef: NonNegativeFloat = setting(
-        0.0, "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off", most=MOST
+        0.0,
+        "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off",
+        most=MOST,
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
-        0, "train adapters (LoRA) of this rank beside every linear layer instead of the weights; 0 is off", most=2**14
+        0,
+        "train adapters (LoRA) of this rank beside every linear layer instead of the weights; 0 is off",
+        most=2**14,
     )
     lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
 
@@ -254,10 +272,12 @@ class RecoverySection(SettingsSection):
     every_steps: PositiveInt = setting(10, "write a checkpoint every this many steps")
     keep: PositiveInt = setting(2, "checkpoints that stay on disk")
     journal_steps: NonNegativeInt = setting(
-        1000, "steps whose tokens stay in the ledger, besides those that a restart needs; 0 keeps all"
+        1000,
+        "steps whose tokens stay in the ledger, besides those that a restart needs; 0 keeps all",
     )
     in_flight: Literal["requeue", "resume", "drop"] = setting(
-        "requeue", "answers under way when the run died: start again, go on from the checkpoint, or leave out"
+        "requeue",
+        "answers under way when the run died: start again, go on from the checkpoint, or leave out",
     )
     hang_s: Seconds = setting(
         600.0, "stop the run when nothing has moved for this long, plus reward.timeout_s; 0 is off"
@@ -268,7 +288,8 @@ class LedgerSection(SettingsSection):
     """Export of the run's rows and of samples of its answers."""
 
     samples_every: NonNegativeInt = setting(
-        10, "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off"
+        10,
+        "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off",
     )
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
@@ -281,7 +302,8 @@ class PublishSection(SettingsSection):
         "full", "all weights, those whose bits changed, or a LoRA adapter alone"
     )
     transport: Literal["object_store", "collective", "disk"] = setting(
-        "object_store", "Ray's shared memory, a broadcast between processes, or files in the run directory"
+        "object_store",
+        "Ray's shared memory, a broadcast between processes, or files in the run directory",
     )
     bucket_mb: PositiveInt = setting(64, "weights travel in pieces of this many MB", most=2**16)
     timeout_s: PositiveFloat = setting(
@@ -293,11 +315,13 @@ class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
-        "local", "every stage in this process (reward functions beside it), or workers of a Ray cluster"
+        "local",
+        "every stage in this process (reward functions beside it), or workers of a Ray cluster",
     )
     address: Name = setting("", "Ray cluster; empty: RAY_ADDRESS, or a local one for this run")
     layout: Literal["disaggregated", "colocated"] = setting(
-        "disaggregated", "on Ray: rollout and learner on their own devices, or in turns on the same ones"
+        "disaggregated",
+        "on Ray: rollout and learner on their own devices, or in turns on the same ones",
     )
 
 
