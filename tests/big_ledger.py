@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from headrace.config_file import dump, load_config
-from headrace.ledger.clock import STALL
 from headrace.ledger.database import close_database, create_database
 from headrace.ledger.journal import encode
+from headrace.measured import STALL
 from headrace.types import FinishReason, Span, Timing, Trajectory
 
 GROUPS, SAMPLES, MAX_LAG, MAX_TOKENS = 2, 5, 2, 512

@@ -20,7 +20,7 @@ from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.origin import FIXED, book_origin, refuse_unasked
+from headrace.ledger.recovery import FIXED, book_origin, refuse_unasked
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, sampling_of
@@ -198,17 +198,16 @@ def _with_engines(
 ) -> Result:
     """Do `work` with a run's weights and settings, in this process."""
     config = rooted(files.run_config(run_dir, overrides))
-    changed: dict[str, dict[str, Any]] = {
-        "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
-        "buffer": {"filters": ()},  # their files may be gone, and nothing is trained on
-        "place": {"cluster": "local"},
-        "rollout": {"workers": 1},
-        "learner": {"ranks": 1},
-    }
-    sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
+    config = config.but(
+        model={"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
+        buffer={"filters": ()},  # their files may be gone, and nothing is trained on
+        place={"cluster": "local"},
+        rollout={"workers": 1},
+        learner={"ranks": 1},
+    )
 
     async def run() -> Result:
-        place = open_place(config.model_copy(update=sections), run_dir, reward=reward)
+        place = open_place(config, run_dir, reward=reward)
         try:
             await place.start_user_code()
             await place.start_engines()
@@ -266,16 +265,14 @@ async def _train(
             await _warm_start(place, watcher)
 
         def on_row(row: Row) -> None:
-            for sink in sinks:
-                sink.write(row)
             if row.skipped:
                 watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
-            watcher.row(row)
+            for told in (*sinks, watcher):
+                told.row(row)
 
         def on_sample(sample: Sample) -> None:
-            for sink in sinks:
-                sink.sample(sample)
-            watcher.sample(sample)
+            for told in (*sinks, watcher):
+                told.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
         files.save_settings(config, run_dir)  # with what `resume` overrides, now that it works

@@ -7,7 +7,7 @@ stage takes its own section, never the whole tree, and nothing changes after loa
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -342,6 +342,11 @@ class Config(SettingsSection):
     ledger: LedgerSection = LedgerSection()
     publish: PublishSection = PublishSection()
     place: PlaceSection = PlaceSection()
+
+    def but(self, **changes: Mapping[str, Any]) -> Self:
+        """With other values of some settings, by section; they are not checked again."""
+        sections = {name: getattr(self, name).model_copy(update=new) for name, new in changes.items()}
+        return self.model_copy(update=sections)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:

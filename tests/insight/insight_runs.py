@@ -10,10 +10,9 @@ from pathlib import Path
 from hand_made import group_of, trajectory
 
 from headrace.config_file import dump, load_config
-from headrace.ledger.clock import STALL, StageClock
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Ledger
-from headrace.measured import Row, StageSpan
+from headrace.measured import STALL, Row, StageClock, StageSpan
 from headrace.types import Attempt, FinishReason, Group, Timing
 
 STEP_S, EVALUATION_S = 10.0, 5.0

@@ -16,7 +16,7 @@ from headrace.insight.equation import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import read_summary, run_config
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.ledger.origin import changes
+from headrace.ledger.recovery import changes
 from headrace.measured import Row
 from headrace.runs import audit as checks
 from headrace.runs import show as shown

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from headrace.config import EpisodeSection
 from headrace.errors import ConfigError, RewardError
 from headrace.roles import Judge
@@ -39,19 +41,20 @@ class _LostError(EnvironmentFailedError):
     """The environment's process was replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """An environment's reply to a turn.
+class Said(BaseModel):
+    """An environment's reply to a turn, checked: the user's code can write to the socket of its process.
 
     Example:
-        Said(replies=("higher",), reward=None, done=False, state="", snapshot="")
+        Said(replies=("higher",), done=False)
     """
 
-    replies: tuple[str, ...]
-    reward: float | None
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    replies: tuple[str, ...] = Field(strict=False)  # or a list
     done: bool
-    state: str
-    snapshot: str
+    reward: float | None = None
+    state: str = ""
+    snapshot: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,7 @@ class Environments:
             own, most = found.get(name), getattr(section, name)
             if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or own < 0):
                 raise ConfigError(f"episode.environment = '{section.environment}': {name} = {own!r} is not a limit")
-            limits[name] = min(own or math.inf, most or math.inf)
-            limits[name] = 0 if limits[name] == math.inf else limits[name]
+            limits[name] = min(filter(None, (own, most)), default=0)
         known = {name: found[name] for name in ("takes_text", "scores")}
         self.described = Described(tools=tuple(found["tools"]), **known, **limits)
 
@@ -178,13 +180,8 @@ class Environment:
 
 
 def _said(value: Mapping[str, Any]) -> Said:
-    """A reply, checked: the user's code can write to the socket of its process."""
-    replies, reward = value.get("replies"), value.get("reward")
-    state, snapshot, done = value.get("state", ""), value.get("snapshot", ""), value.get("done")
-    fine = isinstance(replies, list) and all(isinstance(text, str) for text in [*replies, state, snapshot])
-    is_number = isinstance(reward, int | float) and math.isfinite(reward)
-    if not fine or not isinstance(done, bool) or not (reward is None or is_number):
-        raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {value!r}, which is no reply")
-    assert isinstance(replies, list)
-    number = None if reward is None else float(reward)
-    return Said(replies=tuple(replies), reward=number, done=done, state=state, snapshot=snapshot)
+    try:
+        return Said.model_validate(value)
+    except ValidationError as error:
+        problem = f"its process sent {value!r}, which is no reply"
+        raise EnvironmentFailedError(DropReason.ENV_ERROR, problem) from error

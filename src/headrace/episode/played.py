@@ -114,7 +114,7 @@ class PlayedEpisode:
     async def _start(self) -> None:
         self._history = self.player.with_system(await self._timed(self._environment.start()))
         try:
-            self._place = self.session.begin(self._history, self._tools)
+            self._place = self.session.tell(self.session.first(self._history, self._tools))
         except ChatError as error:
             raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
 
@@ -156,21 +156,20 @@ class PlayedEpisode:
 
     async def _reply(self, answer: ParsedAnswer) -> bool:
         """Let the environment reply; False if the episode is over."""
-        message, t = answer.message(), self.session.trajectory
+        message, turn = answer.message(), self.session.trajectory.turns[-1]
         began_s = self.player.desk.now()
         said = await self._said(answer)
         if said is None:
             return False
-        environment_s = self.player.desk.now() - began_s
-        turn = replace(t.turns[-1], replies=said.replies, reward=said.reward, environment_s=environment_s)
-        turn = replace(turn, snapshot=said.snapshot)
-        self.session.trajectory = replace(t, turns=(*t.turns[:-1], turn))
+        told = said.model_dump(include={"replies", "reward", "snapshot"})
+        self.session.replace_turn(turn, replace(turn, **told, environment_s=self.player.desk.now() - began_s))
         if said.done:
             self._ended = True
             return False
         new = _as_messages(message, said.replies)
         try:
-            self._place = self.session.go_on(turn, self._history, message, new, self._tools)
+            addition = self.session.next(turn, self._history, message, new, self._tools)
+            self._place = self.session.tell(addition)
         except ChatError:  # it wrote something that the template cannot go on from
             return False
         self._history += [message, *new]
@@ -180,7 +179,7 @@ class PlayedEpisode:
         """The environment's reply; None if the answer was the last word."""
         if answer.error:
             replies = (f"error: {answer.error}",) * max(1, len(answer.tool_calls))
-            return Said(replies=replies, reward=None, done=False, state="", snapshot="")
+            return Said(replies=replies, done=False)
         given = self._given(answer)
         return None if given is None else await self._timed(self._environment.turn(given))
 

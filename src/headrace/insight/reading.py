@@ -13,9 +13,8 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
-from headrace.measured import STAGES, StageTimes
+from headrace.measured import STAGES, STALL, StageTimes
 from headrace.runs import columns as tables
 from headrace.runs.columns import Columns, Numbers, RowColumns
 from headrace.runs.facts import RunState, read_run

@@ -9,10 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from headrace.ledger.clock import StageClock, busy_s
+from headrace.ledger.database import DROPPED
 from headrace.ledger.ledger import Dropped, Ledger
-from headrace.ledger.schema import DROPPED
-from headrace.measured import ROW_METRICS, STAGES, Row, Sample, StageTimes, StepStats
+from headrace.measured import ROW_METRICS, STAGES, Row, Sample, StageClock, StageTimes, StepStats, busy_s
 from headrace.rollout.pool import RolloutPool
 from headrace.types import DropReason, Group, Prompt, Trajectory
 

@@ -14,11 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.ledger.database import FILE_NAME, explain
+from headrace.ledger.database import FILE_NAME, SCHEMA, explain
 from headrace.ledger.files import SUMMARY
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Books, Ledger
-from headrace.ledger.schema import SCHEMA
 from headrace.runs.columns import reading
 
 _CHECKS = Path(__file__).with_name("audit.sql")
