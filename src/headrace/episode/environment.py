@@ -32,7 +32,7 @@ ADVICE = (
 class EnvironmentFailedError(Exception):
     """An environment cannot go on: its episode is dropped."""
 
-    def __init__(self, reason: DropReason, detail: str) -> None:
+    def __init__(self, detail: str, reason: DropReason = DropReason.ENV_ERROR) -> None:
         super().__init__(detail)
         self.reason = reason
 
@@ -124,8 +124,8 @@ class Environment:
             case [*messages] if messages and all(isinstance(m, dict) and "role" in m for m in messages):
                 return messages
             case said:
-                problem = f"start() returned {said!r}; it must be a text, a list of messages, or None"
-                raise EnvironmentFailedError(DropReason.ENV_ERROR, problem)
+                problem = "it must be a text, a list of messages, or None"
+                raise EnvironmentFailedError(f"start() returned {said!r}; {problem}")
 
     async def turn(self, given: Mapping[str, Any]) -> Said:
         """The reply to tool calls, or to a text."""
@@ -145,15 +145,14 @@ class Environment:
             said = _said(await self._ask("turn", given))
             if said.replies != before:
                 problem = f"the reply to turn {number} was {before}, and is {said.replies} when it is repeated"
-                raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem}; {ADVICE}")
+                raise EnvironmentFailedError(f"{problem}; {ADVICE}")
 
     async def end(self) -> dict[str, float]:
         """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
         reward = (await self._ask_twice("score", None)).get("reward")
         parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
         if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):
-            problem = f"reward() returned {reward!r}; it must be a finite number, or a dict of them"
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, problem)
+            raise EnvironmentFailedError(f"reward() returned {reward!r}; it must be a finite number, or a dict of them")
         return {name: float(number) for name, number in parts.items()}
 
     async def close(self) -> None:
@@ -163,11 +162,11 @@ class Environment:
     async def _ask(self, do: str, given: Any) -> dict[str, Any]:
         score = await self._host.run(Command(episode=self._episode, do=do, given=given))
         if score.failure is not None:
-            raise EnvironmentFailedError(REASONS.get(score.failure, DropReason.ENV_ERROR), score.detail)
+            raise EnvironmentFailedError(score.detail, REASONS.get(score.failure, DropReason.ENV_ERROR))
         if not isinstance(score.value, dict):
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {score.value!r}")
+            raise EnvironmentFailedError(f"its process sent {score.value!r}")
         if score.value.get("lost"):
-            raise _LostError(DropReason.ENV_ERROR, "its process ended, again and again")
+            raise _LostError("its process ended, again and again")
         return score.value
 
     async def _ask_twice(self, do: str, given: Any) -> dict[str, Any]:
@@ -183,5 +182,4 @@ def _said(value: Mapping[str, Any]) -> Said:
     try:
         return Said.model_validate(value)
     except ValidationError as error:
-        problem = f"its process sent {value!r}, which is no reply"
-        raise EnvironmentFailedError(DropReason.ENV_ERROR, problem) from error
+        raise EnvironmentFailedError(f"its process sent {value!r}, which is no reply") from error

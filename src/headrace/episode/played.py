@@ -116,13 +116,13 @@ class PlayedEpisode:
         try:
             self._place = self.session.tell(self.session.first(self._history, self._tools))
         except ChatError as error:
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
+            raise EnvironmentFailedError(str(error)) from error
 
     async def _repeat(self, known: Trajectory) -> ParsedAnswer:
         """Come to where an earlier attempt was, and return its last answer: no turn is sampled again."""
         session, began, log = self.session, known.turns[0].start, []
         if not np.array_equal(known.token_ids[:began], session.trajectory.token_ids):
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"it began otherwise than before; {ADVICE}")
+            raise EnvironmentFailedError(f"it began otherwise than before; {ADVICE}")
         session.trajectory = replace(known, id=session.id)
         for turn in known.turns[:-1]:
             answer = self._read(turn)
@@ -196,7 +196,7 @@ class PlayedEpisode:
         turns = tuple(replace(turn, snapshot="") for turn in self.session.trajectory.turns)
         if not turns:
             problem = f"the first message has {len(self.session.trajectory.token_ids)} tokens, which leaves no room"
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem} for a turn (episode.max_tokens)")
+            raise EnvironmentFailedError(f"{problem} for a turn (episode.max_tokens)")
         given = [turn.reward for turn in turns if turn.reward is not None]
         parts = {"turns": float(sum(given))} if given else {}
         parts |= await self._timed(self._environment.end())
