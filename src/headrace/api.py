@@ -239,12 +239,11 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: st
 def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     """Where a run left its weights, or those with the best held-out score."""
     path = run_dir / (files.BEST if best else files.WEIGHTS)
-    if best and not path.exists():
-        raise RunError(
-            f"{run_dir} has no {files.BEST} directory: it trained without loop.keep_best, or made no evaluation"
-        )
     if not path.exists():
-        raise RunError(f"{run_dir} has no weights (no {files.WEIGHTS} directory); did the run finish?")
+        told = f"weights (no {path.name} directory); did the run finish?"
+        if best:
+            told = f"{path.name} directory: it trained without loop.keep_best, or made no evaluation"
+        raise RunError(f"{run_dir} has no {told}")
     return path
 
 

@@ -159,10 +159,9 @@ def _beside(path: Path, key: str, value: Any) -> Any:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and (value or key not in SECTIONS):
-            # An empty table is a leaf, so that a misspelt empty section is still reported.
-            yield from _leaves(value, f"{key}.") if value else [(key, value)]
-        elif not isinstance(value, dict):
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{key}.")
+        elif value != {} or key not in SECTIONS:  # a misspelt empty section is still reported
             yield key, value
 
 

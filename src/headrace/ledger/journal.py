@@ -9,7 +9,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,7 @@ def _trajectory(values: Mapping[str, Any]) -> Trajectory:
 
 
 def row_to_json(row: Row) -> str:
-    return json.dumps(plain(row), allow_nan=False)
+    return json.dumps(plain(asdict(row)), allow_nan=False)
 
 
 def row_from_json(text: str) -> Row:
@@ -154,8 +154,6 @@ def row_from_json(text: str) -> Row:
 
 
 def plain(value: Any) -> Any:
-    if isinstance(value, Row | StageTimes):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "item"):  # a numpy scalar

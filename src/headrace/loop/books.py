@@ -71,8 +71,7 @@ class RowMaker:
 
     def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
         self._ledger, self._clock, self._pool = ledger, clock, pool
-        self._start_s = clock.now()
-        self._counts = pool.counts
+        self.begin()
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self._turns: list[int] = []  # of the same trajectories
         self.first_reward_failure = ""

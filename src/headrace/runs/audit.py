@@ -66,12 +66,10 @@ def _schema_problems(connection: sqlite3.Connection) -> Iterator[str]:
 
 def _says_finished(run_dir: Path) -> tuple[bool, list[str]]:
     """Whether the run's summary has `finished: true`; a run without a summary has not finished."""
-    path = run_dir / SUMMARY
-    if not path.is_file():
-        return False, []
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        return summary.get("finished") is True, []
+        return json.loads((run_dir / SUMMARY).read_text(encoding="utf-8")).get("finished") is True, []
+    except (FileNotFoundError, IsADirectoryError):
+        return False, []
     except (ValueError, AttributeError) as error:
         return False, [f"{SUMMARY} cannot be read: {error}"]
 
