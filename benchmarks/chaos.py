@@ -30,8 +30,8 @@ from headrace.config_file import load_config
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
+from headrace.measured import Row
 from headrace.place.place import Place
-from headrace.row import Row
 from headrace.runs.audit import audit, books
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")

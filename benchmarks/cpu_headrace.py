@@ -17,10 +17,10 @@ from timed_loop import timed_loop
 import headrace  # noqa: F401  (before torch, as the command does it: it says how idle threads wait)
 from headrace.config import Config, ModelSection
 from headrace.ledger.database import FILE_NAME
+from headrace.measured import Row
 from headrace.policy.policy import load_policy
 from headrace.rollout.engine import Engine, kv_budget
 from headrace.rollout.rows import Request, request_seed
-from headrace.row import Row
 from headrace.types import Sampling
 
 PREFILL_TOKENS = 2048  # the setting's default

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from headrace.api import Watcher, train
 from headrace.config_file import DEMO, load_config
+from headrace.measured import Row
 from headrace.policy.demo import build_demo
 from headrace.prompts.arithmetic import ArithmeticSource
-from headrace.row import Row
 
 OUT = Path("docs/results/demo.json")
 BELOW, ABOVE = 0.45, 0.90  # the scores before and after, targets

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from headrace.errors import RunError
-from headrace.ledger.clock import STALL
 from headrace.ledger.ledger import Ledger
+from headrace.measured import STALL
 from headrace.runs.audit import audit, books
 
 SHORT = [

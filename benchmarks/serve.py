@@ -132,14 +132,14 @@ async def directly(sessions: Sequence[Session]) -> tuple[int, float]:
 
     async def play(session: Session) -> int:
         chat = [{"role": "user", "content": f"I am {session.order.prompt.id}. What now?"}]
-        place = session.begin(chat, None)
+        place = session.tell(session.first(chat, None))
         for turn in range(TURNS):
             place = await session.sample(place, session.sampling)
             said = session.trajectory.turns[-1]
             answer = session.desk.chat.parse(session.sampled_ids(said).tolist(), [], None).message()
             new = [{"role": "user", "content": REPLY}]
             if turn < TURNS - 1:
-                place = session.go_on(said, chat, answer, new, None)
+                place = session.tell(session.next(said, chat, answer, new, None))
             chat += [answer, *new]
         return session.trajectory.num_sampled_tokens
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace.config import Config
+from headrace.measured import Row
 from headrace.place.place import open_place
-from headrace.row import Row
 
 
 async def timed_loop(

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config_file import dump, load_config
-from headrace.ledger.clock import STALL
+from headrace.config_file import load_config
 from headrace.ledger.database import close_database, create_database
+from headrace.ledger.files import save_settings
 from headrace.ledger.journal import encode
+from headrace.measured import STALL
 from headrace.types import FinishReason, Span, Timing, Trajectory
 
 GROUPS, SAMPLES, MAX_LAG, MAX_TOKENS = 2, 5, 2, 512
@@ -44,7 +45,7 @@ def make_big_ledger(run_dir: Path, *, num_steps: int = 10_000, seed: int = 0) ->
         f"rollout.max_new_tokens={MAX_TOKENS}",
         "reward.workers=2",
     ]
-    dump(load_config(None, overrides), run_dir / "config.toml")
+    save_settings(load_config(None, overrides), run_dir)
     connection = create_database(run_dir)
     with closing(connection):
         connection.execute("PRAGMA synchronous = OFF")

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.measured import StageTimes
-from headrace.row import Row
+from headrace.measured import Row, StageTimes
 from headrace.types import FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
 
 

@@ -19,8 +19,8 @@ from headrace import api
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
+from headrace.measured import Row
 from headrace.place.place import Place
-from headrace.row import Row
 
 IN_TURNS = ("place.layout=colocated", "publish.encoding=delta", "publish.transport=collective")
 ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")

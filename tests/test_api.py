@@ -28,7 +28,7 @@ from headrace.errors import (
 )
 from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.journal import row_from_json
-from headrace.row import Row
+from headrace.measured import Row
 
 
 @pytest.fixture(scope="module")

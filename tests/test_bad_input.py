@@ -18,9 +18,9 @@ from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import ConfigError, DataError, ModelError, RunError
 from headrace.learner import learner
+from headrace.measured import Row
 from headrace.roles import Watcher
 from headrace.rollout import engine
-from headrace.row import Row
 from headrace.testing import tiny_model
 
 

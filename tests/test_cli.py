@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.config_file import DEMO, load_config, settings
+from headrace.config_file import DEMO, SETTINGS, load_config
 from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Amount
 from headrace.runs.audit import audit, books
@@ -87,7 +87,7 @@ def test_explain_lists_every_setting(width: int):
     result = headrace("config", "--explain", width=width)
     assert result.exit_code == 0
     words = set(result.output.split())
-    assert set(settings()) <= words
+    assert set(SETTINGS) <= words
 
 
 def test_explain_one_section_or_one_key():

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.config_file import changed, dump, explain, load_config, rooted, settings, to_toml
+from headrace.config_file import SETTINGS, changed, explain, load_config, rooted, to_toml
 from headrace.errors import ConfigError
+from headrace.ledger.files import write_whole
 
 
 def message(path: Path | None = None, *overrides: str) -> str:
@@ -172,7 +173,7 @@ def test_toml_round_trip(tmp_path):
         "run.overwrite=true",
     ]
     config = load_config(None, overrides)
-    dump(config, tmp_path / "config.toml")
+    write_whole(tmp_path / "config.toml", to_toml(config))
     assert load_config(tmp_path / "config.toml") == config
     assert "lr = 1e-07" in to_toml(config)
 
@@ -198,7 +199,7 @@ def test_explain():
 
 # ---- numbers that are not finite
 
-FLOATS = [key for key, field in settings().items() if field.annotation is float]
+FLOATS = [key for key, field in SETTINGS.items() if field.annotation is float]
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])

@@ -24,8 +24,8 @@ from headrace.errors import ConfigError, HeadraceError, ModelError, RewardError,
 from headrace.ledger import files
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.origin import changes
-from headrace.row import Row, Sample
+from headrace.ledger.recovery import changes
+from headrace.measured import Row, Sample
 from headrace.runs.audit import audit, books
 from headrace.runs.facts import read_runs
 

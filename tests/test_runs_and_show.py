@@ -17,8 +17,8 @@ from tiny_runs import Workshop, select
 from tokenizers import Tokenizer, decoders, models
 
 from headrace import api
-from headrace.config_file import dump
 from headrace.ledger.database import claimed
+from headrace.ledger.files import save_settings
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
@@ -94,7 +94,7 @@ def test_looking_leaves_no_lock_behind(runs: Path, tmp_path: Path):
 
 def test_a_run_without_a_ledger_yet_is_listed(runs: Path, tmp_path: Path):
     with claimed(tmp_path):
-        dump(api.files.run_config(runs / "finished"), tmp_path / "config.toml")
+        save_settings(api.files.run_config(runs / "finished"), tmp_path)
         assert read_run(tmp_path).state is RunState.RUNNING
         assert headrace("show", tmp_path).exit_code == 0
     assert read_run(tmp_path).can_be_resumed, "it starts afresh"
@@ -196,8 +196,7 @@ def test_without_a_tokenizer_the_ids_are_shown(runs: Path, tmp_path: Path):
     shutil.copytree(runs / "finished", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "model")
     config = api.files.run_config(runs / "finished")
-    moved = config.model.model_copy(update={"path": str(tmp_path / "gone")})
-    dump(config.model_copy(update={"model": moved}), tmp_path / "run" / "config.toml")
+    save_settings(config.but(model={"path": str(tmp_path / "gone")}), tmp_path / "run")
     id = one_id(tmp_path / "run", "state = 'trained'")
     shown = headrace("show", tmp_path / "run", "--trajectory", id).output
     assert "the run's tokenizer cannot be read" in shown
@@ -217,7 +216,7 @@ def test_a_trajectory_of_two_versions_an_attempt_that_was_lost_and_one_under_way
         ledger.started(1)
         ledger.sampled(3)
         ledger.dropped(group_of(two, serial=1), [(two, "filter:mine")], source="in_flight", version=5)
-    dump(api.files.run_config(runs / "finished"), run / "config.toml")
+    save_settings(api.files.run_config(runs / "finished"), run)
     shown = " ".join(headrace("show", run, "--trajectory", two.id).output.split())
     assert "version 3 sampled 1 token, then version 4 sampled 2 tokens" in shown
     assert "your filter mine said no" in shown
@@ -235,7 +234,7 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal(runs: Path, t
         ledger.started(1)
         ledger.sampled(3)
         ledger.buffered(whole)
-    dump(api.files.run_config(runs / "finished"), tmp_path / "config.toml")
+    save_settings(api.files.run_config(runs / "finished"), tmp_path)
     shown = headrace("show", tmp_path, "--trajectory", nasty.id).output
     assert r"red \x1b[31m [bold]" in shown
     assert "\x1b" not in shown

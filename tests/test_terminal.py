@@ -10,8 +10,7 @@ from rich.console import Console
 from headrace.cli.live import LiveDisplay, plot
 from headrace.config_file import load_config
 from headrace.insight.triage import ADVICE, Bottleneck
-from headrace.measured import STAGES, StageTimes
-from headrace.row import Row
+from headrace.measured import STAGES, Row, StageTimes
 
 SUMMARY: dict[str, Any] = {
     "run_dir": "runs/x",

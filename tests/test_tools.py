@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from headrace.errors import ConfigError, ToolArgumentsError
-from headrace.tools import call, schema_of
+from headrace.reward.environment import call, schema_of
 
 
 class Point(BaseModel):

@@ -19,10 +19,10 @@ from headrace.config_file import load_config
 from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
+from headrace.measured import Row
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.place import Place, open_place
 from headrace.place.rollout_worker import RolloutWorker
-from headrace.row import Row
 from headrace.testing import tiny_model
 
 NUM_PROMPTS = 50

@@ -17,14 +17,13 @@ __all__ = [
 ]
 
 
+_HOMES = {"UnavailableError": "errors", "Done": "reward.environment", "Observation": "reward.environment"}
+
+
 def __getattr__(name: str) -> Any:
     """The public functions, loaded when asked for: reward processes and the lighter commands do without torch."""
-    if name == "UnavailableError":
-        return importlib.import_module("headrace.errors").UnavailableError
-    if name in ("Done", "Observation"):
-        return getattr(importlib.import_module("headrace.reward.environment"), name)
     if name == "sandbox":
         return importlib.import_module("headrace.sandbox")
-    if name in __all__:
-        return getattr(importlib.import_module("headrace.api"), name)
-    raise AttributeError(f"module 'headrace' has no attribute '{name}'")
+    if name not in __all__:
+        raise AttributeError(f"module 'headrace' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'api')}"), name)

@@ -20,7 +20,7 @@ from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Ledger
-from headrace.ledger.origin import FIXED, book_origin, refuse_unasked
+from headrace.ledger.recovery import FIXED, book_origin, refuse_unasked
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, sampling_of
@@ -28,12 +28,11 @@ from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import self_check, verdict
 from headrace.loop.watchdog import Watchdog
-from headrace.measured import STAGES, StageTimes
+from headrace.measured import STAGES, Row, Sample, StageTimes
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place, open_place
 from headrace.policy import hub
 from headrace.roles import Sink, Watcher
-from headrace.row import Row, Sample
 from headrace.serve.front_desk import Visitors
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -199,17 +198,16 @@ def _with_engines(
 ) -> Result:
     """Do `work` with a run's weights and settings, in this process."""
     config = rooted(files.run_config(run_dir, overrides))
-    changed: dict[str, dict[str, Any]] = {
-        "model": {"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
-        "buffer": {"filters": ()},  # their files may be gone, and nothing is trained on
-        "place": {"cluster": "local"},
-        "rollout": {"workers": 1},
-        "learner": {"ranks": 1},
-    }
-    sections = {name: getattr(config, name).model_copy(update=new) for name, new in changed.items()}
+    config = config.but(
+        model={"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
+        buffer={"filters": ()},  # their files may be gone, and nothing is trained on
+        place={"cluster": "local"},
+        rollout={"workers": 1},
+        learner={"ranks": 1},
+    )
 
     async def run() -> Result:
-        place = open_place(config.model_copy(update=sections), run_dir, reward=reward)
+        place = open_place(config, run_dir, reward=reward)
         try:
             await place.start_user_code()
             await place.start_engines()
@@ -241,12 +239,11 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: st
 def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     """Where a run left its weights, or those with the best held-out score."""
     path = run_dir / (files.BEST if best else files.WEIGHTS)
-    if best and not path.exists():
-        raise RunError(
-            f"{run_dir} has no {files.BEST} directory: it trained without loop.keep_best, or made no evaluation"
-        )
     if not path.exists():
-        raise RunError(f"{run_dir} has no weights (no {files.WEIGHTS} directory); did the run finish?")
+        told = f"weights (no {path.name} directory); did the run finish?"
+        if best:
+            told = f"{path.name} directory: it trained without loop.keep_best, or made no evaluation"
+        raise RunError(f"{run_dir} has no {told}")
     return path
 
 
@@ -267,16 +264,14 @@ async def _train(
             await _warm_start(place, watcher)
 
         def on_row(row: Row) -> None:
-            for sink in sinks:
-                sink.write(row)
             if row.skipped:
                 watcher.note(f"step {row.step}: the gradient was not finite; the weights stay as they were")
-            watcher.row(row)
+            for told in (*sinks, watcher):
+                told.row(row)
 
         def on_sample(sample: Sample) -> None:
-            for sink in sinks:
-                sink.sample(sample)
-            watcher.sample(sample)
+            for told in (*sinks, watcher):
+                told.sample(sample)
 
         loop = await place.loop(on_row, on_sample)
         files.save_settings(config, run_dir)  # with what `resume` overrides, now that it works

@@ -7,7 +7,7 @@ stage takes its own section, never the whole tree, and nothing changes after loa
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -120,8 +120,7 @@ class RolloutSection(SettingsSection):
     )
     max_wall_s: Seconds = setting(0.0, "seconds an answer may be decoded at a stretch; 0 is off")
     on_wall: Literal["cut", "park"] = setting(
-        "cut",
-        "at max_wall_s: end the answer, or lay it aside while others wait and go on later",
+        "cut", "at max_wall_s: end the answer, or lay it aside while others wait and go on later"
     )
 
 
@@ -208,10 +207,7 @@ class LearnerSection(SettingsSection):
     discount: Annotated[float, Field(ge=0, le=1)] = setting(
         1.0, "of rewards of later turns in a turn's return (credit per turn or state)"
     )
-    loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting(
-        "ppo",
-        "policy-gradient objective",
-    )
+    loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting("ppo", "policy-gradient objective")
     aggregation: Literal["token", "sequence", "constant"] = setting(
         "token",
         "mean over the step's tokens, over its sequences' means, or sum over a constant length",
@@ -283,8 +279,7 @@ class RecoverySection(SettingsSection):
         "answers under way when the run died: start again, go on from the checkpoint, or leave out",
     )
     hang_s: Seconds = setting(
-        600.0,
-        "stop the run when nothing has moved for this long, plus reward.timeout_s; 0 is off",
+        600.0, "stop the run when nothing has moved for this long, plus reward.timeout_s; 0 is off"
     )
 
 
@@ -292,7 +287,8 @@ class LedgerSection(SettingsSection):
     """Export of the run's rows and of samples of its answers."""
 
     samples_every: NonNegativeInt = setting(
-        10, "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off"
+        10,
+        "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off",
     )
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
     wandb_project: str = setting("headrace", "project name for the wandb sink")
@@ -345,6 +341,11 @@ class Config(SettingsSection):
     ledger: LedgerSection = LedgerSection()
     publish: PublishSection = PublishSection()
     place: PlaceSection = PlaceSection()
+
+    def but(self, **changes: Mapping[str, Any]) -> Self:
+        """With other values of some settings, by section; they are not checked again."""
+        sections = {name: getattr(self, name).model_copy(update=new) for name, new in changes.items()}
+        return self.model_copy(update=sections)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:

@@ -21,6 +21,10 @@ COMMAND_LINE = "command line"
 NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episode.environment", "episode.agent")
 NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
+SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
+SETTINGS: dict[str, FieldInfo] = {
+    f"{section}.{key}": field for section, model in SECTIONS.items() for key, field in model.model_fields.items()
+}
 
 
 class Explained(NamedTuple):
@@ -44,13 +48,14 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
     given: dict[str, Given] = {}
     file_problems = [] if path is None else _read_file(Path(path), given)
     problems = file_problems + _read_overrides(overrides, given)
-    known = settings()
-    for key in [key for key in given if key not in known]:
+    for key in [key for key in given if key not in SETTINGS]:
         problems.append(_unknown(key, given.pop(key).place))
     config, invalid = _validate(given, file_is_whole=not file_problems)
     problems += invalid
+    if len(problems) > 1:
+        problems = [f"{len(problems)} problems with the settings:", *(f"  - {problem}" for problem in problems)]
     if config is None or problems:
-        raise ConfigError(_listing(problems))
+        raise ConfigError("\n".join(problems))
     return config
 
 
@@ -62,29 +67,21 @@ def to_toml(config: Config) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def dump(config: Config, path: Path) -> None:
-    """Write the settings to `path` as TOML, atomically: a reader finds the old or the new."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(to_toml(config), encoding="utf-8")
-    new.replace(path)
-
-
 def rooted(config: Config) -> Config:
     """`config` with absolute paths: the run it starts can be continued from any directory.
 
     What is no path of an existing file stays as it is, such as 'demo' or a dotted module's name.
     """
-    model, prompts, run, reward, episode = config.model, config.prompts, config.run, config.reward, config.episode
-    changes: dict[str, dict[str, Any]] = {
-        "model": {"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
-        "prompts": {key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")},
-        "run": {"dir": run.dir and os.path.abspath(run.dir)},
-        "reward": {"function": _absolute_function(reward.function)},
-        "episode": {"environment": _absolute_function(episode.environment), "agent": _absolute_agent(episode.agent)},
-        "buffer": {"filters": tuple(map(_absolute_function, config.buffer.filters))},
-    }
-    sections = {name: getattr(config, name).model_copy(update=new) for name, new in changes.items()}
-    return config.model_copy(update=sections)
+    model, prompts, run, episode = config.model, config.prompts, config.run, config.episode
+    agent = _absolute_function(episode.agent) if names_function(episode.agent) else episode.agent
+    return config.but(
+        model={"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
+        prompts={key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")},
+        run={"dir": run.dir and os.path.abspath(run.dir)},
+        reward={"function": _absolute_function(config.reward.function)},
+        episode={"environment": _absolute_function(episode.environment), "agent": agent},
+        buffer={"filters": tuple(map(_absolute_function, config.buffer.filters))},
+    )
 
 
 def _absolute(path: str) -> str:
@@ -94,10 +91,6 @@ def _absolute(path: str) -> str:
 
 def _absolute_source(spec: str) -> str:
     return _absolute_function(spec) if names_file(spec.rpartition(":")[0]) else _absolute(spec)
-
-
-def _absolute_agent(spec: str) -> str:
-    return _absolute_function(spec) if names_function(spec) else spec
 
 
 def _absolute_function(spec: str) -> str:
@@ -116,7 +109,7 @@ def explain(section_filter: str | None = None) -> list[Explained]:
     """Every setting with its type, default and meaning, or those of one section, or one setting."""
     rows = [
         Explained(key, _type_text(field), _toml_value(field.default), field.description or "")
-        for key, field in settings().items()
+        for key, field in SETTINGS.items()
         if section_filter is None or key == section_filter or key.startswith(f"{section_filter}.")
     ]
     if not rows:
@@ -134,16 +127,6 @@ def values(config: Config) -> dict[str, str]:
     return {f"{s}.{key}": _toml_value(v) for s, section in config.model_dump().items() for key, v in section.items()}
 
 
-def settings() -> dict[str, FieldInfo]:
-    return {
-        f"{section}.{key}": field for section, model in _sections().items() for key, field in model.model_fields.items()
-    }
-
-
-def _sections() -> dict[str, type[BaseModel]]:
-    return {name: type(field.default) for name, field in Config.model_fields.items()}
-
-
 # Reading
 
 
@@ -151,7 +134,7 @@ def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
     try:
         leaves = list(_leaves(tomllib.loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
-        if str(path) in settings():
+        if str(path) in SETTINGS:
             return [f"there is no file {path}; to set {path} write {path}=VALUE"]
         return [f"there is no file {path}"]
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -174,28 +157,26 @@ def _beside(path: Path, key: str, value: Any) -> Any:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    sections = _sections()
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and (value or key not in sections):
-            # An empty table is a leaf, so that a misspelt empty section is still reported.
-            yield from _leaves(value, f"{key}.") if value else [(key, value)]
-        elif not isinstance(value, dict):
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{key}.")
+        elif value != {} or key not in SECTIONS:  # a misspelt empty section is still reported
             yield key, value
 
 
 def _read_overrides(overrides: Sequence[str], given: dict[str, Given]) -> list[str]:
     problems = []
-    known = settings()
     for override in overrides:
         key, equals, text = override.partition("=")
         key, text = key.strip(), text.strip()
-        if not equals and key in known:
+        if not equals and key in SETTINGS:
             problems.append(f"{key} has no value; write {key}=VALUE ({COMMAND_LINE})")
         elif not equals or not key:
             problems.append(f"{override!r} is not of the form section.key=value ({COMMAND_LINE})")
         else:
-            given[key] = Given(_parse(text, key in known and _is_text(known[key])), COMMAND_LINE)
+            wanted = SETTINGS[key].annotation if key in SETTINGS else None
+            given[key] = Given(_parse(text, wanted is str or get_origin(wanted) is Literal), COMMAND_LINE)
     return problems
 
 
@@ -215,7 +196,7 @@ def _parse(text: str, wants_text: bool) -> Any:
 
 def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config | None, list[str]]:
     """The config, or what is wrong: first with each value alone, then with their combination."""
-    bools = [key for key, field in settings().items() if field.annotation is bool]
+    bools = [key for key, field in SETTINGS.items() if field.annotation is bool]
     # Pydantic would take true for 1.
     wrong = {key: "" for key, (value, _) in given.items() if isinstance(value, bool) and key not in bools}
     config, errors = _build(given, wrong)
@@ -245,18 +226,11 @@ def _build(given: Mapping[str, Given], without: Mapping[str, str]) -> tuple[Conf
 
 
 def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
-    field = settings().get(key)
+    field = SETTINGS.get(key)
     if field is None or key not in given:
         return f"{key}: {message}"
     value, place = given[key]
     return f"{key}: expected {_type_text(field, value)}; got {_toml_value(value)} ({place})"
-
-
-def _listing(problems: Sequence[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    lines = [f"  - {problem}" for problem in problems]
-    return "\n".join([f"{len(problems)} problems with the settings:", *lines])
 
 
 # Suggesting
@@ -265,10 +239,10 @@ def _listing(problems: Sequence[str]) -> str:
 def _unknown(key: str, place: str = "") -> str:
     where = f" ({place})" if place else ""
     section, _, rest = key.partition(".")
-    if key in _sections():
-        example = next(iter(_sections()[key].model_fields))
+    if key in SECTIONS:
+        example = next(iter(SECTIONS[key].model_fields))
         return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"
-    if f"{section}.{rest.partition('.')[0]}" in settings():
+    if f"{section}.{rest.partition('.')[0]}" in SETTINGS:
         return f"unknown setting {key}; {section}.{rest.partition('.')[0]} has no keys of its own{where}"
     near = _nearest(key)
     return f"unknown setting {key}" + (f"; did you mean {near}?" if near else "") + where
@@ -278,13 +252,13 @@ def _nearest(key: str) -> str:
     """The most similar dotted keys of all sections, by their names or their documentation."""
     section, _, name = key.rpartition(".")
     scores = {}
-    for known, field in settings().items():
+    for known, field in SETTINGS.items():
         known_section, _, known_name = known.partition(".")
         called = (field.description or "").lower().replace(" ", "_")
         score = max(_similarity(name, known_name), _similarity(name, called))
         same_section = _similarity(section, known_section) > 0.7  # perhaps misspelt
         scores[known] = 0.75 * score + 0.25 * same_section if section else score
-    scores |= {known: _similarity(key, known) for known in _sections() if not section}
+    scores |= {known: _similarity(key, known) for known in SECTIONS if not section}
     best = max(scores.values())
     nearest = [known for known, score in scores.items() if score > best - 0.01][:3]
     return " or ".join(nearest) if best >= 0.6 else ""
@@ -313,10 +287,6 @@ def _similarity(one: str, other: str) -> float:
 
 
 # Words for types and values
-
-
-def _is_text(field: FieldInfo) -> bool:
-    return field.annotation is str or get_origin(field.annotation) is Literal
 
 
 def _type_text(field: FieldInfo, value: Any = None) -> str:

@@ -1,7 +1,18 @@
-"""Records of what was measured: seconds, counts, statistics. Frozen, no torch. Each shows an instance."""
+"""What was measured: records of seconds, counts and statistics (frozen, no torch), and the run's clock.
 
-from dataclasses import dataclass, fields
+`Row` is the ledger's one line of numbers per step. Each number is declared once, here: ledger, sinks,
+`/metrics` and the page's curves follow from it.
+"""
 
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+STALL = "training waits"  # detail of a `checkpoint` span that holds up training
 STAGES = ("rollout", "reward", "reference", "train", "publish")
 
 
@@ -131,3 +142,196 @@ class PublishTimes:
     @property
     def total_s(self) -> float:
         return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMetric:
+    """What one number of `Row` is.
+
+    Example: RowMetric(label="length/max", help="of the longest answer", unit="tokens", over="max")
+    """
+
+    label: str  # its name in plotting sinks
+    help: str
+    unit: str = ""
+    over: Literal["mean", "sum", "max", "min", "last"] = "mean"  # how steps become one number
+    exported: str = ""  # to Prometheus; empty: the field's name, with `_total` if it is a sum
+
+
+def _metric(label: str, help: str, unit: str = "", over: Any = "mean", exported: str = "", **default: Any) -> Any:
+    metric = RowMetric(label=label, help=help, unit=unit, over=over, exported=exported)
+    return field(**default, metadata={"metric": metric})
+
+
+def _total(label: str, help: str, unit: str = "", exported: str = "") -> Any:
+    return _metric(label, help, unit, "sum", exported)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The ledger's one line per step.
+
+    Example: Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
+        generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
+    """
+
+    step: int
+    version: int = _metric("step/version", "version of the policy after the step", "", "last", "policy_version")
+    wall_s: float = _total("step/wall_s", "seconds since the last row", "s", "wall_seconds_total")
+    num_groups: int = _total("step/num_groups", "groups trained on", exported="trained_groups_total")
+    num_trajectories: int = _total(
+        "step/num_trajectories", "trajectories trained on", exported="trained_trajectories_total"
+    )
+    generated_tokens: int = _total("tokens/generated", "tokens generated", "tokens")
+    trained_tokens: int = _total("tokens/trained", "tokens trained on", "tokens")
+    dropped_tokens: Mapping[str, int]  # by reason
+    backlog_tokens: int = _metric("tokens/backlog", "tokens buffered and in flight after the step", "tokens", "last")
+    preemptions: int = _total(
+        "engine/preemptions", "times a sequence gave up its cache because there was no more, and was computed again"
+    )
+    parks: int = _total("engine/parks", "times a sequence that reached max_wall_s was laid aside for others")
+    cached_share: float = _metric(
+        "engine/cached_share", "share of prompt tokens that were served from the cache of an earlier turn"
+    )
+    turns_mean: float = _metric("episode/turns_mean", "turns per scored trajectory")
+    environment_s: float = _metric("time/environment", "seconds in which environments worked", "seconds")
+    lag_mean: float = _metric("lag/mean", "mean lag over trained tokens", "versions")
+    lag_max: int = _metric("lag/max", "lag of the oldest trained token", "versions", "max")
+    reward_mean: float = _metric("reward/mean", "mean reward of all scored trajectories")
+    reward_std: float = _metric("reward/std", "standard deviation of these rewards")
+    length_mean: float = _metric(
+        "length/mean", "sampled tokens per scored answer", "tokens", exported="answer_tokens_mean"
+    )
+    length_max: int = _metric(
+        "length/max", "sampled tokens of the longest scored trajectory", "tokens", "max", "answer_tokens_max"
+    )
+    truncated_share: float = _metric(
+        "length/truncated_share",
+        "share of the scored trajectories that ran into max_new_tokens or max_wall_s",
+        exported="answers_cut_share",
+    )
+    loss: float = _metric("learner/loss", "loss")
+    grad_norm: float = _metric("learner/grad_norm", "norm of the gradient, before it is clipped")
+    lr: float = _metric("learner/lr", "learning rate", "", "last", "learning_rate")
+    skipped: bool = _total(
+        "learner/skipped",
+        "the gradient was not finite, the weights stayed as they were",
+        exported="skipped_steps_total",
+    )
+    entropy: float = _metric("learner/entropy", "mean of -log p over sampled tokens", "nats")
+    kl_reference: float = _metric("learner/kl_reference", "KL from the reference", "nats")
+    mismatch_mean: float = _metric("mismatch/mean", "mean |learner - behaviour| log-prob", "nats")
+    mismatch_k3: float = _metric("mismatch/k3", "KL(behaviour || learner) per token", "nats")
+    ratio_mean: float = _metric("mismatch/ratio_mean", "mean importance ratio")
+    ratio_p01: float = _metric("mismatch/ratio_p01", "1st percentile of the ratio", "", "min")
+    ratio_p99: float = _metric("mismatch/ratio_p99", "99th percentile of the ratio", "", "max")
+    ratio_outside: float = _metric(
+        "mismatch/ratio_outside", "share of tokens with ratio outside [0.9, 1.1]", exported="ratio_outside_share"
+    )
+    clipped_share: float = _metric("learner/clipped_share", "share of tokens whose ratio was clipped")
+    effective_samples: float = _metric(
+        "mismatch/effective_samples",
+        "effective sample size of the importance weights, as a share: (Σw)² / (n Σw²)",
+        exported="effective_samples_share",
+    )
+    stage_s: StageTimes
+    publish_bytes: int = _metric(
+        "publish/bytes", "bytes moved to bring new weights to the engine", "bytes", exported="publish_bytes_total"
+    )
+    score: float | None = _metric(
+        "eval/score", "held-out score, on the steps that evaluate", exported="held_out_score", default=None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One answer, to be read by a person.
+
+    Example: Sample(step=20, prompt="12+9=", answer="22", reward=0.0, fate="dropped: no_signal")
+    """
+
+    step: int
+    prompt: str
+    answer: str
+    reward: float | None
+    fate: str  # "buffered", or why it was dropped
+
+
+ROW_METRICS: Mapping[str, RowMetric] = {f.name: f.metadata["metric"] for f in fields(Row) if f.metadata}
+"""By field, every number of a row; `dropped_tokens` and `stage_s` hold several each."""
+
+
+class StageClock:
+    """Which stage was busy when, on one monotonic clock that starts with the run. Thread-safe.
+
+    `start_s` is the last time of the run that is resumed.
+    """
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._origin = time.monotonic() - start_s
+        self._lock = threading.Lock()
+        self._finished: list[StageSpan] = []
+        self._running: dict[object, StageSpan] = {}
+        self._moves: Counter[str] = Counter()
+
+    def now(self) -> float:
+        """Seconds since the run began, without the time between two processes of it."""
+        return time.monotonic() - self._origin
+
+    @contextmanager
+    def span(
+        self, stage: str, *, version: int | None = None, worker: str = "local", detail: str = ""
+    ) -> Iterator[None]:
+        """Measure the body as busy time of `stage`, also when it raises."""
+        start_s, key = self.now(), object()
+        with self._lock:
+            self._running[key] = StageSpan(
+                stage=stage, start_s=start_s, end_s=start_s, worker=worker, version=version, detail=detail
+            )
+        try:
+            yield
+        finally:
+            end_s = self.now()
+            with self._lock:
+                self._finished.append(replace(self._running.pop(key), end_s=end_s))
+                self._moves[stage] += 1
+
+    def add(self, span: StageSpan) -> None:
+        with self._lock:
+            self._finished.append(span)
+
+    def moved(self, stage: str) -> None:
+        with self._lock:
+            self._moves[stage] += 1
+
+    def moves(self) -> dict[str, int]:
+        """How often each stage made progress: equal results mean that nothing happened."""
+        with self._lock:
+            return dict(self._moves)
+
+    def drain(self) -> list[StageSpan]:
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def running(self) -> list[StageSpan]:
+        """Unfinished spans, as if they ended now, for the next row.
+
+        Call it before `drain`: a span that ends in between is then in both and counts once, instead
+        of in neither.
+        """
+        with self._lock:
+            now_s = self.now()
+            return [replace(span, end_s=now_s) for span in self._running.values()]
+
+
+def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> dict[str, float]:
+    """By stage, the seconds in which it was busy; overlapping spans count once."""
+    total: dict[str, float] = defaultdict(float)
+    reached: dict[str, float] = defaultdict(lambda: start_s)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        begin, end = max(span.start_s, reached[span.stage]), min(span.end_s, end_s)
+        if end > begin:
+            total[span.stage] += end - begin
+            reached[span.stage] = end
+    return total

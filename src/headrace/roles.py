@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from headrace.config import Config
-from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
-from headrace.row import Row, Sample
+from headrace.measured import Mismatch, PolicyFacts, PublishTimes, Row, Sample, StepStats
 from headrace.types import Example, FloatArray, Group, IntArray, Item, News, Order, Score, Ticket, Trajectory
 
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
@@ -321,19 +320,6 @@ class PromptSource(Protocol):
     def __getitem__(self, i: int) -> Mapping[str, Any]: ...
 
 
-class Sink(Protocol):
-    """Where ledger rows are exported to, besides the ledger itself."""
-
-    def write(self, row: Row) -> None:
-        """Export one row."""
-
-    def sample(self, sample: Sample) -> None:
-        """Export one answer."""
-
-    def close(self) -> None:
-        """Write what is still held back."""
-
-
 class Watcher:
     """Who is told about a run's progress: the terminal, or nobody. It ignores everything itself."""
 
@@ -354,3 +340,10 @@ class Watcher:
 
     def note(self, text: str) -> None:
         """Something the user should know."""
+
+
+class Sink(Watcher):
+    """Where rows and samples are exported to, besides the ledger itself."""
+
+    def close(self) -> None:
+        """Write what is still held back."""

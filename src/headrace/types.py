@@ -154,8 +154,7 @@ class Turn:
 class Segment:
     """A branch: tokens from `start` to the next segment's go on after token `after` (-1: a new root).
 
-    Example:
-        Segment(start=40, after=11)
+    Example: Segment(start=40, after=11)
     """
 
     start: int

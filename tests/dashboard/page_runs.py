@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hand_made import group, row
 
-from headrace.config_file import dump
 from headrace.ledger.database import claimed
-from headrace.ledger.files import run_config
+from headrace.ledger.files import run_config, save_settings
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageSpan
 
@@ -44,7 +43,7 @@ def broken_runs(runs: Path, real_run: Path) -> Iterator[None]:
     for name in ("empty", "starting", "written"):
         (runs / name).mkdir()
     for name in ("starting", "written"):
-        dump(run_config(real_run), runs / name / "config.toml")
+        save_settings(run_config(real_run), runs / name)
     with claimed(runs / "starting"), claimed(runs / "written"), Ledger.create(runs / "written") as ledger:
         taken = group(0)
         ledger.started(4)

@@ -27,12 +27,12 @@ from hand_made import group, row
 from page_runs import BROKEN
 from tiny_runs import select
 
-from headrace.config_file import dump, explain
+from headrace.config_file import explain
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import triage
-from headrace.ledger.files import run_config
+from headrace.ledger.files import run_config, save_settings
 from headrace.ledger.ledger import Ledger
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 no_page = importlib.util.find_spec("nicegui") is None  # importing it takes seconds, and only the server needs it
@@ -273,7 +273,7 @@ def test_the_overview_shows_the_numbers_of_the_ledger(browser: Any, server: Serv
 def test_a_run_that_goes_on_is_followed(browser: Any, server: Server, real_run: Path):
     run, tab = real_run.parent / "growing", Tab(browser, server)
     run.mkdir()
-    dump(run_config(real_run), run / "config.toml")
+    save_settings(run_config(real_run), run)
     assert text_of(tab.open("/run/growing/overview")).count("has no ledger yet") == 1  # for all panels
     with Ledger.create(run) as ledger:
         for step in (1, 2):
@@ -311,7 +311,7 @@ def nasty_run(runs: Path, name: str, real_run: Path) -> str:
     run, written = runs / name, group(0)
     run.mkdir()
     config = run_config(real_run, [f"reward.function={NASTY.replace(chr(27), '')}"])
-    dump(config, run / "config.toml")
+    save_settings(config, run)
     answer = written.trajectories[0]
     object.__setattr__(answer, "text", NASTY)
     object.__setattr__(answer, "reward_parts", {NASTY: 1.0})

@@ -11,7 +11,7 @@ from headrace.dashboard.books import AXES, Series, Tally, read_series
 from headrace.dashboard.charts import CARDS, NUM_COLOURS, Look, lines, metric_curves, parts_drawn, smoothed
 from headrace.dashboard.site import Site
 from headrace.ledger.ledger import Ledger
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS
 
 
 @pytest.fixture

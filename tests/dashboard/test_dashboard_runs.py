@@ -11,11 +11,10 @@ from hand_made import row
 from tiny_runs import Workshop, select
 
 from headrace import api
-from headrace.config_file import dump
 from headrace.dashboard.site import Site
 from headrace.errors import StalledError
 from headrace.ledger.database import claimed
-from headrace.ledger.files import run_config
+from headrace.ledger.files import run_config, save_settings
 from headrace.ledger.journal import Restart, insert
 from headrace.ledger.ledger import Ledger
 from headrace.runs import facts as module
@@ -83,7 +82,7 @@ def test_a_run_that_could_not_go_on_says_why(workshop: Workshop):
 def test_restarts_and_skipped_steps_are_told(real_run: Path, tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
-    dump(run_config(real_run), run / "config.toml")
+    save_settings(run_config(real_run), run)
     with Ledger.create(run) as ledger:
         for step in range(1, 5):
             ledger.row(row(step, skipped=step in (2, 4)))

@@ -7,7 +7,7 @@ from insight_runs import hand_made_run
 from tiny_runs import Workshop
 
 from headrace import api
-from headrace.row import Row
+from headrace.measured import Row
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from hand_made import group_of, trajectory
 
-from headrace.config_file import dump, load_config
-from headrace.ledger.clock import STALL, StageClock
+from headrace.config_file import load_config
+from headrace.ledger.files import save_settings
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Ledger
-from headrace.measured import StageSpan
-from headrace.row import Row
+from headrace.measured import STALL, Row, StageClock, StageSpan
 from headrace.types import Attempt, FinishReason, Group, Timing
 
 STEP_S, EVALUATION_S = 10.0, 5.0
@@ -46,7 +45,7 @@ class SetClock(StageClock):
 def hand_made_run(run_dir: Path, *, num_steps: int = 3, close: bool = True) -> Path:
     """Write the run. Not closed, it is a run that goes on."""
     run_dir.mkdir(parents=True)
-    dump(load_config(None, ["loop.steps=3", "loop.max_lag=1", "rollout.samples=3"]), run_dir / "config.toml")
+    save_settings(load_config(None, ["loop.steps=3", "loop.max_lag=1", "rollout.samples=3"]), run_dir)
     clock = SetClock()
     ledger = Ledger.create(run_dir, clock=clock)
     for step in range(1, num_steps + 1):
@@ -165,7 +164,7 @@ def made_up_run(
         "rollout.samples=2",
         "rollout.max_new_tokens=1000",
     ]
-    dump(load_config(None, [*given, *settings]), run_dir / "config.toml")
+    save_settings(load_config(None, [*given, *settings]), run_dir)
     clock = SetClock()
     with Ledger.create(run_dir, clock=clock) as ledger:
         for step in range(1, num_steps + 1):

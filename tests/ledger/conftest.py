@@ -10,7 +10,7 @@ import pytest
 from hand_made import row
 
 from headrace.ledger.ledger import Ledger
-from headrace.row import Row
+from headrace.measured import Row
 from headrace.types import FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from headrace.errors import RunError
-from headrace.ledger.clock import StageClock
+from headrace.ledger.database import SCHEMA_VERSION
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.ledger.schema import SCHEMA_VERSION
-from headrace.measured import StageSpan, StageTimes
+from headrace.measured import StageClock, StageSpan, StageTimes
 from headrace.runs.audit import audit
 from headrace.types import DropReason
 

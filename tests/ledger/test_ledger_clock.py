@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ledger.clock import StageClock, busy_s
-from headrace.measured import StageSpan
+from headrace.measured import StageClock, StageSpan, busy_s
 
 
 def union_length(intervals):

@@ -13,7 +13,7 @@ from headrace.config import LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.journal import row_from_json, row_to_json
 from headrace.ledger.sinks import open_sinks, scalars
-from headrace.row import ROW_METRICS, Row, Sample
+from headrace.measured import ROW_METRICS, Row, Sample
 
 
 def test_scalars_of_a_row(make_row):
@@ -62,7 +62,7 @@ def test_jsonl_has_complete_rows_at_once(tmp_path, make_row):
     (sink,) = open_sinks(LedgerSection(sinks=("jsonl",)), tmp_path, {})
     rows = [make_row(1, dropped_tokens={"stale": 2}), make_row(2, grad_norm=math.inf, score=0.5)]
     for row in rows:
-        sink.write(row)
+        sink.row(row)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert [row_from_json(line) for line in lines] == rows
     assert json.loads(lines[0])["stage_s"]["rollout"] == 1.5
@@ -76,8 +76,8 @@ def test_jsonl_has_complete_rows_at_once(tmp_path, make_row):
 
 def test_tensorboard_file_is_read_back(tmp_path, make_row):
     (sink,) = open_sinks(LedgerSection(sinks=("tensorboard",)), tmp_path, {"run": {"seed": 7}})
-    sink.write(make_row(1, reward_mean=0.5))
-    sink.write(make_row(2, reward_mean=0.75, loss=math.nan))
+    sink.row(make_row(1, reward_mean=0.5))
+    sink.row(make_row(2, reward_mean=0.75, loss=math.nan))
     sink.sample(SAMPLE)
     sink.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
@@ -114,7 +114,7 @@ def test_wandb_gets_project_config_rows_and_samples(tmp_path, make_row, monkeypa
     for _ in range(2):  # as a run and its restart do
         (sink,) = open_sinks(LedgerSection(sinks=("wandb",), wandb_project="mine"), tmp_path, {"a": 1})
         sink.sample(SAMPLE)
-        sink.write(make_row(4))
+        sink.row(make_row(4))
         sink.close()
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb")
     id = calls[0][1]["id"]

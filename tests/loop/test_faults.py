@@ -28,9 +28,9 @@ from headrace.ledger import database
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import SKIPPED_STEPS
+from headrace.measured import Row
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
-from headrace.row import Row
 from headrace.runs.audit import audit, books
 
 MEDDLE = Callable[..., Any]

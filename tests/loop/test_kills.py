@@ -17,7 +17,7 @@ from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 from headrace import api
 from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.row import Row
+from headrace.measured import Row
 from headrace.runs.audit import audit, books
 
 STEPS = 8

@@ -11,8 +11,8 @@ from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, weights
 
 from headrace import api
 from headrace.loop.loop import Loop
+from headrace.measured import Row
 from headrace.place.place import Place
-from headrace.row import Row
 
 SETTINGS = ("learner.lora_rank=4", "learner.lr=1e-2")
 

@@ -21,9 +21,8 @@ from headrace.errors import RewardError, StalledError
 from headrace.ledger.ledger import Amount
 from headrace.loop.ending import TARGET_STEPS
 from headrace.loop.loop import Loop
-from headrace.measured import StepStats
+from headrace.measured import Row, StepStats
 from headrace.place.place import Place
-from headrace.row import Row
 from headrace.runs.audit import audit, books
 from headrace.types import Completion, DropReason, Score
 

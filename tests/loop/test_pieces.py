@@ -17,7 +17,7 @@ from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.resume import resume
-from headrace.row import Row
+from headrace.measured import Row
 from headrace.runs.audit import audit
 from headrace.runs.show import read_trajectory
 from headrace.testing import Piece, ScriptedJudge, ScriptedSampler, scripted_place

@@ -12,8 +12,7 @@ import pytest
 from tiny_runs import NUM_PROMPTS, Workshop, rows_of, select, write_prompts
 
 from headrace import api
-from headrace.measured import STAGES
-from headrace.row import Row
+from headrace.measured import STAGES, Row
 from headrace.runs.audit import books
 
 PUBLIC = {

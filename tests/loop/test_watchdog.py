@@ -20,10 +20,10 @@ from headrace import api
 from headrace.buffer.buffer import Buffer
 from headrace.errors import HungError
 from headrace.learner.learner import Learner
-from headrace.ledger.clock import StageClock
 from headrace.ledger.files import STACKS
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.watchdog import Watchdog, beside
+from headrace.measured import StageClock
 from headrace.place.place import Place
 from headrace.rollout.engine import Engine
 

@@ -13,8 +13,8 @@ from tiny_runs import Workshop
 from headrace import api
 from headrace.errors import RunError
 from headrace.ledger.files import run_config, scale
+from headrace.measured import Row
 from headrace.place.place import Place
-from headrace.row import Row
 from headrace.runs.audit import audit, books
 
 DISK = "publish.transport=disk"

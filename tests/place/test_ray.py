@@ -16,8 +16,8 @@ from headrace import api
 from headrace.errors import ConfigError, MissingExtraError, RunError
 from headrace.ledger.files import run_config, scale
 from headrace.ledger.ledger import Ledger
+from headrace.measured import Row
 from headrace.place.place import Place, _gpus_of_a_worker, open_place
-from headrace.row import Row
 from headrace.runs.audit import audit, books
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -23,9 +23,8 @@ from headrace.config_file import changed
 from headrace.insight.triage import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
 from headrace.ledger.files import PLOT
 from headrace.ledger.ledger import Ledger
-from headrace.measured import STAGES, StageTimes
+from headrace.measured import STAGES, Row, Sample, StageTimes
 from headrace.roles import Watcher
-from headrace.row import Row, Sample
 from headrace.runs.report import count, duration
 
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping

@@ -16,8 +16,8 @@ from headrace.insight.triage import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import read_summary, run_config
 from headrace.ledger.ledger import Amount, Books, Ledger
-from headrace.ledger.origin import changes
-from headrace.row import Row
+from headrace.ledger.recovery import changes
+from headrace.measured import Row
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
 from headrace.runs.facts import RunFacts, RunState, read_run, read_runs

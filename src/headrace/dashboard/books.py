@@ -19,8 +19,7 @@ import numpy as np
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books, Ledger
-from headrace.measured import STAGES
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS, STAGES
 from headrace.runs import show
 from headrace.runs.audit import books
 from headrace.runs.columns import Ints, Numbers, RowColumns, one, query, read_spans, reading, union

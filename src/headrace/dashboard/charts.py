@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.dashboard.books import Points, Rewards, Series, Tally, Timeline, steps_together
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS
 from headrace.runs.columns import Numbers
 from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.show import Account

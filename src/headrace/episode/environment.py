@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from headrace.config import EpisodeSection
 from headrace.errors import ConfigError, RewardError
 from headrace.roles import Judge
@@ -30,7 +32,7 @@ ADVICE = (
 class EnvironmentFailedError(Exception):
     """An environment cannot go on: its episode is dropped."""
 
-    def __init__(self, reason: DropReason, detail: str) -> None:
+    def __init__(self, detail: str, reason: DropReason = DropReason.ENV_ERROR) -> None:
         super().__init__(detail)
         self.reason = reason
 
@@ -39,19 +41,20 @@ class _LostError(EnvironmentFailedError):
     """The environment's process was replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """An environment's reply to a turn.
+class Said(BaseModel):
+    """An environment's reply to a turn, checked: the user's code can write to the socket of its process.
 
     Example:
-        Said(replies=("higher",), reward=None, done=False, state="", snapshot="")
+        Said(replies=("higher",), done=False)
     """
 
-    replies: tuple[str, ...]
-    reward: float | None
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    replies: tuple[str, ...] = Field(strict=False)  # or a list
     done: bool
-    state: str
-    snapshot: str
+    reward: float | None = None
+    state: str = ""
+    snapshot: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,7 @@ class Environments:
             own, most = found.get(name), getattr(section, name)
             if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or own < 0):
                 raise ConfigError(f"episode.environment = '{section.environment}': {name} = {own!r} is not a limit")
-            limits[name] = min(own or math.inf, most or math.inf)
-            limits[name] = 0 if limits[name] == math.inf else limits[name]
+            limits[name] = min(filter(None, (own, most)), default=0)
         known = {name: found[name] for name in ("takes_text", "scores")}
         self.described = Described(tools=tuple(found["tools"]), **known, **limits)
 
@@ -122,8 +124,8 @@ class Environment:
             case [*messages] if messages and all(isinstance(m, dict) and "role" in m for m in messages):
                 return messages
             case said:
-                problem = f"start() returned {said!r}; it must be a text, a list of messages, or None"
-                raise EnvironmentFailedError(DropReason.ENV_ERROR, problem)
+                problem = "it must be a text, a list of messages, or None"
+                raise EnvironmentFailedError(f"start() returned {said!r}; {problem}")
 
     async def turn(self, given: Mapping[str, Any]) -> Said:
         """The reply to tool calls, or to a text."""
@@ -143,15 +145,14 @@ class Environment:
             said = _said(await self._ask("turn", given))
             if said.replies != before:
                 problem = f"the reply to turn {number} was {before}, and is {said.replies} when it is repeated"
-                raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem}; {ADVICE}")
+                raise EnvironmentFailedError(f"{problem}; {ADVICE}")
 
     async def end(self) -> dict[str, float]:
         """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
         reward = (await self._ask_twice("score", None)).get("reward")
         parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
         if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):
-            problem = f"reward() returned {reward!r}; it must be a finite number, or a dict of them"
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, problem)
+            raise EnvironmentFailedError(f"reward() returned {reward!r}; it must be a finite number, or a dict of them")
         return {name: float(number) for name, number in parts.items()}
 
     async def close(self) -> None:
@@ -161,11 +162,11 @@ class Environment:
     async def _ask(self, do: str, given: Any) -> dict[str, Any]:
         score = await self._host.run(Command(episode=self._episode, do=do, given=given))
         if score.failure is not None:
-            raise EnvironmentFailedError(REASONS.get(score.failure, DropReason.ENV_ERROR), score.detail)
+            raise EnvironmentFailedError(score.detail, REASONS.get(score.failure, DropReason.ENV_ERROR))
         if not isinstance(score.value, dict):
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {score.value!r}")
+            raise EnvironmentFailedError(f"its process sent {score.value!r}")
         if score.value.get("lost"):
-            raise _LostError(DropReason.ENV_ERROR, "its process ended, again and again")
+            raise _LostError("its process ended, again and again")
         return score.value
 
     async def _ask_twice(self, do: str, given: Any) -> dict[str, Any]:
@@ -178,13 +179,7 @@ class Environment:
 
 
 def _said(value: Mapping[str, Any]) -> Said:
-    """A reply, checked: the user's code can write to the socket of its process."""
-    replies, reward = value.get("replies"), value.get("reward")
-    state, snapshot, done = value.get("state", ""), value.get("snapshot", ""), value.get("done")
-    fine = isinstance(replies, list) and all(isinstance(text, str) for text in [*replies, state, snapshot])
-    is_number = isinstance(reward, int | float) and math.isfinite(reward)
-    if not fine or not isinstance(done, bool) or not (reward is None or is_number):
-        raise EnvironmentFailedError(DropReason.ENV_ERROR, f"its process sent {value!r}, which is no reply")
-    assert isinstance(replies, list)
-    number = None if reward is None else float(reward)
-    return Said(replies=tuple(replies), reward=number, done=done, state=state, snapshot=snapshot)
+    try:
+        return Said.model_validate(value)
+    except ValidationError as error:
+        raise EnvironmentFailedError(f"its process sent {value!r}, which is no reply") from error

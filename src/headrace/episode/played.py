@@ -114,15 +114,15 @@ class PlayedEpisode:
     async def _start(self) -> None:
         self._history = self.player.with_system(await self._timed(self._environment.start()))
         try:
-            self._place = self.session.begin(self._history, self._tools)
+            self._place = self.session.tell(self.session.first(self._history, self._tools))
         except ChatError as error:
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, str(error)) from error
+            raise EnvironmentFailedError(str(error)) from error
 
     async def _repeat(self, known: Trajectory) -> ParsedAnswer:
         """Come to where an earlier attempt was, and return its last answer: no turn is sampled again."""
         session, began, log = self.session, known.turns[0].start, []
         if not np.array_equal(known.token_ids[:began], session.trajectory.token_ids):
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"it began otherwise than before; {ADVICE}")
+            raise EnvironmentFailedError(f"it began otherwise than before; {ADVICE}")
         session.trajectory = replace(known, id=session.id)
         for turn in known.turns[:-1]:
             answer = self._read(turn)
@@ -156,21 +156,20 @@ class PlayedEpisode:
 
     async def _reply(self, answer: ParsedAnswer) -> bool:
         """Let the environment reply; False if the episode is over."""
-        message, t = answer.message(), self.session.trajectory
+        message, turn = answer.message(), self.session.trajectory.turns[-1]
         began_s = self.player.desk.now()
         said = await self._said(answer)
         if said is None:
             return False
-        environment_s = self.player.desk.now() - began_s
-        turn = replace(t.turns[-1], replies=said.replies, reward=said.reward, environment_s=environment_s)
-        turn = replace(turn, snapshot=said.snapshot)
-        self.session.trajectory = replace(t, turns=(*t.turns[:-1], turn))
+        told = said.model_dump(include={"replies", "reward", "snapshot"})
+        self.session.replace_turn(turn, replace(turn, **told, environment_s=self.player.desk.now() - began_s))
         if said.done:
             self._ended = True
             return False
         new = _as_messages(message, said.replies)
         try:
-            self._place = self.session.go_on(turn, self._history, message, new, self._tools)
+            addition = self.session.next(turn, self._history, message, new, self._tools)
+            self._place = self.session.tell(addition)
         except ChatError:  # it wrote something that the template cannot go on from
             return False
         self._history += [message, *new]
@@ -180,7 +179,7 @@ class PlayedEpisode:
         """The environment's reply; None if the answer was the last word."""
         if answer.error:
             replies = (f"error: {answer.error}",) * max(1, len(answer.tool_calls))
-            return Said(replies=replies, reward=None, done=False, state="", snapshot="")
+            return Said(replies=replies, done=False)
         given = self._given(answer)
         return None if given is None else await self._timed(self._environment.turn(given))
 
@@ -197,7 +196,7 @@ class PlayedEpisode:
         turns = tuple(replace(turn, snapshot="") for turn in self.session.trajectory.turns)
         if not turns:
             problem = f"the first message has {len(self.session.trajectory.token_ids)} tokens, which leaves no room"
-            raise EnvironmentFailedError(DropReason.ENV_ERROR, f"{problem} for a turn (episode.max_tokens)")
+            raise EnvironmentFailedError(f"{problem} for a turn (episode.max_tokens)")
         given = [turn.reward for turn in turns if turn.reward is not None]
         parts = {"turns": float(sum(given))} if given else {}
         parts |= await self._timed(self._environment.end())

@@ -1,4 +1,4 @@
-"""One episode: what it is told and what it samples.
+"""One episode: what it is told and what it samples; and all episodes of a run.
 
 An environment and the policy take turns (played.py), or an agent asks for turns (serve/).
 """
@@ -6,8 +6,8 @@ An environment and the policy take turns (played.py), or an agent asks for turns
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from headrace.episode.answer import Tools
 from headrace.episode.chat import Chat, Message
 from headrace.episode.tree import context, indices, told, turned
 from headrace.errors import ChatError
-from headrace.types import FinishReason, IntArray, Order, Sampling, Trajectory, Turn
+from headrace.types import FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
 
 R = TypeVar("R")
 
@@ -95,22 +95,14 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> int:
-        """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
-        return self.tell(self.first(messages, tools))
-
-    def go_on(
-        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
-    ) -> int:
-        """Append messages to `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
-        return self.tell(self.next(turn, history, answer, new, tools))
-
     def first(self, messages: Sequence[Message], tools: Tools) -> Addition:
+        """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
         return self.beyond(np.array(self.desk.chat.first(messages, tools), np.int32))
 
     def next(
         self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
     ) -> Addition:
+        """Messages after `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
         try:
             tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
         except ChatError:
@@ -153,3 +145,54 @@ class Session:
         finally:
             aborted.cancel()
             task.cancel()
+
+
+@dataclass(eq=False)
+class Episodes:
+    """All episodes of a run, asked like the pool of engines: groups in, one future per answer out.
+
+    `open(order, i)` makes the i-th episode of a group; `abort_requests` ends those at the engines.
+    """
+
+    open: Callable[[Order, int], Any]  # has a `session`, and can `play`
+    abort_requests: Callable[[Sequence[int]], None]
+    _running: dict[asyncio.Task[Outcome], Session] = field(default_factory=dict, init=False)
+
+    def start(self, order: Order) -> list[asyncio.Task[Outcome]]:
+        """An episode per sampling; those in `order.so_far` continue an earlier attempt."""
+        episodes = [self.open(order, i) for i in range(len(order.samplings))]
+        tasks = {asyncio.create_task(self._play(episode)): episode.session for episode in episodes}
+        self._running |= tasks
+        for task in tasks:
+            task.add_done_callback(self._running.pop)
+        return list(tasks)
+
+    async def _play(self, episode: Any) -> Outcome:
+        try:
+            outcome: Outcome = await episode.play()
+            return outcome
+        finally:
+            episode.session.desk.forget(episode.session.id)
+
+    def abort(self, serials: Sequence[int]) -> None:
+        """End the rest of these groups; their futures give what was sampled so far."""
+        wanted = set(serials)
+        for session in self._counted():
+            if session.order.serial in wanted:
+                session.aborted.set()
+        self.abort_requests(serials)
+
+    async def drain(self) -> None:
+        while self._running:
+            await asyncio.wait(list(self._running))
+
+    async def under_way(self) -> dict[int, dict[int, Trajectory]]:
+        """By serial and index, the finished turns of episodes that are not over."""
+        found: dict[int, dict[int, Trajectory]] = {}
+        for session in self._counted():
+            if session.trajectory.turns:
+                found.setdefault(session.order.serial, {})[session.index] = session.trajectory
+        return found
+
+    def _counted(self) -> list[Session]:
+        return [session for session in self._running.values() if session.order.counted]

@@ -27,12 +27,10 @@ import numpy as np
 from headrace import __version__
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.ledger.clock import STALL
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Books
-from headrace.measured import STAGES, StageTimes
-from headrace.row import ROW_METRICS
+from headrace.measured import ROW_METRICS, STAGES, STALL, StageTimes
 from headrace.runs import columns as tables
 from headrace.runs.columns import Columns, Numbers, RowColumns, reading
 from headrace.runs.facts import RunFacts, RunState, read_run

@@ -1,4 +1,12 @@
-"""Opening the ledger's SQLite file (WAL mode), with errors in the user's words."""
+"""The ledger's SQLite file (WAL mode): its tables, and opening it, with errors in the user's words.
+
+The tables (schema.sql) hold the rules of double-entry bookkeeping as constraints and triggers. Every amount moves
+from one account to another, so all accounts always add up to zero:
+generated = trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
+
+`headrace audit` compares the text of every statement with that in the file. So another text of a
+statement, even in a comment inside it, needs another SCHEMA_VERSION.
+"""
 
 import contextlib
 import fcntl
@@ -11,8 +19,10 @@ from typing import IO
 
 from headrace import __version__
 from headrace.errors import RunError
-from headrace.ledger.schema import SCHEMA, SCHEMA_VERSION
 
+SCHEMA_VERSION = "3"
+SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
+SOURCE, DROPPED = "generated", "dropped:"  # an account, and the beginning of the names of others
 FILE_NAME = "ledger.sqlite"
 LOCK_NAME = "lock"
 LOCK_WAIT_S = 5.0  # another program that reads the file may lock it for a moment

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
-from headrace.config_file import dump, load_config
+from headrace.config_file import load_config, to_toml
 from headrace.errors import HungError, RunError
 from headrace.ledger.database import DATABASE, FILE_NAME, LOCK_NAME, claimed, is_complete
 
@@ -123,8 +123,14 @@ def starting(run_dir: Path) -> Iterator[None]:
 
 def save_settings(config: Config, run_dir: Path) -> None:
     """Write them for `resume`. Leave to replace a run is given once: it is not among them."""
-    kept = config.run.model_copy(update={"overwrite": False})
-    dump(config.model_copy(update={"run": kept}), run_dir / SETTINGS)
+    write_whole(run_dir / SETTINGS, to_toml(config.but(run={"overwrite": False})))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Atomically: a reader finds the old or the new."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
@@ -174,10 +180,8 @@ def scale(run_dir: Path, workers: int) -> str:
         raise RunError(f"{workers} rollout workers cannot sample anything: at least 1 is needed")
     before = wanted_workers(run_dir, config.rollout.workers)
     path = run_dir / WANTED_WORKERS
-    new = path.with_suffix(".new")
     try:
-        new.write_text(f"{workers}\n")
-        new.replace(path)  # whoever reads it finds one number or the other
+        write_whole(path, f"{workers}\n")
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error
     told = f"{run_dir}: {before} -> {workers} rollout workers"

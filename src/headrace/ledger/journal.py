@@ -9,14 +9,13 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from headrace.measured import StageTimes
-from headrace.row import Row
+from headrace.measured import Row, StageTimes
 from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -146,7 +145,7 @@ def _trajectory(values: Mapping[str, Any]) -> Trajectory:
 
 
 def row_to_json(row: Row) -> str:
-    return json.dumps(plain(row), allow_nan=False)
+    return json.dumps(plain(asdict(row)), allow_nan=False)
 
 
 def row_from_json(text: str) -> Row:
@@ -159,8 +158,6 @@ def row_from_json(text: str) -> Row:
 
 
 def plain(value: Any) -> Any:
-    if isinstance(value, Row | StageTimes):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "item"):  # a numpy scalar

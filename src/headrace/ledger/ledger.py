@@ -17,10 +17,8 @@ from typing import Any, Literal, Self
 
 from headrace.errors import RunError
 from headrace.ledger import database, journal
-from headrace.ledger.clock import StageClock
-from headrace.ledger.schema import DROPPED, SOURCE
-from headrace.measured import StageSpan
-from headrace.row import Row
+from headrace.ledger.database import DROPPED, SOURCE
+from headrace.measured import Row, StageClock, StageSpan
 from headrace.types import Attempt, DropReason, Group, Prompt, Score, Trajectory
 
 PROMPT = "prompt:"  # key of a prompt in the table `meta`
@@ -356,8 +354,7 @@ class Ledger:
         return json.loads(found[0][0]) if found else {}
 
     def open_attempt(self, a: Attempt) -> None:
-        values = (a.serial, a.number, a.prompt_id, a.wave, a.version)
-        self.connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", values)
+        self.connection.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, 'open')", astuple(a))
 
     def _check_open(self, serial: int, number: int) -> None:
         """Refuse what belongs to an attempt that a restart has replaced."""

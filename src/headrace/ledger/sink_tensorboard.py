@@ -9,17 +9,18 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace.ledger.sinks import as_text, scalars
-from headrace.row import Row, Sample
+from headrace.measured import Row, Sample
+from headrace.roles import Sink
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """Writes an event file under `tensorboard/`, with the settings as text."""
 
-    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], *_: object) -> None:
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
         self._text("config", json.dumps(config_dict, indent=2, default=str), 0)
 
-    def write(self, row: Row) -> None:
+    def row(self, row: Row) -> None:
         for tag, value in scalars(row).items():
             self._writer.add_scalar(tag, value, row.step)
         self._writer.flush()  # rows are seconds apart, and TensorBoard shows them live

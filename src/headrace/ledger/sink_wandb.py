@@ -8,18 +8,20 @@ from typing import Any
 
 import wandb
 
+from headrace.config import LedgerSection
 from headrace.ledger.sinks import as_text, scalars
-from headrace.row import Row, Sample
+from headrace.measured import Row, Sample
+from headrace.roles import Sink
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Logs rows to a run named like the run's directory; a restart continues the same one."""
 
-    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], project: str) -> None:
+    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], section: LedgerSection) -> None:
         kept = run_dir / "wandb" / "headrace-id"
         id = kept.read_text() if kept.exists() else secrets.token_hex(8)
         self._run: Any = wandb.init(
-            project=project,
+            project=section.wandb_project,
             name=run_dir.resolve().name,
             dir=str(run_dir),
             config=dict(config_dict),
@@ -29,7 +31,7 @@ class WandbSink:
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(id)
 
-    def write(self, row: Row) -> None:
+    def row(self, row: Row) -> None:
         self._run.log(scalars(row), step=row.step)
 
     def sample(self, sample: Sample) -> None:

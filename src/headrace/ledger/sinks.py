@@ -1,7 +1,7 @@
 """Where rows are exported besides the ledger: the sinks in `ledger.sinks`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -9,20 +9,19 @@ from typing import Any
 
 from headrace.config import LedgerSection
 from headrace.ledger.journal import row_to_json
-from headrace.measured import STAGES
+from headrace.measured import ROW_METRICS, STAGES, Row, Sample
 from headrace.roles import Sink
-from headrace.row import ROW_METRICS, Row, Sample
 from headrace.user_code import load_optional
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Writes `rows.jsonl` and `samples.jsonl`, one JSON object per line."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *_: object) -> None:
         self._rows = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
         self._samples = (run_dir / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
 
-    def write(self, row: Row) -> None:
+    def row(self, row: Row) -> None:
         self._rows.write(row_to_json(row) + "\n")
 
     def sample(self, sample: Sample) -> None:
@@ -44,21 +43,16 @@ def open_sinks(
     opened: list[Sink] = []
     with ExitStack() as undo:
         for name in section.sinks:
-            opened.append(_open_sink(name, section, run_dir, config_dict))
+            kind: Callable[..., Sink] = JsonlSink
+            if name != "jsonl":
+                module = load_optional(f"headrace.ledger.sink_{name}", name, name)
+                kind = getattr(module, f"{name.capitalize()}Sink")
+            opened.append(kind(run_dir, config_dict, section))
             undo.callback(opened[-1].close)
             for row in past if name == "jsonl" else ():
-                opened[-1].write(row)
+                opened[-1].row(row)
         undo.pop_all()
     return opened
-
-
-def _open_sink(name: str, section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any]) -> Sink:
-    if name == "jsonl":
-        return JsonlSink(run_dir)
-    module = load_optional(f"headrace.ledger.sink_{name}", name, name)
-    if name == "tensorboard":
-        return module.TensorboardSink(run_dir, config_dict)  # type: ignore[no-any-return]
-    return module.WandbSink(run_dir, config_dict, section.wandb_project)  # type: ignore[no-any-return]
 
 
 def as_text(sample: Sample) -> str:

@@ -4,17 +4,15 @@ Of each trajectory whether it was trained on or dropped, and of each step one ro
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
 
-from headrace.ledger.clock import StageClock, busy_s
+from headrace.ledger.database import DROPPED
 from headrace.ledger.ledger import Dropped, Ledger
-from headrace.ledger.schema import DROPPED
-from headrace.measured import STAGES, StageTimes, StepStats
+from headrace.measured import ROW_METRICS, STAGES, Row, Sample, StageClock, StageTimes, StepStats, busy_s
 from headrace.rollout.pool import RolloutPool
-from headrace.row import Row, Sample
 from headrace.types import DropReason, Group, Prompt, Trajectory
 
 
@@ -73,8 +71,7 @@ class RowMaker:
 
     def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
         self._ledger, self._clock, self._pool = ledger, clock, pool
-        self._start_s = clock.now()
-        self._counts = pool.counts
+        self.begin()
         self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
         self._turns: list[int] = []  # of the same trajectories
         self.first_reward_failure = ""
@@ -109,6 +106,7 @@ class RowMaker:
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
+        learned = asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
         row = Row(
             step=step,
             version=step,
@@ -132,20 +130,10 @@ class RowMaker:
             length_mean=float(lengths.mean()),
             length_max=int(lengths.max()),
             truncated_share=float(truncated.mean()),
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            lr=stats.lr,
-            skipped=stats.skipped,
-            entropy=stats.entropy,
-            kl_reference=stats.kl_reference,
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
-            ratio_mean=stats.mismatch.ratio_mean,
-            ratio_p01=stats.mismatch.ratio_p01,
-            ratio_p99=stats.mismatch.ratio_p99,
             ratio_outside=stats.mismatch.outside_share,
-            clipped_share=stats.clipped_share,
-            effective_samples=stats.mismatch.effective_samples,
+            **{name: learned[name] for name in ROW_METRICS if name in learned},
             stage_s=StageTimes(**{stage: busy[stage] for stage in STAGES}),
             publish_bytes=moved_bytes,
             score=score,

@@ -14,7 +14,7 @@ from collections import deque
 from enum import Enum, auto
 
 from headrace.config import LoopSection
-from headrace.row import Row
+from headrace.measured import Row
 
 TARGET_STEPS = 8  # their mean reward must reach `loop.target_reward`
 

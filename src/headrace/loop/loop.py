@@ -16,16 +16,14 @@ from typing import TypeVar
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
 from headrace.learner.tree import Forest
-from headrace.ledger.clock import STALL
 from headrace.ledger.files import BEST
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.groups import Again, Groups, evaluate, in_flight_rule
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
-from headrace.measured import StepStats
+from headrace.measured import STALL, Row, StepStats
 from headrace.reward.scorer import MAX_VERDICTS
-from headrace.row import Row
 from headrace.types import DropReason, Group, Item
 
 SKIPPED_STEPS = 4  # in a row, after which a run is stuck

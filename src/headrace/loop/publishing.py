@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from headrace.errors import PublishError, WorkerLostError
 from headrace.learner.ranks import Ranks
-from headrace.ledger.clock import StageClock
-from headrace.measured import PublishTimes, StageSpan
+from headrace.measured import PublishTimes, StageClock, StageSpan
 from headrace.publish.publisher import OPERATIONS, with_receivers
 from headrace.roles import Reply, Sampler, Trainer, Worker
 from headrace.types import Ticket

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from headrace.buffer.buffer import Buffer
 from headrace.learner.ranks import Ranks
-from headrace.ledger.clock import StageClock
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.publishing import WeightPublisher
 from headrace.loop.self_check import Canary
+from headrace.measured import StageClock
 from headrace.prompts.stream import PromptStream
 from headrace.reward.scorer import Scorer
 from headrace.roles import Answers, Device

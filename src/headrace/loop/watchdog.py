@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import HungError
-from headrace.ledger.clock import StageClock
 from headrace.ledger.files import STACKS
+from headrace.measured import StageClock
 
 ROUNDS = 20  # looks at `progress` within the limit
 MOST_S = 5.0  # between two looks
@@ -80,16 +80,14 @@ class Watchdog:
             f"{self._at_work()}. The stacks of all threads are in {self.run_dir / STACKS}. Nothing is "
             f"lost: `headrace resume {self.run_dir}` goes on with the run"
         )
-        with suppress(OSError):
-            write_stacks(self.run_dir / STACKS, asyncio.get_running_loop())
+        write_stacks(self.run_dir / STACKS, asyncio.get_running_loop())
         task.cancel()
 
     def _watch_event_loop(self, events: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: tell the user, once, when the event loop is blocked for too long."""
         while not self._over.wait(self._pause_s):
             if time.monotonic() - self._looked_s > self.limit_s:
-                with suppress(OSError):
-                    write_stacks(self.run_dir / STACKS, events)
+                write_stacks(self.run_dir / STACKS, events)
                 self.on_note(
                     f"something has held up the whole run for {self.limit_s:g} s (recovery.hang_s) and "
                     f"cannot be ended from here; {self.run_dir / STACKS} says what. If it does not "
@@ -106,8 +104,8 @@ class Watchdog:
 
 
 def write_stacks(path: Path, events: asyncio.AbstractEventLoop) -> None:
-    """Write the stacks of all threads of this process, and of its waiting coroutines."""
-    with path.open("w") as file:
+    """Write the stacks of all threads of this process, and of its waiting coroutines, if there is room."""
+    with suppress(OSError), path.open("w") as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         for task in asyncio.all_tasks(events):
             file.write(f"\n{task.get_name()} waits (most recent call last):\n")

@@ -21,12 +21,10 @@ from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import DEMOS, Config, ModelSection
 from headrace.episode.chat import Chat
 from headrace.episode.environment import Environments
-from headrace.episode.episodes import Episodes
 from headrace.episode.played import Player
-from headrace.episode.session import Desk
+from headrace.episode.session import Desk, Episodes
 from headrace.errors import ChatError, ConfigError, DataError, RunError
 from headrace.learner.ranks import Ranks
-from headrace.ledger.clock import StageClock
 from headrace.ledger.files import REFERENCE, START, undo_start
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
@@ -35,6 +33,7 @@ from headrace.loop.loop import Loop
 from headrace.loop.publishing import WeightPublisher
 from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
+from headrace.measured import Row, Sample, StageClock
 from headrace.place.elastic import Elastic
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
@@ -51,7 +50,6 @@ from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.pool import RolloutPool
-from headrace.row import Row, Sample
 from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
 from headrace.user_code import load_optional

@@ -15,8 +15,7 @@ import torch
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.ledger.clock import StageClock
-from headrace.measured import PublishTimes
+from headrace.measured import PublishTimes, StageClock
 from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
 from headrace.place.learner_rank import LearnerRank, policy_of
 from headrace.policy.policy import Policy

@@ -14,11 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.ledger.database import FILE_NAME, explain
+from headrace.ledger.database import FILE_NAME, SCHEMA, explain
 from headrace.ledger.files import SUMMARY
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Books, Ledger
-from headrace.ledger.schema import SCHEMA
 from headrace.runs.columns import reading
 
 _CHECKS = Path(__file__).with_name("audit.sql")
@@ -67,12 +66,10 @@ def _schema_problems(connection: sqlite3.Connection) -> Iterator[str]:
 
 def _says_finished(run_dir: Path) -> tuple[bool, list[str]]:
     """Whether the run's summary has `finished: true`; a run without a summary has not finished."""
-    path = run_dir / SUMMARY
-    if not path.is_file():
-        return False, []
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        return summary.get("finished") is True, []
+        return json.loads((run_dir / SUMMARY).read_text(encoding="utf-8")).get("finished") is True, []
+    except (FileNotFoundError, IsADirectoryError):
+        return False, []
     except (ValueError, AttributeError) as error:
         return False, [f"{SUMMARY} cannot be read: {error}"]
 

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 
 from headrace.config import DEMOS
 from headrace.errors import RunError
+from headrace.ledger.database import DROPPED
 from headrace.ledger.files import START, WEIGHTS, run_config
 from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Amount, Books
-from headrace.ledger.schema import DROPPED
 from headrace.runs.columns import reading
 from headrace.runs.facts import RunFacts, RunState, UnknownNameError
 from headrace.runs.report import Section, Table, ago, count, short
