@@ -46,8 +46,8 @@ def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | No
     """Train by `config`; returns the content of the run directory's `summary.json`.
 
     `watcher` is told about progress: a subclass of `headrace.Watcher` with the methods it wants.
-    `reward` is a function to use instead of the one that `reward.function` names. Works in a notebook
-    too. What the summary calls unfinished was interrupted, and can be resumed.
+    `reward` is a function to use instead of the one that `reward.function` names. Works in a
+    notebook too. What the summary calls unfinished was interrupted, and can be resumed.
     """
     config = rooted(config)
     run_dir = files.prepare_run_dir(config)
@@ -64,8 +64,8 @@ def resume(
 ) -> dict[str, Any]:
     """Go on with a run that was interrupted or died; returns the content of its `summary.json`.
 
-    With `overrides` such as "loop.steps=200" a run goes on with other settings, also a finished one;
-    the ledger books the change.
+    With `overrides` such as "loop.steps=200" a run goes on with other settings, also a finished
+    one; the ledger books the change.
     """
     run_dir = Path(run_dir)
     config = rooted(files.run_config(run_dir, overrides))
@@ -221,8 +221,8 @@ def _with_engines(
 def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
     """Copy a run's model to the directory `out`, in the format of `transformers`, with a model card.
 
-    `best`: the weights with the best held-out score. `push` is a repository of the Hugging Face hub,
-    owner/name, that gets it too.
+    `best`: the weights with the best held-out score. `push` is a repository of the Hugging Face
+    hub, owner/name, that gets it too.
     """
     run_dir, out = Path(run_dir), Path(out)
     source = weights_dir(run_dir, best=best)

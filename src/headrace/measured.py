@@ -1,7 +1,7 @@
 """What was measured: records of seconds, counts and statistics (frozen, no torch), and the run's clock.
 
-`Row` is the ledger's one line of numbers per step. Each number is declared once, here: ledger, sinks,
-`/metrics` and the page's curves follow from it.
+`Row` is the ledger's one line of numbers per step. Each number is declared once, here: ledger,
+sinks, `/metrics` and the page's curves follow from it.
 """
 
 import threading

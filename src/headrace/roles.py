@@ -1,12 +1,13 @@
 """Every socket (interface) of the system: what can be done in several ways, or elsewhere.
 
-Rollout and learner are asked through *ports*, the sockets `Sampler` and `Trainer`. An object behind a
-port lives in a worker, in this process or in another one. One rule says where its methods run:
+Rollout and learner are asked through *ports*, the sockets `Sampler` and `Trainer`. An object behind
+a port lives in a worker, in this process or in another one. One rule says where its methods run:
 
     def         in the worker's device thread, one at a time, so between two decode steps
     async def   on the worker's event loop, at once, while the device computes
 
-A worker is asked by the port's own function, so that types are checked and the call can be followed:
+A worker is asked by the port's own function, so that types are checked and the call can be
+followed:
 
     worker.ask(Sampler.commit, version)     # await it, or `.result(timeout_s)` in a thread
 """
@@ -312,7 +313,8 @@ class ReceivingEnd(Protocol):
 class PromptSource(Protocol):
     """Raw prompt records: a file, a data set or a generator. Index `i` always gives the same record.
 
-    A record has `prompt` (text) or `messages` (a chat), other fields for the reward, perhaps an `id`.
+    A record has `prompt` (text) or `messages` (a chat), other fields for the reward, perhaps an
+    `id`.
     """
 
     def __len__(self) -> int: ...

@@ -1,8 +1,9 @@
 """Run code that nobody trusts, under bubblewrap: `headrace.sandbox.run(code)`.
 
-The code's processes are in namespaces of their own, without rights. They see no network, no other process
-and no file but the system's programs and Python's (read-only) and a directory in memory. Limits hold for
-time, memory, processes, disk and output. What the code does is at worst a named failure.
+The code's processes are in namespaces of their own, without rights. They see no network, no other
+process and no file but the system's programs and Python's (read-only) and a directory in memory.
+Limits hold for time, memory, processes, disk and output. What the code does is at worst a named
+failure.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def run(
     """Run Python `code`, or a command given as a list, in a sandbox of its own.
 
     `files` are written into its directory. Of the files here it sees those that `read_only` names.
-    `memory_mb` is for all its processes together, `output_kb` for each of stdout and stderr. Setting
-    `cancelled`, from another thread, ends it.
+    `memory_mb` is for all its processes together, `output_kb` for each of stdout and stderr.
+    Setting `cancelled`, from another thread, ends it.
     """
     began, written = time.monotonic(), dict(files or {})
     if isinstance(code, str):
@@ -212,8 +213,9 @@ def enclosed(
     """The command that runs `argv` in a sandbox, and the files it must be started with (`pass_fds`).
 
     Start it with an empty environment and in a session of its own: killing that process group ends
-    everything inside. `limits` are those of prlimit. `hidden` directories are empty inside, whatever
-    `read_only` shows. If `argv` was started, the first of the files says in the end how it ended.
+    everything inside. `limits` are those of prlimit. `hidden` directories are empty inside,
+    whatever `read_only` shows. If `argv` was started, the first of the files says in the end how it
+    ended.
     """
     check_system()
     python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))]
@@ -250,8 +252,8 @@ def enclosed(
 def _as_nobody(shown: Sequence[str]) -> list[str]:
     """What starts the sandbox as another user, if this one is root.
 
-    That user may not enter folders such as /root. There, what the sandbox shows is mounted at its own
-    path on an empty folder, by a bubblewrap that is still root.
+    That user may not enter folders such as /root. There, what the sandbox shows is mounted at its
+    own path on an empty folder, by a bubblewrap that is still root.
     """
     if os.geteuid() != 0:
         return []

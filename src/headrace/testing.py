@@ -38,8 +38,8 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: i
 class ScriptedSampler:
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
-    Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete at
-    once: nothing is ever under way.
+    Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete
+    at once: nothing is ever under way.
     """
 
     script: Callable[[Prompt, int], Sequence[Piece]]

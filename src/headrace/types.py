@@ -88,8 +88,8 @@ class Span:
 class Replay:
     """What the engine chose besides the tokens, for the learner to choose again.
 
-    `support_ids[support_offsets[i]:support_offsets[i + 1]]` is the support of the i-th sampled token:
-    the tokens that top-k, top-p and min-p left to sample from.
+    `support_ids[support_offsets[i]:support_offsets[i + 1]]` is the support of the i-th sampled
+    token: the tokens that top-k, top-p and min-p left to sample from.
 
     `routes` are the experts of each token, also of prompt tokens, in each mixture layer. The last
     token was never an input: its row is zeros, and nothing depends on it.

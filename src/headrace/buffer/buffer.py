@@ -169,8 +169,8 @@ class Sieve:
 class Buffer:
     """Groups on their way from generation to training.
 
-    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next`. For every
-    drop `on_drop(trajectories with reasons, their group, was_buffered)` is called.
+    A group is *in flight* from `start` to `put` (or `lose`), then *buffered* until `next`. For
+    every drop `on_drop(trajectories with reasons, their group, was_buffered)` is called.
     """
 
     policy: LagPolicy

@@ -1,7 +1,7 @@
 """What the page asks of a run's ledger: curves over its steps, accounts, spans, lag, rewards, and its answers.
 
-Nothing here looks at a whole table when it is asked again: every row is read once. A curve has a point for
-each step while they are few, and one for 2, 4, 8 ... of them when they are many.
+Nothing here looks at a whole table when it is asked again: every row is read once. A curve has a
+point for each step while they are few, and one for 2, 4, 8 ... of them when they are many.
 """
 
 import json

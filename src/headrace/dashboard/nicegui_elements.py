@@ -101,7 +101,8 @@ def choice(options: Any, value: Any, label: str, on_change: Callable[..., Any] |
 class Panel:
     """Something on the page that is read again and again. If it cannot be read, it says why.
 
-    `read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is hidden.
+    `read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is
+    hidden.
     """
 
     def __init__(self, read: Callable[[], Any], show: Callable[[Any], None], box: Any = None) -> None:

@@ -1,7 +1,7 @@
 """Chats as token ids: the first prompt, and what goes after a sampled answer.
 
-Sampled tokens are never rendered again. A chat template renders whole chats only, so `append` takes the
-text that it writes after the answer, and encodes that alone.
+Sampled tokens are never rendered again. A chat template renders whole chats only, so `append` takes
+the text that it writes after the answer, and encodes that alone.
 """
 
 import json
@@ -99,8 +99,9 @@ class Chat:
     ) -> list[int]:
         """The tokens to put after `sampled`, the answer to `history`, so that the next answer can begin.
 
-        `answer` is what was sampled, as a message. If it was cut, its end is among the tokens. Raises
-        ChatError where the template would change what stands before: begin a branch with `first`.
+        `answer` is what was sampled, as a message. If it was cut, its end is among the tokens.
+        Raises ChatError where the template would change what stands before: begin a branch with
+        `first`.
         """
         if not self._proven or not len(sampled) or sampled[-1] not in self._stops:
             return self._append([QUESTION] if self._proven else history, sampled, answer, new, tools)

@@ -132,8 +132,9 @@ class SimulatedEngine:
 class EnginePool:
     """Starts parts in order, on the worker with the fewest rows, once it has room for all of a part.
 
-    `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that is
-    complete. `lost_tokens` are what failing workers had sampled of answers that are started again.
+    `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that
+    is complete. `lost_tokens` are what failing workers had sampled of answers that are started
+    again.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a run's ledger says: as one record for triage, for Prometheus, and as a timeline for trace viewers.
 
-The first steps of a run are unlike the others (caches fill, programs are compiled), so by default the
-record is about the steps after them. Nothing is written, and the run may go on meanwhile.
+The first steps of a run are unlike the others (caches fill, programs are compiled), so by default
+the record is about the steps after them. Nothing is written, and the run may go on meanwhile.
 
 `/metrics` of the page answers in Prometheus' text format. Totals only grow, over restarts too: they
 come from the ledger. Others are of the newest row.

@@ -110,9 +110,9 @@ class SyncTimes:
 class Roofline:
     """What a model takes on a device: seconds, bytes, and the way of new weights to the engines.
 
-    What is reached of the datasheet while decoding is what Headrace's engine reached on one H200 with
-    models of 28 layers (docs/results/gpu.md). Its learner had an MFU of 0.46 and 0.55 there; spread
-    over many GPUs 0.35 to 0.45 is usual.
+    What is reached of the datasheet while decoding is what Headrace's engine reached on one H200
+    with models of 28 layers (docs/results/gpu.md). Its learner had an MFU of 0.46 and 0.55 there;
+    spread over many GPUs 0.35 to 0.45 is usual.
     """
 
     model: ModelShape

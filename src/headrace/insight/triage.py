@@ -7,8 +7,8 @@ The goodput equation says how five stage times make one step, and which of them 
 τR rollout, τV reward, τref reference, τT train, τS publish. Where one resource does everything,
 they add up. What runs on resources of its own hides behind what takes longer. A stage's time is
 what it adds to its own side of the loop: a reward that is computed while other answers are still
-being generated belongs in τV only as far as it comes after them. Each bottleneck has its advice, and
-the systems of the field that bet on it.
+being generated belongs in τV only as far as it comes after them. Each bottleneck has its advice,
+and the systems of the field that bet on it.
 
 A run's ledger gives the machine's speeds (scenario.py). The simulator then answers two kinds of
 questions with the real buffer and lag policy: how long a step would be if one stage took no time,

@@ -10,8 +10,8 @@ depend on the layout of the program), and floating-point contraction (fused mult
 The gradient is deterministic: every sum has one order, no atomics. One pass over blocks of queries
 is for their gradient, one over blocks of keys for those of keys and values.
 
-Sequences with common prefixes may form a `Tree`. A tile of keys then has the same positions as in each sequence alone,
-and so the same bits; only where its keys lie is looked up.
+Sequences with common prefixes may form a `Tree`. A tile of keys then has the same positions as in
+each sequence alone, and so the same bits; only where its keys lie is looked up.
 
 n sequences, T tokens, H query heads, J key/value heads, D head size, P pages of PAGE tokens.
 `pulls` are the row sums of grad * out, called delta in FlashAttention.
@@ -85,8 +85,8 @@ class Tree:
 class Blocks:
     """Parts of sequences in blocks. A row is (first token, its position, num tokens, source, end).
 
-    `source` is where the sequence begins among the keys, or its row in the page tables, or where its
-    path begins in those of the `tree`; `end` is the position where the part ends.
+    `source` is where the sequence begins among the keys, or its row in the page tables, or where
+    its path begins in those of the `tree`; `end` is the position where the part ends.
 
     Example:
         two whole sequences of 5 and 3 tokens, 4 tokens per block:
@@ -129,7 +129,8 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention `[T, H, D]` of packed tokens, and its log-sum-exp `[H, T]`.
 
-    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` of `tables`.
+    Keys and values are packed `[T, J, D]` (with strides), or in pages `[P, J, PAGE, D]` of
+    `tables`.
     """
     if blocks.tree is not None:  # pages of one token
         keys, values, tables = keys[:, :, None], values[:, :, None], blocks.tree.paths

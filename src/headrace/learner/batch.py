@@ -1,7 +1,7 @@
 """From trajectories to the packed tensors of a micro-batch (no padding, common prefixes once).
 
-T tokens of a micro-batch, N sampled ones of its trajectories, L mixture-of-experts layers, K experts
-per token. A token that two trajectories share is one of T, and two of N if both sampled it.
+T tokens of a micro-batch, N sampled ones of its trajectories, L mixture-of-experts layers, K
+experts per token. A token that two trajectories share is one of T, and two of N if both sampled it.
 """
 
 from collections.abc import Sequence

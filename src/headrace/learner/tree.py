@@ -1,9 +1,9 @@
 """Common prefixes of trajectories, found: each of their tokens is laid out, and computed, once.
 
-A trajectory that branches is a tree by itself (`Trajectory.segments`), and the answers to one prompt
-begin alike. Tokens are shared if all tokens before them are, and if they were sent to the same
-experts where those were recorded. So all paths from a root to the end of a segment are sorted: then
-those that begin alike lie together, and each goes on where it parts from the one before it.
+A trajectory that branches is a tree by itself (`Trajectory.segments`), and the answers to one
+prompt begin alike. Tokens are shared if all tokens before them are, and if they were sent to the
+same experts where those were recorded. So all paths from a root to the end of a segment are sorted:
+then those that begin alike lie together, and each goes on where it parts from the one before it.
 """
 
 from bisect import bisect
@@ -86,7 +86,8 @@ class Forest:
     def laid_out(self) -> tuple[list[int], list[int], Ints, Ints]:
         """Lengths of runs of tokens in depth-first order; the row each goes on after; and rows of tokens.
 
-        Of each row, which token it is; of each token, its row. Tokens count through all trajectories.
+        Of each row, which token it is; of each token, its row. Tokens count through all
+        trajectories.
         """
         trees: list[list[tuple[_Path, int]]] = []
         for path, shared in zip(self._paths[1:], self._shared, strict=True):

@@ -1,8 +1,8 @@
 """The ledger's SQLite file (WAL mode): its tables, and opening it, with errors in the user's words.
 
-The tables (schema.sql) hold the rules of double-entry bookkeeping as constraints and triggers. Every amount moves
-from one account to another, so all accounts always add up to zero:
-generated = trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
+The tables (schema.sql) hold the rules of double-entry bookkeeping as constraints and triggers.
+Every amount moves from one account to another, so all accounts always add up to zero: generated =
+trained + dropped (by reason) + buffered + in flight, in tokens and in trajectories.
 
 `headrace audit` compares the text of every statement with that in the file. So another text of a
 statement, even in a comment inside it, needs another SCHEMA_VERSION.

@@ -1,7 +1,7 @@
 """The files of a run directory besides the ledger: settings, summary, lock, wanted workers.
 
-A new run that replaces another (`run.overwrite`) sets the old one's files aside, in `replaced/`. They
-are deleted once the new run has its first checkpoint, and come back if it fails before that.
+A new run that replaces another (`run.overwrite`) sets the old one's files aside, in `replaced/`.
+They are deleted once the new run has its first checkpoint, and come back if it fails before that.
 """
 
 import contextlib

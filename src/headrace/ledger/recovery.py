@@ -1,7 +1,8 @@
 """What a restart reads from the ledger and books in it.
 
 Also what a run computes with: its settings and its users' code. A restart that finds something else
-refuses to mix the two, unless the change was asked for by an override; then the ledger books the change.
+refuses to mix the two, unless the change was asked for by an override; then the ledger books the
+change.
 """
 
 import json

@@ -5,8 +5,8 @@
              ──► FAILED        a stage raised
     any      ──► ABANDONED     cancelled from outside: at once, as by a kill
 
-A complete run drops what is buffered or in flight. Any other run can be resumed: its buffered groups
-stay, and groups in flight get another attempt.
+A complete run drops what is buffered or in flight. Any other run can be resumed: its buffered
+groups stay, and groups in flight get another attempt.
 """
 
 import math

@@ -1,8 +1,8 @@
 """How answers come about: one episode per answer, all answers to a prompt as one group.
 
 An episode leads from a prompt to a finished trajectory with a reward. Without an environment it is
-a single turn: the policy answers once, and the answer is scored. In a trajectory, sampled tokens may
-lie anywhere and in several pieces; nothing after this file relies on where.
+a single turn: the policy answers once, and the answer is scored. In a trajectory, sampled tokens
+may lie anywhere and in several pieces; nothing after this file relies on where.
 """
 
 import asyncio

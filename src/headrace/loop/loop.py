@@ -3,9 +3,9 @@
     produce   draws prompts, generates, scores      waits for: room in the buffer
     learn     trains, publishes, books a row        waits for: groups in the buffer
 
-The buffer decides how far `produce` may run ahead of `learn`: at most `max_lag` versions (staleness).
-So synchronous, overlapped and fully asynchronous training are this one loop with another `max_lag`.
-How answers come about is in groups.py, how a run ends in ending.py.
+The buffer decides how far `produce` may run ahead of `learn`: at most `max_lag` versions
+(staleness). So synchronous, overlapped and fully asynchronous training are this one loop with
+another `max_lag`. How answers come about is in groups.py, how a run ends in ending.py.
 """
 
 import asyncio

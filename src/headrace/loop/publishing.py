@@ -1,8 +1,8 @@
 """New weights from the learner's ranks to the samplers, as one transaction.
 
-First all workers stage a version: they fetch and verify it. Then all commit it: they sample with it.
-A worker that fails is given up; its answers are sampled elsewhere, and a new worker catches up. If
-no worker gets the version, all keep the old one. Where engine and learner share one copy of the
+First all workers stage a version: they fetch and verify it. Then all commit it: they sample with
+it. A worker that fails is given up; its answers are sampled elsewhere, and a new worker catches up.
+If no worker gets the version, all keep the old one. Where engine and learner share one copy of the
 weights, nothing is staged: the commit only tells the engine its new version.
 """
 

@@ -1,10 +1,10 @@
 """Resume a run that ended too soon.
 
-The newest complete checkpoint gives the weights of some version. The steps after it are taken again,
-with the groups that the ledger kept, in the order they were trained on. That gives the weights that
-the dead process had, to the last bit if the number of CPU threads is the same. Buffered groups are
-buffered again. Groups in flight are started again, continued, or left out, by `recovery.in_flight`;
-tokens that are lost with them are booked as redone or crashed.
+The newest complete checkpoint gives the weights of some version. The steps after it are taken
+again, with the groups that the ledger kept, in the order they were trained on. That gives the
+weights that the dead process had, to the last bit if the number of CPU threads is the same.
+Buffered groups are buffered again. Groups in flight are started again, continued, or left out, by
+`recovery.in_flight`; tokens that are lost with them are booked as redone or crashed.
 """
 
 from collections.abc import Callable

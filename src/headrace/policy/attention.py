@@ -42,9 +42,9 @@ AttentionInterface.register(NAME, _attention)
 class PackedPlan:
     """Packed sequences, each attending only to its own past: training and scoring.
 
-    They may have prefixes in common, which are there once: runs of tokens, in depth-first order. Run i has
-    `lengths[i]` tokens and goes on after the token `after[i]` of the row (-1: it is a root). What sees a
-    token, and is not of its own run, lies after that run without a gap.
+    They may have prefixes in common, which are there once: runs of tokens, in depth-first order.
+    Run i has `lengths[i]` tokens and goes on after the token `after[i]` of the row (-1: it is a
+    root). What sees a token, and is not of its own run, lies after that run without a gap.
 
     Example:
         a prompt of 3 tokens with two answers of 2: PackedPlan([5, 2], device, after=[-1, 2])
@@ -93,9 +93,9 @@ class PackedPlan:
     def _rectangles(self) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
         """Runs, regrouped into padded rectangles, one after the other: (runs, longest, tokens before them) of each.
 
-        And the token of the row at each place, where padding repeats one; the same with the tokens before each
-        run; and the place of each token of the row. Lengths within a quarter of each other share a rectangle:
-        few calls, little padding.
+        And the token of the row at each place, where padding repeats one; the same with the tokens
+        before each run; and the place of each token of the row. Lengths within a quarter of each
+        other share a rectangle: few calls, little padding.
 
         Example:
             lengths [5, 3, 5] of roots become (2, 5, 0) and (1, 3, 0): the runs 0, 2 and then 1

@@ -318,8 +318,8 @@ def chosen_logprobs(
 class _ChosenLogprobs(torch.autograd.Function):
     """`[2, N]`, over the support and over all tokens, or `[1, N]` without a support.
 
-    If `fused`, in the precision of the weights and with the kernels of sampling. Logits that fit in one chunk
-    are then kept for the backward pass, which makes their gradient in place.
+    If `fused`, in the precision of the weights and with the kernels of sampling. Logits that fit in
+    one chunk are then kept for the backward pass, which makes their gradient in place.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
 """An agent that is a function, in a worker process: `run(task, base_url, api_key)`, which returns its reward.
 
-It may be a coroutine. An ordinary function runs in a thread, so that many agents wait for the policy at once.
+It may be a coroutine. An ordinary function runs in a thread, so that many agents wait for the
+policy at once.
 """
 
 import asyncio

@@ -34,10 +34,11 @@ class Scorer:
     """Scores completions by the settings of one `[reward]` section.
 
     `function` is used instead of what the section names. `judges(setup)` makes what calls the
-    function: without it, a `JudgePool` of child processes, or `InlineJudges` if `section.workers` is 0.
-    `filters` (of `[buffer]`) are called in the same way, each in one process, so that it sees the
-    groups one after the other. A sandbox shows nothing of `run_dir`. `on_verdict(key, score)` is called
-    for every new verdict that may be cached, `on_note(text)` for what the user should know while it happens.
+    function: without it, a `JudgePool` of child processes, or `InlineJudges` if `section.workers`
+    is 0. `filters` (of `[buffer]`) are called in the same way, each in one process, so that it sees
+    the groups one after the other. A sandbox shows nothing of `run_dir`. `on_verdict(key, score)`
+    is called for every new verdict that may be cached, `on_note(text)` for what the user should
+    know while it happens.
     """
 
     def __init__(

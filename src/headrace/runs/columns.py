@@ -1,7 +1,7 @@
 """A run's tables by column, as numpy arrays: rows, spans and trajectories.
 
-Ten thousand rows take a tenth of a second this way; a record for each would take four. In a column of
-numbers NaN stands for what is not known, in a column of texts the empty text.
+Ten thousand rows take a tenth of a second this way; a record for each would take four. In a column
+of numbers NaN stands for what is not known, in a column of texts the empty text.
 """
 
 import contextlib

@@ -62,7 +62,8 @@ Known = dict[Path, tuple[tuple[int, ...], RunFacts]]
 def read_runs(directory: Path, known: Known | None = None) -> list[RunFacts]:
     """`directory` itself, if it is a run, and the runs right below it; the newest first.
 
-    Of the runs in `known` only those whose files changed are read again; what is read is added to it.
+    Of the runs in `known` only those whose files changed are read again; what is read is added to
+    it.
     """
     if not directory.is_dir():
         raise RunError(f"there is no directory {directory}; name the one that your runs are in")

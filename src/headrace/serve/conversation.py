@@ -1,9 +1,9 @@
 """What a client has asked in one session, and how a new request continues it.
 
 A request repeats the whole chat. Its answers are found again by the ids that they were given, or by
-their text; what a client dropped (thinking) or wrote otherwise (arguments) makes no difference. What
-follows the last of them is appended to the tokens that were sampled. A chat that was edited, or is
-another agent's, begins a branch.
+their text; what a client dropped (thinking) or wrote otherwise (arguments) makes no difference.
+What follows the last of them is appended to the tokens that were sampled. A chat that was edited,
+or is another agent's, begins a branch.
 """
 
 import asyncio
