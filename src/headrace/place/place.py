@@ -85,10 +85,11 @@ class Place:
         config = config.model_copy(update={"model": _model_of(config, run_dir)})
         self.config, self.run_dir = config, run_dir
         self.cluster, self.device = cluster, cluster.device
-        self._make_sampler, self._on_note = make_sampler, on_note
+        self._make_sampler, self._on_note, self._names = make_sampler, on_note, itertools.count()
         self._colocated = ends is None or config.place.layout == "colocated"
         self._gpus = _gpus_of_a_worker(config, cluster)
-        self._sending, self._receiving = ends or (None, None)
+        self._sending = ends[0] if ends else None
+        self._receiving = ends[1] if ends else None
         ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
         self.ranks = Ranks(cluster, ranks, config.learner)
         self.facts = self.device.call(self.ranks.facts)
@@ -126,7 +127,6 @@ class Place:
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         timeout_s, workers = config.publish.timeout_s, lambda: self.pool.workers
         self.publisher = WeightPublisher(self.ranks, self.clock, timeout_s, workers, self.elastic.give_up)
-        self._names = itertools.count()
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
 
