@@ -40,6 +40,12 @@ class Slow(Echo):
         return super().reply(text)
 
 
+class Sleepy(Echo):
+    async def reply(self, text):
+        await asyncio.sleep(0.4)
+        return super().reply(text)
+
+
 class Kept(Echo):
     """Can be restored, and cannot be repeated: its replies differ each time."""
 

@@ -13,6 +13,8 @@ from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
 from headrace.errors import ConfigError, DataError, StalledError
+from headrace.insight.scenario import calibrate
+from headrace.insight.triage import Bottleneck, triage
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
@@ -119,6 +121,18 @@ def test_what_an_environment_does_wrong_is_a_drop_with_its_reason(workshop: Chat
     assert Counter(reason for (reason,) in found)["env_error"] >= 2
     # an episode whose neighbour ended their common process goes on in another one
     assert all(len(t.turns) == 3 for t in trained(run))
+
+
+def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):
+    """Its seconds are no row's: what was simulated is as long as what was measured, and without it most of it goes."""
+    api.train(workshop.config("sleepy", "loop.steps=4", reward="Sleepy"))
+    run = workshop.directory / "sleepy"
+    found = triage(run)
+    assert found.bottleneck is Bottleneck.ENVIRONMENT
+    measured_s = np.median([row.wall_s for row in rows_of(run)])
+    assert found.simulated_s == pytest.approx(measured_s, rel=0.4)
+    assert found.without[Bottleneck.ENVIRONMENT] < 0.6 * found.simulated_s
+    assert 1.2 <= calibrate(run).workload.environment_s < 2.4
 
 
 def test_a_missing_reward_is_a_drop_and_not_a_zero(workshop: ChatWorkshop):

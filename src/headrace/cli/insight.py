@@ -70,6 +70,7 @@ def plan_command(
     max_tokens: Annotated[str, Option(help="an answer is cut here; 0 never")] = "0",
     prompt_tokens: Annotated[str, Option(help="of a prompt")] = "512",
     reward_p95: Annotated[str, Option(help="seconds that a verdict takes, 95 in 100: 4s or 200ms")] = "0s",
+    environment: Annotated[str, Option(help="seconds that an episode waits for its environment, in all")] = "0s",
     max_lag: Annotated[int, Option(min=0, help="how many versions old a trained token may be")] = 4,
     kl: Annotated[bool, Option("--kl", help="with a reference policy")] = False,
     adapter: Annotated[bool, Option("--adapter", help="train a low-rank adapter only")] = False,
@@ -92,6 +93,7 @@ def plan_command(
         lengths=LogNormal(amount(mean_tokens, "--mean-tokens"), cv, cap),
         prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
         reward_s=seconds(reward_p95, "--reward-p95"),
+        environment_s=seconds(environment, "--environment"),
         max_lag=max_lag,
         reference=kl,
         adapter=adapter,
@@ -128,6 +130,7 @@ def simulate(
     prompt_tokens: Annotated[str, Option(help="of a prompt")] = "0",
     reward_mean: Annotated[str, Option(help="seconds of a verdict, e.g. 200ms")] = "0",
     reward_p95: Annotated[str, Option(help="that 95 in 100 verdicts stay below")] = "0",
+    environment: Annotated[str, Option(help="seconds that an episode waits for its environment, in all")] = "0",
     decode: Annotated[str, Option(help="seconds of a decode step with one row")] = "0",
     rollout_tokens_s: Annotated[str, Option(help="tokens a second of a full rollout worker")] = "0",
     train_tokens_s: Annotated[str, Option(help="tokens a second that one GPU trains on")] = "0",
@@ -150,6 +153,7 @@ def simulate(
         prompt_tokens=amount(prompt_tokens, "--prompt-tokens"),
         reward_s=seconds(reward_mean, "--reward-mean"),
         reward_p95_s=seconds(reward_p95, "--reward-p95"),
+        environment_s=seconds(environment, "--environment"),
         decode_s=seconds(decode, "--decode"),
         rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
         train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
@@ -287,7 +291,11 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
     speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
-    step |= {"reward_s": work.reward_s.mean, "no_signal_share": work.no_signal_share}
+    step |= {
+        "reward_s": work.reward_s.mean,
+        "environment_s": work.environment_s,
+        "no_signal_share": work.no_signal_share,
+    }
     runs = [_plain(one) for one in found]
     return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
 

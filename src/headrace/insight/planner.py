@@ -44,6 +44,7 @@ class Question:
     lengths: LogNormal
     prompt_tokens: float = 512.0
     reward_s: float = 0.0  # p95 of a verdict
+    environment_s: float = 0.0  # that an episode waits for its environment, in all
     max_lag: int = 4  # the most that is allowed
     reference: bool = False  # a frozen policy for a KL penalty
     adapter: bool = False  # train low-rank adapters only
@@ -299,6 +300,7 @@ class _Candidate:
             samples=samples,
             tokens=question.lengths,
             reward_s=LogNormal.of_p95(0.0, question.reward_s),
+            environment_s=question.environment_s,
             prompt_tokens=question.prompt_tokens,
         )
         steps = 3 if question.num_answers <= LARGE_STEP else 2
@@ -315,7 +317,10 @@ class _Candidate:
         if training_s + times.publish >= LEARNER_BUSY * run.step_s:
             return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
         answer_s = self.question.lengths.cut_mean * self._full_step_s
-        return Bottleneck.REWARD if self.question.reward_s > answer_s else Bottleneck.GENERATION
+        longest_s = max(answer_s, self.question.reward_s, self.question.environment_s)
+        if longest_s == answer_s:
+            return Bottleneck.GENERATION
+        return Bottleneck.REWARD if longest_s == self.question.reward_s else Bottleneck.ENVIRONMENT
 
 
 def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:

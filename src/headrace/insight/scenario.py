@@ -11,6 +11,7 @@ What the loop itself did between two steps is in it.
 import heapq
 import math
 import re
+import sqlite3
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import Roofline
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.ledger.files import run_config
+from headrace.ledger.journal import read_trajectories
 from headrace.runs import columns as tables
 from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, covered_s, reading
 from headrace.types import DropReason, FinishReason
 
 _ROUNDS = 8
+EPISODES_READ = 256
 ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of the work, half as efficient
 PASS_STEPS = 5  # decode steps cost about as much as a pass of the learner, before its tokens
 DEFAULT_PROMPT_TOKENS = 512.0
@@ -77,13 +80,16 @@ def calibrate(run_dir: Path) -> Calibration:
         rows, spans = RowColumns.read(connection), tables.read_spans(connection)
         found = tables.read_trajectories(connection)
         redone = tables.one(connection, "SELECT COALESCE(SUM(redone_steps), 0) FROM restarts")
+        played = bool(config.episode.environment or config.episode.agent)
+        between_s, after_s = _environment_s(connection) if played else (0.0, 0.0)
     answers = found[(found["finish"] != "") & (found["num_tokens"] > 0)]
     published = spans["version"][spans["stage"] == "publish"]
     if not len(rows) or not len(answers) or not len(published):
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
     groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])  # `begins`: first answers
-    service_s = service_seconds(groups["finished_s"], groups["scored_s"], max(1, config.reward.workers))
+    ended_s = np.fmin(groups["finished_s"] + after_s, groups["scored_s"])
+    service_s = service_seconds(ended_s, groups["scored_s"], max(1, config.reward.workers))
     known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
     rewards = tuple(part for part in known if len(part))
     scored = np.logical_or.reduceat(np.isfinite(groups["scored_s"]), begins)
@@ -93,12 +99,23 @@ def calibrate(run_dir: Path) -> Calibration:
         BLANK.workload,
         tokens=Recorded(groups=tuple(np.split(groups["num_tokens"], begins[1:]))),
         reward_s=Recorded(groups=rewards) if rewards else LogNormal(mean=0.0),
+        environment_s=between_s + after_s,
         prompt_tokens=float(prompt_tokens.mean()),
         # never all: the simulation would have nothing to train on
         no_signal_share=float((scored & barren).sum() / (scored.sum() + 1)),
     )
+    answers["finished_s"] = np.maximum(answers["started_s"], answers["finished_s"] - between_s)  # as if it ran at once
     machine = _machine(config, rows, spans, answers, prompt_tokens, num_steps)
     return Calibration(workload=workload, machine=machine).of(config)
+
+
+def _environment_s(connection: sqlite3.Connection) -> tuple[float, float]:
+    """Mean seconds that the newest episodes waited for their environment: between turns, and after the last one."""
+    newest = f"SELECT id FROM trajectories ORDER BY finished_s DESC LIMIT {EPISODES_READ}"
+    found = read_trajectories(connection, f"t.id IN ({newest})", ())
+    each = [[turn.environment_s for turn in t.turns] for t in found if t.turns]
+    between_s, after_s = sum(sum(s[:-1]) for s in each), sum(s[-1] for s in each)
+    return between_s / max(1, len(each)), after_s / max(1, len(each))
 
 
 def _machine(
@@ -244,6 +261,7 @@ class Typed:
     cv: float = 0.0
     reward_s: float = 0.0  # mean
     reward_p95_s: float = 0.0
+    environment_s: float = 0.0
     prompt_tokens: float = 0.0
     decode_s: float = 0.0  # one decode step of a rollout worker with a single row
     rollout_tokens_s: float = 0.0  # a rollout worker with all its rows
@@ -303,6 +321,8 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
         work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
     if typed.prompt_tokens:
         work = replace(work, prompt_tokens=typed.prompt_tokens)
+    if typed.environment_s:
+        work = replace(work, environment_s=typed.environment_s)
     if typed.reward_p95_s or typed.reward_s:
         work = replace(work, reward_s=LogNormal.of_p95(typed.reward_s, typed.reward_p95_s))
     one = with_speeds(one, typed).times(1 / learner, "train_token_s", "reference_token_s")

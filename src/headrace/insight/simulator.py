@@ -232,7 +232,8 @@ class _Simulation:
         """An answer is complete: it is scored at once, whatever its group does."""
         group.num_left -= 1
         group.done_tokens += length
-        scored_s = self.rewards.score(self.loop.time(), group.reward_s[group.num_left])
+        played_s = self.loop.time() + self.workload.environment_s
+        scored_s = self.rewards.score(played_s, group.reward_s[group.num_left])
         group.scored_s = max(group.scored_s, scored_s)
         if not group.num_left:
             self.loop.call_at(group.scored_s, lambda: self._tasks.create_task(self._put(group)))

@@ -75,6 +75,7 @@ class Bottleneck(StrEnum):
     SYNC = "publish"
     LEARNER = "train"
     REWARD = "reward"
+    ENVIRONMENT = "environment"
     TAIL = "long tail"
     SPARSE = "sparse reward"
     OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
@@ -234,11 +235,14 @@ def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
     free: dict[Bottleneck, dict[str, Any]] = {  # what changes if one thing costs nothing
         Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
         Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
+        Bottleneck.ENVIRONMENT: {"workload": replace(work, environment_s=0.0)},
         Bottleneck.LEARNER: {"machine": machine.times(0.0, *LEARNER_SECONDS, "reference_token_s")},
         Bottleneck.SYNC: {"machine": machine.times(0.0, "publish_s")},
         Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
         Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
     }
+    if not work.environment_s:
+        del free[Bottleneck.ENVIRONMENT]
     without = {name: _simulated(replace(known, **change)).step_s for name, change in free.items()}
     saved = {name: now.step_s - without_s for name, without_s in without.items()}
     tail_s = saved.pop(Bottleneck.TAIL)

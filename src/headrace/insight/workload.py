@@ -113,6 +113,7 @@ class Workload:
     samples: int
     tokens: LogNormal | Recorded  # that an answer has
     reward_s: LogNormal | Recorded = LogNormal(mean=0.0)  # that a worker takes for a verdict
+    environment_s: float = 0.0  # that an episode waits for environment or agent, in all its turns; no row is taken
     prompt_tokens: float = 0.0
     no_signal_share: float = 0.0  # of the groups: all their rewards are equal, so they are dropped
     max_new_tokens: int = 0  # answers of this length were cut; 0: none is
