@@ -82,6 +82,20 @@ def prompt_is_slow(text):
     return sum(map(ord, text)) % 5 == 0
 
 
+class Long(Echo):
+    """Ten turns after a long first message."""
+
+    def start(self, prompt):
+        super().start(prompt)
+        return "Say ten things. " + "These are the rules. " * 20
+
+    def reply(self, text):
+        self.texts.append(text)
+        if len(self.texts) == 10:
+            raise Done("enough", reward=sum(map(ord, text)) % 97 / 97)
+        return "go on"
+
+
 class Unpaid(Echo):
     def reply(self, text):
         raise Done("bye")

@@ -135,6 +135,15 @@ def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):
     assert 1.2 <= calibrate(run).workload.environment_s < 2.4
 
 
+def test_ten_turns_are_served_from_the_cache(workshop: ChatWorkshop):
+    tiny_model(workshop.directory / "wide", tokenizer=chat_tokenizer(), max_position_embeddings=1024)
+    api.train(workshop.config("long", "loop.steps=2", f"model.path={workshop.directory / 'wide'}", reward="Long"))
+    run = workshop.directory / "long"
+    assert {len(t.turns) for t in trained(run)} == {10}
+    for row in rows_of(run):
+        assert row.cached_share >= 0.95
+
+
 def test_a_missing_reward_is_a_drop_and_not_a_zero(workshop: ChatWorkshop):
     config = workshop.config("unpaid", "loop.steps=1", "buffer.patience=1", reward="Unpaid")
     with pytest.raises(Exception, match="nothing to train on") as raised:
