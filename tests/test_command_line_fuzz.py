@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import headrace
 from headrace.cli import app
-from headrace.config_file import settings
+from headrace.config_file import SETTINGS
 
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
 # `dash` serves until it is stopped; what makes work for minutes is not for a fuzzer
@@ -43,7 +43,7 @@ FUZZ = hypothesis_settings(
 )
 
 values = st.sampled_from(ODD) | st.text(max_size=20) | st.integers().map(str) | st.floats().map(str)
-keys = st.sampled_from(sorted(settings())) | st.text(max_size=12)
+keys = st.sampled_from(sorted(SETTINGS)) | st.text(max_size=12)
 overrides = st.builds("{}={}".format, keys, values)
 options = st.sampled_from(
     ["--best", "--samples", "--explain", "--json", "--quiet", "--trajectory", "--push", "--help", "--port"]

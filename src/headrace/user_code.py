@@ -21,6 +21,7 @@ from typing import Any
 from headrace.errors import HeadraceError, MissingExtraError
 
 MAX_DETAIL_CHARS = 1500
+_LOADED_FROM: set[str] = set()  # folders
 
 
 class _NoCodeError(Exception):
@@ -146,11 +147,11 @@ def search_path() -> list[str]:
 
 
 def user_folders() -> set[str]:
-    """The working directory and the folder of the main script."""
+    """The working directory, the folder of the main script, and those of users' files that were loaded here."""
     home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     script = getattr(sys.modules["__main__"], "__file__", None)
     folders = {os.path.realpath(os.getcwd())} | ({os.path.dirname(os.path.realpath(script))} if script else set())
-    return folders - {home}
+    return (folders | _LOADED_FROM) - {home}
 
 
 def short_traceback(error: BaseException) -> str:
@@ -189,3 +190,4 @@ def _load_module(name: str) -> ModuleType:
 def _search_also(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+        _LOADED_FROM.add(os.path.realpath(folder))

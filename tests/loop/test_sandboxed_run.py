@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from tiny_runs import Workshop, play, select
@@ -13,8 +16,11 @@ from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError, RewardError, SandboxError
 from headrace.ledger.ledger import Ledger
+from headrace.reward.function import Setup
+from headrace.reward.pool import isolated
 from headrace.reward.scorer import Scorer
 from headrace.runs.show import read_trajectory
+from headrace.user_code import load_function
 
 try:
     sandbox.check_system()
@@ -113,3 +119,16 @@ async def test_what_a_sandboxed_worker_cannot_be(workshop: Workshop) -> None:
     scorer = Scorer(section, max_new_tokens=9)
     with pytest.raises(RewardError, match=r"there is no file .*missing.py"):
         await scorer.start()
+
+
+def test_a_folder_that_a_users_file_was_loaded_from_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Prompts may come from a function in a file; what lies beside it is nobody's business in the sandbox."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "prompts.py").write_text("def tasks(count, seed):\n    return []\n", encoding="utf-8")
+    (tmp_path / "secret.txt").write_text("x", encoding="utf-8")
+    load_function(f"{tmp_path / 'prompts.py'}:tasks", "prompts.source", ConfigError)
+    assert str(tmp_path) in sys.path
+    with isolated(["true"], Setup(function="exact", timeout_s=1.0, sandbox=True)) as (command, _):
+        shown = {path for option, path in pairwise(command) if option.startswith("--ro-bind")}
+        assert str(tmp_path / "prompts.py") in shown
+        assert shown.isdisjoint({str(tmp_path), str(tmp_path / "secret.txt")})

@@ -86,7 +86,7 @@ class JudgeProcess:
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
         argv = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()]
-        with theirs, isolated(argv, setup) as (command, fds):
+        with theirs, self._closed_on_error(), isolated(argv, setup) as (command, fds):
             self.process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), *fds],
@@ -101,6 +101,14 @@ class JudgeProcess:
         self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._socket.close()
+            raise
 
     async def prepare(self) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
