@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-PLAYERS, MOST_TAKEN, MOST_STONES = ("first", "second"), 3, 20
+PLAYERS, MOST_TAKEN, MOST_STONES = ("first", "second"), 3, 10
 HTTP = openai.DefaultAsyncHttpxClient()  # one for all games: each would load the certificates anew
 
 
