@@ -93,6 +93,15 @@ def test_lag_pays_and_is_bounded_by_what_is_allowed() -> None:
     assert by_lag[0].lag == 0
 
 
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_slow_environment_is_the_bottleneck(max_lag: int) -> None:
+    quick = plan(replace(SEVEN, max_lag=max_lag, environment_s=0.001))[0]
+    slow = plan(replace(SEVEN, max_lag=max_lag, environment_s=600.0))[0]
+    assert quick.bottleneck is not Bottleneck.ENVIRONMENT
+    assert slow.bottleneck is Bottleneck.ENVIRONMENT
+    assert slow.step_s > 250
+
+
 def test_a_slow_verdict_is_the_bottleneck_when_nothing_may_lag() -> None:
     slow = plan(replace(SEVEN, max_lag=0, reward_s=600.0))[0]
     assert slow.bottleneck is Bottleneck.REWARD

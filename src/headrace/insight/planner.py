@@ -312,7 +312,8 @@ class _Candidate:
         """Without lag the longest stage; with lag the side that never waits."""
         times = run.stage_s
         if self.max_lag == 0:
-            return BOTTLENECK_OF_STAGE[times.wall]
+            waits = self.question.environment_s > getattr(times, times.wall)
+            return Bottleneck.ENVIRONMENT if waits else BOTTLENECK_OF_STAGE[times.wall]
         training_s = times.train + times.reference
         if training_s + times.publish >= LEARNER_BUSY * run.step_s:
             return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
