@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_sandbox
 
 from headrace import sandbox
 from headrace.errors import SandboxError
 from headrace.sandbox import REFUSED, Ran, syscall_filter
-
-try:
-    sandbox.check_system()
-    WHY_NOT = ""
-except SandboxError as error:
-    WHY_NOT = str(error)
-needs_sandbox = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 BEFORE = """
 import ctypes, errno, mmap, os, platform, signal, socket, stat, subprocess, sys, threading, time

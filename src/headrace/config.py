@@ -140,7 +140,7 @@ class RewardSection(SettingsSection):
     )
     timeout_s: Timeout = setting(10.0, "seconds for one verdict; a slower one is a drop, not a zero")
     retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
-    sandbox: bool = setting(False, "run it under bubblewrap: no network, no files but the code's")
+    sandbox: bool = setting(False, "run it and environments under bubblewrap: no network, no files but the code's")
     cache: bool = setting(True, "score the same answer to the same prompt once")
     overlong_tokens: NonNegativeInt = setting(0, "soft penalty this close to max_new_tokens; 0 is off")
     overlong_penalty: NonNegativeFloat = setting(1.0, "penalty at max_new_tokens", most=MOST)

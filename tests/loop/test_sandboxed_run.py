@@ -8,26 +8,23 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from chat_runs import ChatWorkshop
+from needs import needs_sandbox
 from tiny_runs import Workshop, play, select
 from typer.testing import CliRunner
 
-from headrace import sandbox
 from headrace.cli import app
 from headrace.config_file import load_config
-from headrace.errors import ConfigError, RewardError, SandboxError
+from headrace.errors import ConfigError, RewardError
 from headrace.ledger.ledger import Ledger
 from headrace.reward.function import Setup
 from headrace.reward.pool import isolated
 from headrace.reward.scorer import Scorer
+from headrace.runs.audit import audit, books
 from headrace.runs.show import read_trajectory
 from headrace.user_code import load_function
 
-try:
-    sandbox.check_system()
-    WHY_NOT = ""
-except SandboxError as error:
-    WHY_NOT = str(error)
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = needs_sandbox
 
 # Each attack that does not fail is a reward of -100.
 ATTACKER = """
@@ -107,6 +104,35 @@ async def test_a_run_goes_on_while_its_reward_attacks_it(workshop: Workshop, mon
     assert "verdict after " in shown
     failure = CliRunner().invoke(app, ["show", str(run_dir), "--trajectory", failed[0][0]]).output
     assert "why there is no reward" in failure
+
+
+WORLD = """
+from types import SimpleNamespace
+from attacker import score
+from headrace import Done
+
+class World:
+    def start(self, prompt):
+        return "attack"
+
+    def reply(self, text):
+        raise Done("over", reward=score(SimpleNamespace(text=text)))
+"""
+
+
+async def test_a_run_goes_on_while_its_environment_attacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop, run_dir = ChatWorkshop(tmp_path), tmp_path / "attacked"
+    (tmp_path / "attacker.py").write_text(ATTACKER.format(ledger=str(run_dir / "ledger.sqlite"), pid=os.getpid()))
+    (tmp_path / "world.py").write_text(WORLD)
+    monkeypatch.setenv("TOKEN", "secret")
+    config = workshop.config("attacked", "reward.sandbox=true", "loop.steps=2")
+    section = config.episode.model_copy(update={"environment": f"{tmp_path}/world.py:World"})
+    await play(config.model_copy(update={"episode": section}))
+    assert audit(run_dir) == []
+    rewards = [reward for (reward,) in select(run_dir, "SELECT reward FROM trajectories WHERE reward IS NOT NULL")]
+    assert rewards
+    assert min(rewards) >= 0.0, "an attack came through"
+    assert books(run_dir).dropped["env_error"].tokens > 0, "broken replies and ended processes are failures"
 
 
 async def test_what_a_sandboxed_worker_cannot_be(workshop: Workshop) -> None:

@@ -146,7 +146,13 @@ class Place:
             return Agents(config, self.desk(), self._on_note)
         if not section.environment:
             return None
-        setup = Setup(function=section.environment, timeout_s=section.timeout_s, setting="episode.environment")
+        setup = Setup(
+            function=section.environment,
+            timeout_s=section.timeout_s,
+            setting="episode.environment",
+            sandbox=config.reward.sandbox,
+            hidden=(str(self.run_dir.absolute()),),
+        )
         hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
         follows = bool(config.reward.function)
         return Player(Environments(hosts, section), self.desk(), config.prompts.system, follows, self._on_note)
