@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import forked
 import httpx
+import openai
 import pytest
 from killed_episodes import finished, kept_turns, kill_in_mid_episode
 from kills import train
@@ -18,6 +21,7 @@ from tiny_runs import select
 
 import headrace
 from headrace import api
+from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
 from headrace.ledger.journal import read_trajectories
@@ -100,6 +104,41 @@ def test_an_agent_is_trained(workshop: Path, kind: str):
     assert summary["score_before"] is not None
     assert summary["trained_tokens"] > 0
     assert audit(workshop / kind) == []
+
+
+def command_line(*words: str) -> None:
+    app(list(words))
+
+
+def test_a_trained_agent_is_tried_at_the_endpoint_over_its_weights(workshop: Path):
+    agent, run, log = f"{workshop / 'agent.py'}:run", str(workshop / "tried"), workshop / "served.log"
+    headrace.train(load_config(None, settings(workshop, "tried", agent, ("fine",), "loop.steps=1")))
+    process = forked.start(log, command_line, "serve", run, "--port", "0")
+    try:
+        while "OPENAI_API_KEY=" not in (log.read_text() if log.exists() else ""):
+            assert process.is_alive(), log.read_text()
+            process.join(0.05)
+        said = dict(line.split("=", 1) for line in log.read_text().splitlines() if line.startswith("OPENAI_"))
+        base_url, key = said["OPENAI_BASE_URL"], said["OPENAI_API_KEY"]
+        client, chat = openai.OpenAI(base_url=base_url, api_key=key), [{"role": "user", "content": "Say 1."}]
+        first: Any = client.chat.completions.create(model="m", messages=chat, max_tokens=4)  # type: ignore[arg-type]
+        chat += [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "And?"},
+        ]
+        again: Any = client.chat.completions.create(model="m", messages=chat, max_tokens=4)  # type: ignore[arg-type]
+        assert first.usage.completion_tokens > 0
+        assert again.usage.prompt_tokens > first.usage.total_tokens
+        (model,) = httpx.get(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"}).json()["data"]
+        assert model["id"] == "tried"
+        assert httpx.get(f"{base_url}/models", headers={"Authorization": "Bearer guessed"}).status_code == 401
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        process.join(20)
+        assert process.exitcode == 0, log.read_text()
+    finally:
+        process.kill()
+    assert audit(workshop / "tried") == []
 
 
 def dropped(run_dir: Path) -> dict[str, int]:
