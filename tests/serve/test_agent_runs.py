@@ -276,6 +276,12 @@ def test_an_agent_that_cannot_run_is_told_at_once(workshop: Path, agent: str, me
         headrace.train(load_config(None, settings(workshop, "wrong", agent, ("fine",), "run.overwrite=true")))
 
 
+def test_a_cache_that_cannot_hold_a_whole_episode_is_told_at_once(workshop: Path):
+    small = settings(workshop, "small", f"{workshop / 'agent.py'}:run", ("fine",), "rollout.kv_tokens=64")
+    with pytest.raises(ConfigError, match=r"one sequence may need .*lower episode.max_tokens"):
+        headrace.train(load_config(None, small))
+
+
 def test_an_episode_has_an_environment_or_an_agent():
     with pytest.raises(ConfigError, match="leave one empty"):
         load_config(None, ["episode.agent=a.py:run", "episode.environment=a.py:Guess"])

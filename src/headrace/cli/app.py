@@ -107,6 +107,7 @@ def headrace(
 
 def prepare_process() -> None:
     """SIGTERM, with which clusters preempt, and SIGHUP do what Ctrl-C does; for commands, not for who imports us."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: no spinning beside user code
     with suppress(ValueError):  # not in the main thread
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -164,7 +164,7 @@ class Place:
             raise ConfigError(f"model.path: {error}, which environments and agents need") from error
         return Desk(
             chat=chat,
-            max_context=self.facts.max_context,
+            max_context=min(self.facts.max_context, self.config.rollout.kv_tokens or self.facts.max_context),
             sample=lambda order: self.pool.start(order)[0],
             forget=self.pool.forget,
             now=self.clock.now,

@@ -175,7 +175,7 @@ def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Calla
     r, e = spec.config.rollout, spec.config.episode
     kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
     most_tokens, needed = spec.config.prompts.max_tokens + r.max_new_tokens + 64, spec.longest_prompt + r.max_new_tokens
-    if e.environment:  # a sequence grows with every turn
+    if grows := bool(e.environment or e.agent):  # with every turn
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)
@@ -184,7 +184,7 @@ def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Calla
         raise ConfigError(
             f"{free}With {reserved_bytes / GIB:.1f} GiB kept for training, memory holds a key/value "
             f"cache of {kv_tokens} tokens, and one sequence may need {needed}: lower "
-            f"{'episode.max_tokens' if e.environment else 'rollout.max_new_tokens'}, take a smaller model, or free "
+            f"{'episode.max_tokens' if grows else 'rollout.max_new_tokens'}, take a smaller model, or free "
             "memory (rollout.kv_tokens sets the size)"
         )
     wanted_bytes = kv_tokens * kv_bytes_per_token(policy)

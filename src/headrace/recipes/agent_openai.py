@@ -11,12 +11,16 @@ import openai
 SCHEMA = {"additionalProperties": False, "properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}
 GUESS = {"name": "guess", "description": "Guess a number.", "parameters": SCHEMA}
 TOOLS: Any = [{"type": "function", "function": GUESS}]
-HTTP = openai.DefaultAsyncHttpxClient()  # one for all episodes: each would load the certificates anew
 
 
 async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
-    n, low, high = task["n"], 1, 64
+    http = openai.DefaultAsyncHttpxClient(verify=False)  # the endpoint is on this machine: no certificates to load
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+        return await play(client, task["n"])
+
+
+async def play(client: openai.AsyncOpenAI, n: int) -> float:
+    low, high = 1, 64
     messages: list[Any] = [{"role": "user", "content": "Find my number, 1 to 64."}]
     for _ in range(7):
         answer: Any = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
