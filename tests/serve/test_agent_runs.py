@@ -277,7 +277,9 @@ def test_an_agent_that_cannot_run_is_told_at_once(workshop: Path, agent: str, me
 
 
 def test_a_cache_that_cannot_hold_a_whole_episode_is_told_at_once(workshop: Path):
-    small = settings(workshop, "small", f"{workshop / 'agent.py'}:run", ("fine",), "rollout.kv_tokens=64")
+    small = settings(
+        workshop, "small", f"{workshop / 'agent.py'}:run", ("fine",), "rollout.kv_tokens=64", "prompts.max_tokens=50"
+    )
     with pytest.raises(ConfigError, match=r"one sequence may need .*lower episode.max_tokens"):
         headrace.train(load_config(None, small))
 
