@@ -172,6 +172,29 @@ def test_an_episode_that_takes_too_long_is_scored_by_the_reward_function(
     assert audit(workshop / "slow") == []
 
 
+def test_an_interrupted_run_ends_while_turns_are_sampled_and_goes_on_later(workshop: Path):
+    more = ("rollout.max_new_tokens=200", "loop.steps=2")
+    given = settings(workshop, "interrupted", f"{workshop / 'agent.py'}:run", ("fine",), *more)
+    run, log = workshop / "interrupted", workshop / "interrupted.log"
+    process = forked.start(log, train, given)
+    while process.is_alive() and not kept_turns(run):
+        process.join(0.02)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 0, log.read_text()
+    with Ledger.open(run) as ledger:
+        assert len(ledger.rows()) < 2
+    before = kept_turns(run)
+    assert api.resume(run)["finished"]
+    after = finished(run)
+    for key, episode in before.items():
+        turns = [after[key].token_ids[turn.start : turn.end].tolist() for turn in after[key].turns]
+        for turn in episode.turns:
+            assert episode.token_ids[turn.start : turn.end].tolist() in turns
+    assert audit(run) == []
+
+
 async def test_a_command_ends_with_all_its_processes(tmp_path: Path):
     """It has started a process of its own, and neither ends by itself."""
     mark = tmp_path / "mark"

@@ -140,6 +140,9 @@ class AgentEpisode:
             reward = failed
         except AbortedError:
             pass
+        except asyncio.CancelledError:  # nobody hears the engines any more
+            conversation.give_up()
+            raise
         finally:
             front.dismiss(self._key)
             await conversation.close("the episode is over")

@@ -98,6 +98,11 @@ class Conversation:
         """A limit is reached: what comes is refused."""
         self._closed = self.ended_by = limit
 
+    def give_up(self) -> None:
+        """Wait for no turn that is being sampled."""
+        for task in self._going:
+            task.cancel()
+
     async def close(self, why: str) -> None:
         self._closed = self._closed or why
         while self._going:
