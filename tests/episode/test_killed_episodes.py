@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
 from chat_runs import ChatWorkshop
 from killed_episodes import finished, kept_turns, kill_in_mid_episode
-from kills import num_kills_that_hit, train
-from tiny_runs import same_bits, weights
+from kills import train
 
 from headrace import api
 from headrace.ledger.ledger import Amount
@@ -18,6 +20,8 @@ from headrace.runs.audit import audit, books
 from headrace.types import Trajectory
 
 SETTINGS = ("loop.steps=6", "recovery.every_steps=2")
+_RANDOM = random.Random("kills")
+INSTANTS_S = [_RANDOM.uniform(0.5, 2.0) for _ in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +37,25 @@ class Notes(api.Watcher):
         self.texts.append(text)
 
 
-def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(workshop: ChatWorkshop):
-    settings = (*SETTINGS, "model.exact=true")
-    api.train(workshop.config("unbroken", *settings, reward="Slow"))
-    num_hit = 0
-    for name in ("first", "second"):
-        rng = random.Random(name)
-        kills_s = [rng.uniform(0.5, 2.0), rng.uniform(0.5, 1.5)]
-        num_hit += num_kills_that_hit(workshop, name, workshop.overrides(name, *settings, reward="Slow"), kills_s)
-        run = workshop.directory / name
-        assert audit(run) == []
-        assert books(run).in_flight == books(run).buffered == Amount()
-        assert same_bits(weights(run), weights(workshop.directory / "unbroken"))
-    assert num_hit, "no kill hit a living process"
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark of kills: `survive` trains, kills, resumes, and looks at all that a restart promises."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return import_module("episode_kills")
+
+
+def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(soak: Any, tmp_path: Path):
+    unbroken, killed, tally = tmp_path / "unbroken", tmp_path / "killed", soak.Tally()
+    soak.survive(soak.settings(tmp_path, "unbroken", "environment", 0), unbroken, [], soak.Tally())
+    soak.survive(soak.settings(tmp_path, "killed", "environment", 0), killed, INSTANTS_S, tally)
+    assert tally.kills, "no kill hit a living process"
+    assert soak.weights(killed) == soak.weights(unbroken)
+
+
+def test_an_agent_survives_kills_at_any_instant(soak: Any, tmp_path: Path):
+    tally = soak.Tally()
+    soak.survive(soak.settings(tmp_path, "killed", "function", 1), tmp_path / "killed", INSTANTS_S, tally)
+    assert tally.kills, "no kill hit a living process"
 
 
 @pytest.mark.parametrize("environment", ["Slow", "Kept"])

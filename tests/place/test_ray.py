@@ -9,16 +9,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chat_runs import ChatWorkshop
 from ray_runs import IN_TURNS, ON_RAY, assert_same_result, begun_here, kill, train, trained_tokens
 from tiny_runs import Workshop, weights
 
 from headrace import api
+from headrace.config_file import load_config
 from headrace.errors import ConfigError, MissingExtraError, RunError
 from headrace.ledger.files import run_config, scale
+from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.measured import Row
 from headrace.place.place import Place, _gpus_of_a_worker, open_place
 from headrace.runs.audit import audit, books
+
+AGENT = """
+import json, urllib.request
+
+def run(task, base_url, api_key):
+    messages, headers = [{"role": "user", "content": task["prompt"]}], {"Authorization": f"Bearer {api_key}"}
+    for _ in range(2):
+        body = json.dumps({"model": "m", "messages": messages}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as reply:
+            messages += [json.load(reply)["choices"][0]["message"], {"role": "user", "content": "And?"}]
+    return sum(map(ord, json.dumps(messages))) % 97 / 97
+"""
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -86,6 +101,44 @@ def test_without_a_rollout_worker_and_then_without_the_learner_the_run_goes_on(
     assert max(row.lag_max for row in run.rows) <= 1
     assert len(trained_tokens(run.run_dir)) == 4 * 4 * 4
     assert books(run.run_dir).trained.trajectories == 4 * 4 * 4
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> ChatWorkshop:
+    return ChatWorkshop(tmp_path_factory.mktemp("chats"))
+
+
+def test_an_environment_that_began_here_goes_on_with_engines_elsewhere(chats: ChatWorkshop):
+    """It stays beside the loop; each of its turns is sampled by a rollout worker."""
+
+    class Stop(api.Watcher):
+        def row(self, row: Row) -> None:
+            raise RuntimeError("the machine is wanted for something else")
+
+    run_dir = chats.directory / "environment"
+    with pytest.raises(RuntimeError, match="something else"):
+        api.train(chats.config(run_dir.name, "loop.steps=2"), Stop())
+    summary = api.resume(run_dir, overrides=["place.cluster=ray"])
+    assert summary["finished"]
+    assert_trained_on_turns(run_dir, 3)
+
+
+def test_an_agent_is_trained_in_turns_on_the_same_devices(chats: ChatWorkshop):
+    (chats.directory / "agent.py").write_text(AGENT, encoding="utf-8")
+    words = [word for word in chats.overrides("agent", "loop.steps=2") if not word.startswith("episode.")]
+    agent = f"episode.agent={chats.directory / 'agent.py'}:run"
+    api.train(load_config(None, [*words, agent, "place.cluster=ray", "place.layout=colocated"]))
+    assert_trained_on_turns(chats.directory / "agent", 2)
+
+
+def assert_trained_on_turns(run_dir: Path, num_turns: int) -> None:
+    assert audit(run_dir) == []
+    assert books(run_dir).trained.trajectories == 2 * 4 * 4
+    with Ledger.open(run_dir) as ledger:
+        workers = {worker for (worker,) in ledger.read("SELECT worker FROM spans WHERE stage = 'rollout'")}
+        trained = read_trajectories(ledger.connection, "t.state = 'trained' AND t.trained_step = 2", ())
+    assert workers & {"rollout-0", "worker-0"}
+    assert {len(t.turns) for t in trained} == {num_turns}
 
 
 def test_hosts_of_reward_functions_need_no_torch():

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,29 @@ async def test_a_command_ends_with_all_its_processes(tmp_path: Path):
         await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.wait([running])
-    status = Path(f"/proc/{mark.read_text().strip()}/stat")
-    assert not status.exists() or ") Z " in status.read_text()  # gone, or nobody has looked at how it ended
+    assert has_ended(mark.read_text().strip())
+
+
+def has_ended(pid: str) -> bool:
+    """It is gone, or nobody has looked at how it ended."""
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or ") Z " in status.read_text()
+
+
+def test_a_command_ends_with_a_run_that_is_killed(workshop: Path):
+    """Nothing else tells it: it asks for no turn."""
+    mark = workshop / "mark"
+    script = f"sleep 600 & echo $! > {mark}; wait"
+    words = settings(workshop, "killed-asleep", f"sh -c {shlex.quote(script)}")
+    process = forked.start(workshop / "killed-asleep.log", train, words)
+    while process.is_alive() and not (mark.exists() and mark.read_text().strip()):
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    until = time.monotonic() + 20
+    while not has_ended(mark.read_text().strip()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("leave", ["sleep 600 &", "setsid sleep 20 &"])

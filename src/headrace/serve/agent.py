@@ -17,6 +17,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -41,6 +42,8 @@ KEPT_BYTES = 1 << 16  # of a command's output
 LONGEST_VARIABLE = 100_000  # characters: a longer task comes on standard input only
 MOST_DETAIL = 1500  # characters of what a command complained of
 GRACE_S = 2.0  # for an agent that has reached a limit to end by itself
+# Runs beside commands. Once this process has died, it ends all that have a key of the run in their environment.
+GUARD = 'cat; for i in 1 2 3; do kill -9 $(grep -ls "$0" /proc/[0-9]*/environ | cut -d/ -f3); sleep 1; done'
 
 
 class AgentFailedError(Exception):
@@ -62,6 +65,7 @@ class Agents:
             raise ConfigError(f"episode.listen = '{self.section.listen}': expected host:port, such as 127.0.0.1:8001")
         self._at, self._open = (host.strip("[]"), int(port)), AsyncExitStack()
         self._key = (os.environ.get(KEY) or secrets.token_urlsafe(24)) if agent == "remote" else ""
+        self.mark = f"sk-{secrets.token_hex(8)}"  # all keys of episodes begin with it
         self.front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
         self._hosts: list[JudgePool] = []  # for an agent that is a function
         if names_function(agent):
@@ -80,6 +84,10 @@ class Agents:
             raise ConfigError(f"episode.agent = '{agent}' cannot be started: {error}") from error
         if program and not shutil.which(program):
             raise ConfigError(f"episode.agent = '{agent}' cannot be started: there is no command '{program}'")
+        if program:
+            words = ["sh", "-c", GUARD, f"OPENAI_API_KEY={self.mark}"]
+            guard = Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+            self._open.callback(self._open.enter_context(guard).kill)
         await self._open.enter_async_context(self.front.listening(*self._at))
         if self._key:
             key = f"the key in {KEY}" if os.environ.get(KEY) else f"the key {self._key}"
@@ -127,7 +135,7 @@ class AgentEpisode:
 
     def __init__(self, agents: Agents, session: Session) -> None:
         self.session, self._agents, self._section = session, agents, agents.section
-        self._key = f"sk-{secrets.token_urlsafe(24)}"
+        self._key = f"{agents.mark}-{secrets.token_urlsafe(24)}"
 
     async def play(self) -> Outcome:
         session, section, front = self.session, self._section, self._agents.front
