@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from served import TEXT, House, assert_trained_once, house
+from served import TEXT, House, add, assert_trained_once, house
 
 RECIPES = Path(__file__).parents[2] / "src" / "headrace" / "recipes"
 TASKS = """
@@ -48,6 +49,33 @@ class Talk(vf.Env[Config]):
                 await interaction.turn(word)
 
 __all__ = ["Questions", "Talk"]
+"""
+WITH_A_TOOL = f"""{TASKS}
+class Sums(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def add(self, a: int, b: int) -> str:
+        'Add two numbers.'
+        return str(a + b)
+
+class Calculation(Task):
+    @classmethod
+    def toolsets(cls, config):
+        return [Sums(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def sums(self, trace: vf.Trace) -> float:
+        return float(sum(int(m.content) for m in trace.messages if m.role == "tool"))
+
+class Sheet(vf.Taskset[Calculation]):
+    def load(self):
+        for n in range(9):
+            yield Calculation(Data(prompt=f"Add to {{n}}.", answer=str(n)), self.config.task)
+
+__all__ = ["Sheet"]
+if __name__ == "__main__":
+    Sums.run()
 """
 SETTINGS = """
 [env.taskset]
@@ -123,3 +151,14 @@ async def test_the_training_client_of_verifiers_gets_tokens_and_logprobs(tmp_pat
         assert found["token_ids"] == trajectory.token_ids[trajectory.sampled].tolist()
         kept = trajectory.logprobs[trajectory.sampled]
         np.testing.assert_allclose(found["logprobs"], kept[kept != 0], rtol=1e-6)
+
+
+async def test_the_policy_calls_tools_of_a_verifiers_taskset(tmp_path: Path):
+    async with house(num_calls=2) as home:
+        session = home.open("key")
+        parts = await said(home, tmp_path, WITH_A_TOOL, "agent", PLAIN, "key")
+        assert_trained_once(home, num_turns=3)
+        text = home.policy.tokenizer.decode(session.trajectory.token_ids)
+        called = re.findall(r'"arguments": ?(\{.*?\})', text)
+        assert parts["turns"] == 3.0
+        assert parts["sums"] == sum(int(add(arguments)) for arguments in called[-2:])

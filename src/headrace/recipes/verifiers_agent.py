@@ -66,19 +66,27 @@ async def pull(root: str, key: str) -> None:
     """Plays episodes of a run with episode.agent = "remote" until it is over."""
     import httpx
 
+    pulled: Any = None
     async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {key}"}) as http:
-        while (pulled := await http.post(f"{root}/episodes")).status_code != 410:
-            if pulled.status_code == 503:  # none is waiting
-                await asyncio.sleep(1)
-                continue
-            episode = pulled.raise_for_status().json()
+        while pulled is None or pulled.status_code != 410:
             try:
-                reward = await run(episode["task"], episode["base_url"], episode["api_key"])
-            except Exception as error:  # it is dropped when the run has waited long enough for its reward
-                print(f"episode {episode['id']}: {error}", file=sys.stderr)
-                continue
-            own = {"Authorization": f"Bearer {episode['api_key']}"}
-            await http.post(f"{root}/episodes/{episode['id']}/reward", json={"reward": reward}, headers=own)
+                pulled = await http.post(f"{root}/episodes")
+            except httpx.TransportError:  # the run has not begun, or is over, and its endpoint gone
+                if pulled is not None:
+                    return
+            if pulled is None or pulled.status_code == 503:  # no episode is waiting
+                await asyncio.sleep(1)
+            elif pulled.status_code != 410:
+                await play(http, root, pulled.raise_for_status().json())
+
+
+async def play(http: Any, root: str, episode: dict[str, Any]) -> None:
+    try:
+        reward = await run(episode["task"], episode["base_url"], episode["api_key"])
+        headers = {"Authorization": f"Bearer {episode['api_key']}"}
+        await http.post(f"{root}/episodes/{episode['id']}/reward", json={"reward": reward}, headers=headers)
+    except Exception as error:  # it is dropped when the run has waited long enough for its reward
+        print(f"episode {episode['id']}: {error}", file=sys.stderr)
 
 
 async def main(root: str, at_a_time: int) -> None:
