@@ -40,9 +40,9 @@ ROOMS = {
     "reward": 1_758,
     "rollout": 2_167,
     "serve": 1_408,
-    "cli": 1_197,
+    "cli": 1_204,
     "dashboard": 1_989,
-    "insight": 3_081,
+    "insight": 3_074,
     "runs": 946,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
