@@ -1,5 +1,7 @@
 """What all commands share: the application, messages instead of tracebacks, settings, and what they print on."""
 
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -114,6 +116,8 @@ def prepare_process() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if number is signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    importlib.import_module("headrace.api")
+    gc.freeze()  # what is imported is for ever: to look through it at each collection stops all threads for long
 
 
 def settings_from(words: list[str] | None) -> Config:

@@ -32,8 +32,9 @@ Best = Annotated[bool, Option("--best", help="the weights with the best held-out
 @app.command()
 def train(settings: Settings = None, quiet: Quiet = False) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
+    config = settings_from(settings)  # what is wrong with them is said before torch is loaded
     with _display(quiet) as display:
-        _concluded(display, headrace.train(settings_from(settings), display))
+        _concluded(display, headrace.train(config, display))
 
 
 @app.command()
