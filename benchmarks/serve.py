@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import statistics
 import sys
 import time
@@ -199,6 +200,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tiny", action="store_true", help="seconds on a CPU")
     arguments = parser.parse_args(given)
     torch.set_num_threads(arguments.threads)
+    gc.freeze()  # as the commands do
     noted = facts("serve", torch.device(arguments.device))
     print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
     many = asyncio.run(many_sessions(50 if arguments.tiny else arguments.sessions))

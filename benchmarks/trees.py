@@ -96,10 +96,8 @@ def train(policy: Policy, items: Sequence[Item], least: int) -> tuple[int, float
 
 
 def compare(policy: Policy, items: Sequence[Item], least: int, repeats: int) -> dict[str, Any]:
-    """Turns of both; the first two warm up."""
-    rounds = [(train(policy, items, least), train(policy, items, NEVER)) for _ in range(repeats + 1)][
-        1:
-    ]  # one warms up
+    """Turns of both; the first round warms up."""
+    rounds = [(train(policy, items, least), train(policy, items, NEVER)) for _ in range(repeats + 1)][1:]
     (shared, _), (separate, _) = rounds[0]
     return {"shared": shared, "separate": separate, "ratios": [slow[1] / fast[1] for fast, slow in rounds]}
 

@@ -271,7 +271,7 @@ class Conversation:
         session, t = self.session, self.session.trajectory
         prompt = context(t, place_before(t, turn.start))[0]
         sampled = session.sampled_ids(turn).tolist()
-        text = _cut(session.desk.chat.text(sampled), stop if turn.finish is FinishReason.STOP else ())
+        text = _cut(turn.text, stop if turn.finish is FinishReason.STOP else ())
         answer = ParsedAnswer(text)
         if ask.messages:
             read = session.desk.chat.parse(sampled, prompt.tolist(), ask.tools)

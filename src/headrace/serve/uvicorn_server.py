@@ -7,11 +7,33 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.errors import ConfigError
 
-HEADER_BYTES = 64 << 10
+HEAD_BYTES = 64 << 10
 STOP_S = 1
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP whose heads have an end. The parser of httptools is several times as fast as h11, but reads any head."""
+
+    in_head, head_bytes = True, 0
+
+    def data_received(self, data: bytes) -> None:
+        if self.in_head and self.head_bytes > HEAD_BYTES:
+            self.send_400_response("the head of the request is too long")
+            return
+        self.head_bytes += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self.in_head, self.head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        super().on_headers_complete()
 
 
 @contextlib.asynccontextmanager
@@ -22,8 +44,7 @@ async def listening(app: Any, host: str, port: int) -> AsyncIterator[int]:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
-    limits: dict[str, Any] = {"h11_max_incomplete_event_size": HEADER_BYTES, "timeout_graceful_shutdown": STOP_S}
-    server = uvicorn.Server(uvicorn.Config(app, http="h11", **settings, **limits))
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, timeout_graceful_shutdown=STOP_S, **settings))
     # signals are the run's own business
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
