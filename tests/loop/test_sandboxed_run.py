@@ -31,6 +31,7 @@ ATTACKER = """
 import contextlib, json, os, pathlib, socket, sqlite3, sys
 import headrace.sandbox
 LEDGER = pathlib.Path({ledger!r})
+KINDS = 8  # of texts, and two of them end or break the process
 
 def score(completion):
     attacks = [
@@ -56,7 +57,7 @@ def score(completion):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)
     os.ftruncate(1, 0) if os.path.isfile("/proc/self/fd/1") else None
-    kind = sum(map(ord, completion.text)) % 8
+    kind = sum(map(ord, completion.text)) % KINDS
     if kind == 1:
         json.dumps = lambda *_, **__: "nonsense"
     if kind == 2:
@@ -108,15 +109,17 @@ async def test_a_run_goes_on_while_its_reward_attacks_it(workshop: Workshop, mon
 
 WORLD = """
 from types import SimpleNamespace
-from attacker import score
+import attacker
 from headrace import Done
+
+attacker.KINDS = 16  # a process that ends takes other environments with it
 
 class World:
     def start(self, prompt):
         return "attack"
 
     def reply(self, text):
-        raise Done("over", reward=score(SimpleNamespace(text=text)))
+        raise Done("over", reward=attacker.score(SimpleNamespace(text=text)))
 """
 
 
@@ -125,7 +128,7 @@ async def test_a_run_goes_on_while_its_environment_attacks_it(tmp_path: Path, mo
     (tmp_path / "attacker.py").write_text(ATTACKER.format(ledger=str(run_dir / "ledger.sqlite"), pid=os.getpid()))
     (tmp_path / "world.py").write_text(WORLD)
     monkeypatch.setenv("TOKEN", "secret")
-    config = workshop.config("attacked", "reward.sandbox=true", "loop.steps=2")
+    config = workshop.config("attacked", "reward.sandbox=true", "loop.steps=3")
     section = config.episode.model_copy(update={"environment": f"{tmp_path}/world.py:World"})
     await play(config.model_copy(update={"episode": section}))
     assert audit(run_dir) == []
