@@ -187,6 +187,20 @@ def test_front_doors_are_where_the_loop_enters_a_stage():
     assert sorted(room for room, _ in doors if room != "loop") == sorted(rooms), "one door for each room"
 
 
+def test_the_walk_names_what_there_is():
+    walk = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", walk))
+    members: dict[str, set[str]] = {}
+    for _, node in nodes():
+        if isinstance(node, ast.ClassDef):
+            methods = (inner.name for inner in node.body if isinstance(inner, FUNCTION))
+            fields = (ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign))
+            members.setdefault(node.name, set()).update(methods, fields)
+    assert len(named) > 40
+    missing = [f"{name}.{member}" for name, member in named if member not in members.get(name, ())]
+    assert not missing, f"docs/walk.md names what does not exist: {missing}"
+
+
 def test_every_socket_is_in_one_file():
     others = [
         f"{path}:{node.lineno} {node.name}"
