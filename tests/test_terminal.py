@@ -150,8 +150,8 @@ def test_summary_tells_the_whole_story():
     show_a_run(shown)
     out = text()[text().index("\nreward  ") :]
     assert "held-out score  0.148 → 0.836  (+0.688)" in out
-    assert all(re.search(rf"^[▸ ] {stage} .* s [█░]{{20}} +\d+%", out, re.MULTILINE) for stage in STAGES)
-    assert re.search(r"^▸ rollout +54.0 s █{13}░{7} +64%", out, re.MULTILINE)
+    assert all(re.search(rf"^[▸ ] {stage} .* s [█░]{{18}} +\d+%", out, re.MULTILINE) for stage in STAGES)
+    assert re.search(r"^▸ rollout +54.0 s █{12}░{6} +64%", out, re.MULTILINE)
     assert f"The wall is rollout: {ADVICE[Bottleneck.GENERATION].sign}. What helps: " in " ".join(out.split())
     assert re.search(r"dropped: no_signal +28,000 +10.8%", out)
     assert "2,716 trained tokens per second" in out

@@ -28,7 +28,7 @@ from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
 from headrace.loop.self_check import self_check, verdict
 from headrace.loop.watchdog import Watchdog
-from headrace.measured import STAGES, Row, Sample, StageTimes
+from headrace.measured import Row, Sample, stages_of
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place, open_place
 from headrace.policy import hub
@@ -373,7 +373,7 @@ def _summary(
     stages, ending, run_dir = loop.stages, loop.ending, loop.stages.ledger.run_dir
     rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
     loop_s = sum(row.wall_s for row in rows)
-    stage_s = {stage: sum(getattr(row.stage_s, stage) for row in rows) for stage in STAGES}
+    stage_s, wall = stages_of(rows)
     lags = sum(row.lag_mean * row.trained_tokens for row in rows)
     content = {
         "run_dir": str(run_dir),
@@ -392,7 +392,7 @@ def _summary(
         "mean_lag_seen": lags / max(1, books.trained.tokens),
         "max_lag_seen": max((row.lag_max for row in rows), default=0),
         "stage_s": stage_s,
-        "wall": StageTimes(**stage_s).wall,
+        "wall": wall,
         "drafted_tokens": counts.drafted_tokens,
         "accepted_tokens": counts.accepted_tokens,
         "reward_failure": loop.rows.first_reward_failure,

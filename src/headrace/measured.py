@@ -325,6 +325,18 @@ class StageClock:
             return [replace(span, end_s=now_s) for span in self._running.values()]
 
 
+def stages_of(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
+    """Seconds by stage, and the bottleneck at a first guess: the longest.
+
+    Environments and agents work beside everything else: what counts is when nothing else was busy.
+    """
+    known = list(rows)
+    found = {stage: sum(float(getattr(row.stage_s, stage)) for row in known) for stage in STAGES}
+    if (played_s := sum(row.environment_s for row in known)) > 0:
+        found["environment"] = max(0.0, min(played_s, sum(row.wall_s for row in known) - sum(found.values())))
+    return found, max(found, key=found.__getitem__)
+
+
 def busy_s(spans: Iterable[StageSpan], start_s: float, end_s: float) -> dict[str, float]:
     """By stage, the seconds in which it was busy; overlapping spans count once."""
     total: dict[str, float] = defaultdict(float)

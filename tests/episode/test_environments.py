@@ -125,8 +125,10 @@ def test_what_an_environment_does_wrong_is_a_drop_with_its_reason(workshop: Chat
 
 def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):
     """Its seconds are no row's: what was simulated is as long as what was measured, and without it most of it goes."""
-    api.train(workshop.config("sleepy", "loop.steps=4", reward="Sleepy"))
+    summary = api.train(workshop.config("sleepy", "loop.steps=4", reward="Sleepy"))
     run = workshop.directory / "sleepy"
+    assert summary["wall"] == "environment"
+    assert sum(summary["stage_s"].values()) <= summary["loop_s"] + 1e-6
     found = triage(run)
     assert found.bottleneck is Bottleneck.ENVIRONMENT
     measured_s = np.median([row.wall_s for row in rows_of(run)])

@@ -23,7 +23,7 @@ from headrace.config_file import changed
 from headrace.insight.triage import BOTTLENECK_OF_STAGE, STAGE_WORDS, advice_for
 from headrace.ledger.files import PLOT
 from headrace.ledger.ledger import Ledger
-from headrace.measured import STAGES, Row, Sample, StageTimes
+from headrace.measured import Row, Sample, stages_of
 from headrace.roles import Watcher
 from headrace.runs.report import count, duration
 
@@ -161,14 +161,13 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
         left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
-        busy = StageTimes(**{stage: sum(getattr(r.stage_s, stage) for r in recent) for stage in STAGES})
         facts = [
             f"reward {row.reward_mean:.3f}",
             "" if self._score is None else f"held-out {self._score:.3f}",
             f"lag {row.lag_mean:.1f}/{row.lag_max}",
             f"{sum(r.trained_tokens for r in recent) / wall_s if wall_s else 0:,.0f} tok/s",
             f"dropped {dropped / generated if generated else 0:.0%}",
-            f"wall: {BOTTLENECK_OF_STAGE[busy.wall]}",
+            f"wall: {BOTTLENECK_OF_STAGE[stages_of(recent)[1]]}",
             f"preempted {row.preemptions}" if row.preemptions else "",
             "step skipped" if row.skipped else "",
         ]
@@ -192,12 +191,11 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
         paper = self.paper
         paper.section("time", "how long each stage was busy during the steps; stages can overlap")
         slowest, loop_s = str(summary["wall"]), float(summary["loop_s"])
-        for stage in STAGES:
-            busy_s = float(summary["stage_s"].get(stage, 0.0))
+        for stage, busy_s in summary["stage_s"].items():
             share = busy_s / loop_s if loop_s else 0.0
             mark = paper.drawn("▸") if stage == slowest else " "
-            shown = f"{busy_s:>9,.1f} s {paper.bar(share, 20)} {share:>5.0%}"
-            line = f"{mark} {stage:<9} {shown}  {STAGE_WORDS[stage]}"
+            shown = f"{busy_s:>9,.1f} s {paper.bar(share, 18)} {share:>5.0%}"
+            line = f"{mark} {stage:<11} {shown}  {STAGE_WORDS[stage]}"
             paper.print(Text(line, style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
             advice = advice_for(BOTTLENECK_OF_STAGE[slowest], self._config)

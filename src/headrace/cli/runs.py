@@ -17,7 +17,7 @@ from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import read_summary, run_config
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.ledger.recovery import changes
-from headrace.measured import Row
+from headrace.measured import Row, stages_of
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
 from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
@@ -158,7 +158,7 @@ def _row(row: Row) -> dict[str, str]:
         "trained": f"{row.trained_tokens:,}",
         "dropped": f"{sum(row.dropped_tokens.values()):,}",
         "seconds": f"{row.wall_s:.2f}",
-        "wall": "step skipped" if row.skipped else BOTTLENECK_OF_STAGE[row.stage_s.wall],
+        "wall": "step skipped" if row.skipped else BOTTLENECK_OF_STAGE[stages_of([row])[1]],
     }
 
 

@@ -47,6 +47,7 @@ STAGE_WORDS = {
     "reference": "log-probs of the reference",
     "train": "forward, backward, optimizer",
     "publish": "new weights to the engine",
+    "environment": "environments or agents alone",
 }
 SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
 
@@ -82,7 +83,7 @@ class Bottleneck(StrEnum):
 
 
 # The learner computes the reference's log-probs.
-BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGES}
+BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGE_WORDS}
 
 
 class Advice(NamedTuple):
