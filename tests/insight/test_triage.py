@@ -162,7 +162,7 @@ def test_the_report_of_a_run_gives_advice_that_fits_it(tmp_path: Path) -> None:
 def test_a_bottleneck_has_the_name_of_its_stage() -> None:
     """The terminal names stages, triage and the page name bottlenecks: one word for both."""
     assert {stage: str(name) for stage, name in BOTTLENECK_OF_STAGE.items()} == {
-        **{stage: stage for stage in STAGES},
+        **{stage: stage for stage in (*STAGES, "environment")},
         "reference": "train",  # the learner computes it
     }
 
