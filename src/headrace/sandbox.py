@@ -39,7 +39,7 @@ MB = 1 << 20
 
 _HOW = (
     "Debian and Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap. "
-    "With reward.sandbox = false, reward functions run without it"
+    "With reward.sandbox = false, reward functions and environments run without it"
 )
 _ISOLATED = (
     "--unshare-all --unshare-user --disable-userns --cap-drop ALL --die-with-parent --new-session --clearenv "

@@ -112,7 +112,7 @@ from types import SimpleNamespace
 import attacker
 from headrace import Done
 
-attacker.KINDS = 10**9  # a process that ends takes other environments with it
+attacker.KINDS = 16  # a process that ends takes other environments with it
 
 class World:
     def start(self, prompt):
@@ -128,14 +128,14 @@ async def test_a_run_goes_on_while_its_environment_attacks_it(tmp_path: Path, mo
     (tmp_path / "attacker.py").write_text(ATTACKER.format(ledger=str(run_dir / "ledger.sqlite"), pid=os.getpid()))
     (tmp_path / "world.py").write_text(WORLD)
     monkeypatch.setenv("TOKEN", "secret")
-    config = workshop.config("attacked", "reward.sandbox=true", "loop.steps=2")
+    config = workshop.config("attacked", "reward.sandbox=true", "rollout.max_running=16", "loop.steps=3")
     section = config.episode.model_copy(update={"environment": f"{tmp_path}/world.py:World"})
     await play(config.model_copy(update={"episode": section}))
     assert audit(run_dir) == []
     rewards = [reward for (reward,) in select(run_dir, "SELECT reward FROM trajectories WHERE reward IS NOT NULL")]
     assert rewards
     assert min(rewards) >= 0.0, "an attack came through"
-    assert set(books(run_dir).dropped) <= {"no_signal"}
+    assert books(run_dir).dropped["env_error"].tokens > 0, "broken replies and ended processes are failures"
 
 
 async def test_what_a_sandboxed_worker_cannot_be(workshop: Workshop) -> None:

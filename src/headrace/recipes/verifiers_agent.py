@@ -32,7 +32,9 @@ from typing import Any
 def _environment() -> tuple[Any, Any]:
     import verifiers.v1 as vf  # here, because the trainer may want `tasks` alone
 
-    with open(os.environ["VERIFIERS_ENV"], "rb") as file:
+    if not (path := os.environ.get("VERIFIERS_ENV")):
+        raise ValueError("VERIFIERS_ENV must name a TOML file with the block [env] of vf-eval")
+    with open(path, "rb") as file:
         environment = vf.load_environment(vf.resolve_env_config(tomllib.load(file)["env"]))
     return vf, environment
 
@@ -90,6 +92,8 @@ async def play(http: Any, root: str, episode: dict[str, Any]) -> None:
 
 
 async def main(root: str, at_a_time: int) -> None:
+    if "HEADRACE_KEY" not in os.environ:
+        raise ValueError("HEADRACE_KEY must be the key that the run was given, or prints")
     async with _environment()[1].serving():
         await asyncio.gather(*(pull(root, os.environ["HEADRACE_KEY"]) for _ in range(at_a_time)))
 

@@ -16,7 +16,7 @@ STOP_S = 1
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP whose heads have an end. The parser of httptools is several times as fast as h11, but reads any head."""
+    """HTTP whose heads have an end. The parser of httptools is faster than h11, but reads a head of any length."""
 
     in_head, head_bytes = True, 0
 
