@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,8 @@ from chat_runs import ChatWorkshop
 from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
+from headrace.config import EpisodeSection
+from headrace.episode.environment import EnvironmentFailedError, Environments
 from headrace.errors import ConfigError, DataError, StalledError
 from headrace.insight.scenario import calibrate
 from headrace.insight.triage import Bottleneck, triage
@@ -20,9 +23,10 @@ from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
 from headrace.place.place import Place
 from headrace.policy.demo import chat_tokenizer
+from headrace.reward.pool import JudgePool, Setup
 from headrace.runs.audit import audit, books
 from headrace.testing import tiny_model
-from headrace.types import Item, Trajectory
+from headrace.types import Item, Prompt, Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,41 @@ def test_what_an_environment_does_wrong_is_a_drop_with_its_reason(workshop: Chat
     assert Counter(reason for (reason,) in found)["env_error"] >= 2
     # an episode whose neighbour ended their common process goes on in another one
     assert all(len(t.turns) == 3 for t in trained(run))
+
+
+SHARED = """
+import os
+
+class Shared:
+    def start(self, prompt):
+        self.ends, self.count = prompt.text == "ends its process", 0
+
+    def reply(self, text):
+        self.count += 1
+        if self.ends and self.count == 2:
+            os._exit(3)
+        return f"{self.count}"
+"""
+
+
+async def test_who_ends_a_process_is_dropped_and_its_neighbours_go_on(tmp_path: Path):
+    """Those are made again as often as it takes: also if another one ends the process while they are."""
+    (tmp_path / "shared.py").write_text(SHARED)
+    name = f"{tmp_path / 'shared.py'}:Shared"
+    setup = Setup(function=name, timeout_s=30.0, setting="episode.environment")
+    environments = Environments([JudgePool(setup, num_workers=1, retries=0)], EpisodeSection(environment=name))
+    await environments.start()
+
+    async def play(text: str, i: int) -> list[str]:
+        environment = environments.open(f"{text} {i}", Prompt(id="", text=text, token_ids=np.empty(0, np.int32)))
+        await environment.start()
+        return ["".join((await environment.turn({"text": "on"})).replies) for _ in range(4)]
+
+    names = ["ends its process", "goes on"] * 6
+    found = await asyncio.gather(*(play(text, i) for i, text in enumerate(names)), return_exceptions=True)
+    await environments.close()
+    assert found[1::2] == [["1", "2", "3", "4"]] * 6
+    assert all(isinstance(error, EnvironmentFailedError) and "exit code 3" in str(error) for error in found[::2])
 
 
 def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):

@@ -130,7 +130,7 @@ class Environment:
 
     async def turn(self, given: Mapping[str, Any]) -> Said:
         """The reply to tool calls, or to a text."""
-        said = _said(await self._ask_twice("turn", given))
+        said = _said(await self._ask_again("turn", given))
         self._log.append((given, said.replies))
         self._snapshot, self.state = said.snapshot, said.state or "\n".join(said.replies)
         return said
@@ -138,19 +138,20 @@ class Environment:
     async def make_again(self, log: Sequence[tuple[Any, tuple[str, ...]]], snapshot: str = "") -> None:
         """Bring a new environment to where another one was after the turns in `log`."""
         self._log, self._snapshot = list(log), snapshot
-        if snapshot:
-            await self._ask("restore", snapshot)
-            return
-        await self._ask("start", self._prompt)
-        for number, (given, before) in enumerate(self._log, 1):
-            said = _said(await self._ask("turn", given))
-            if said.replies != before:
-                problem = f"the reply to turn {number} was {before}, and is {said.replies} when it is repeated"
-                raise EnvironmentFailedError(f"{problem}; {ADVICE}")
+        with suppress(_LostError):  # again: the next request finds that out
+            if snapshot:
+                await self._ask("restore", snapshot)
+                return
+            await self._ask("start", self._prompt)
+            for number, (given, before) in enumerate(self._log, 1):
+                said = _said(await self._ask("turn", given))
+                if said.replies != before:
+                    problem = f"the reply to turn {number} was {before}, and is {said.replies} when it is repeated"
+                    raise EnvironmentFailedError(f"{problem}; {ADVICE}")
 
     async def end(self) -> dict[str, float]:
         """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
-        reward = (await self._ask_twice("score", None)).get("reward")
+        reward = (await self._ask_again("score", None)).get("reward")
         parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
         if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):
             raise EnvironmentFailedError(f"reward() returned {reward!r}; it must be a finite number, or a dict of them")
@@ -167,16 +168,18 @@ class Environment:
         if not isinstance(score.value, dict):
             raise EnvironmentFailedError(f"its process sent {score.value!r}")
         if score.value.get("lost"):
-            raise _LostError("its process ended, again and again")
+            raise _LostError("its process ended")
         return score.value
 
-    async def _ask_twice(self, do: str, given: Any) -> dict[str, Any]:
-        """If its process was replaced meanwhile, the environment is made again first."""
-        try:
-            return await self._ask(do, given)
-        except _LostError:
+    async def _ask_again(self, do: str, given: Any) -> dict[str, Any]:
+        """If its process was replaced meanwhile, the environment is made again first.
+
+        That is another's fault, however often it happens: who ends the process is told so.
+        """
+        while True:
+            with suppress(_LostError):
+                return await self._ask(do, given)
             await self.make_again(self._log, self._snapshot)
-        return await self._ask(do, given)
 
 
 def _said(value: Mapping[str, Any]) -> Said:
