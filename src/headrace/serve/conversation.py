@@ -148,13 +148,14 @@ class Conversation:
         sampling = self._sampling(ask, len(tokens))
         known = [turn for turn in (self._claim(tokens) for _ in range(ask.n)) if turn is not None]
         place = place_before(self.session.trajectory, known[0].start) if known else self.session.tell(addition)
+        told = [str(message["content"]) for message in new]
         if node.place >= 0:
-            self._replied(node, new)
+            self._replied(node, tuple(told))
 
         async def sampled(i: int) -> Turn:
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + i) % 2**63)
             try:
-                return await self.session.sample(place, own, agent=ask.agent)
+                return await self.session.sample(place, own, agent=ask.agent, state="\n".join(told))
             finally:
                 self._num_going -= 1
 
@@ -310,12 +311,11 @@ class Conversation:
     def _turn(self, place: int) -> Turn:
         return next(turn for turn in self.session.trajectory.turns if turn.end - 1 == place)
 
-    def _replied(self, node: Node, new: Sequence[Message]) -> None:
+    def _replied(self, node: Node, replies: tuple[str, ...]) -> None:
         """Book what followed an answer, and how long it took, with its turn."""
         turn = self._turn(node.place)
         if not turn.replies:
             seconds = self.session.desk.now() - node.answered_s
-            replies = tuple(str(message["content"]) for message in new)
             self.session.replace_turn(turn, replace(turn, replies=replies, environment_s=seconds))
 
 
