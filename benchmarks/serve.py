@@ -6,7 +6,8 @@
 
 *sessions*: so many sessions at once, three turns each, answers from a script. Nothing may be lost: every turn is in its
 session's tokens once, in one line. *engine*: tokens per second of a real engine, asked through the endpoint by clients
-in another process, over those asked directly, taking turns; median and range.
+in another process, over those asked directly, taking turns; median and range. All sessions begin together; their
+answers have equal lengths, so that all turns end together, or lengths that differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_record import facts, table
-from serve_clients import REPLY, TURNS
+from serve_clients import REPLY, TURNS, length_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.episode.chat import Chat
@@ -45,9 +46,9 @@ from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajecto
 Sample = Callable[[Order], Awaitable[Trajectory]]
 
 
-async def through_the_endpoint(port: int, names: Sequence[str]) -> tuple[int, float]:
+async def through_the_endpoint(port: int, names: Sequence[str], lengths: tuple[int, int]) -> tuple[int, float]:
     """Tokens and seconds of chats that a process of clients has."""
-    asking = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), str(port)]
+    asking = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), *map(str, (port, *lengths))]
     process = await asyncio.create_subprocess_exec(*asking, *names, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
     num_tokens, seconds = printed.split()
@@ -98,7 +99,7 @@ async def many_sessions(count: int) -> dict[str, Any]:
     names = [f"s{i}" for i in range(count)]
     sessions = sessions_of(desk_of(chat_tokenizer(), scripted, 4096), front, names, 8)
     async with listening(application(front), "127.0.0.1", 0) as port:
-        num_tokens, seconds = await through_the_endpoint(port, names)
+        num_tokens, seconds = await through_the_endpoint(port, names, (8, 8))
     whole = [s for s in sessions if len(s.trajectory.turns) == TURNS and not s.trajectory.segments]
     return {"sessions": count, "whole": len(whole), "lost": count * TURNS * 4 - num_tokens, "seconds": seconds}
 
@@ -128,14 +129,15 @@ def policy_of(size: str, device: str) -> Policy:
     return Policy(model.eval(), tokenizer)
 
 
-async def directly(sessions: Sequence[Session]) -> tuple[int, float]:
+async def directly(sessions: Sequence[Session], lengths: tuple[int, int]) -> tuple[int, float]:
     """The same chats without the endpoint."""
 
     async def play(session: Session) -> int:
         chat = [{"role": "user", "content": f"I am {session.order.prompt.id}. What now?"}]
         place = session.tell(session.first(chat, None))
         for turn in range(TURNS):
-            place = await session.sample(place, session.sampling)
+            limit = length_of(session.order.prompt.id, turn, *lengths)
+            await session.sample(place, replace(session.sampling, max_new_tokens=limit))
             said = session.trajectory.turns[-1]
             answer = session.desk.chat.parse(session.sampled_ids(said).tolist(), [], None).message()
             new = [{"role": "user", "content": REPLY}]
@@ -148,8 +150,8 @@ async def directly(sessions: Sequence[Session]) -> tuple[int, float]:
     return sum(await asyncio.gather(*map(play, sessions))), time.perf_counter() - began_s
 
 
-async def real_engine(size: str, device: str, count: int, max_new_tokens: int, repeats: int) -> list[float]:
-    """Tokens per second through the endpoint, over those of direct requests."""
+async def real_engine(size: str, device: str, count: int, job: tuple[int, int], repeats: int) -> list[float]:
+    """Tokens per second through the endpoint, over those of direct requests. `job`: the lengths of answers."""
     policy, thread = policy_of(size, device), DeviceThread()
     engine = Engine(policy, max_running=count, prefill_tokens=2048, kv_tokens=count * 1024, on_update="keep")
     spans: dict[str, Any] = {"span": lambda stage: nullcontext(), "clock": time.monotonic}
@@ -177,9 +179,11 @@ async def real_engine(size: str, device: str, count: int, max_new_tokens: int, r
             rates = []
             for way in ("direct", "endpoint"):
                 names = [f"{way}-{repeat}-{i}" for i in range(count)]
-                sessions = sessions_of(desk, front, names, max_new_tokens)
-                asked = directly(sessions) if way == "direct" else through_the_endpoint(port, names)
-                num_tokens, seconds = await asked
+                sessions = sessions_of(desk, front, names, job[1])
+                if way == "direct":
+                    num_tokens, seconds = await directly(sessions, job)
+                else:
+                    num_tokens, seconds = await through_the_endpoint(port, names, job)
                 assert num_tokens == sum(session.trajectory.num_sampled_tokens for session in sessions)
                 rates.append(num_tokens / seconds)
                 actor.forget([session.id for session in sessions])
@@ -205,12 +209,18 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
     many = asyncio.run(many_sessions(50 if arguments.tiny else arguments.sessions))
     size = "tiny" if arguments.tiny else arguments.device
-    shape = (4, 8, 1) if arguments.tiny else (64 if arguments.device == "cpu" else 256, 64, arguments.repeats)
-    ratios = asyncio.run(real_engine(size, arguments.device, *shape))
-    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    rows = [[f"{many['sessions']:,}", f"{many['whole']:,}", str(many["lost"]), f"{many['seconds']:.1f}", spread]]
-    print(table(["sessions", "whole", "lost tokens", "seconds", "endpoint / direct tokens per second"], rows))
-    return {**many, "ratios": ratios}
+    count = 4 if arguments.tiny else 64 if arguments.device == "cpu" else 256
+    rows, found = [], {}
+    for least, most in [(8, 8), (4, 12)] if arguments.tiny else [(64, 64), (16, 112)]:
+        name = f"{least} to {most}" if least < most else f"{most} each"
+        print(f"{count} sessions, answers of {name} tokens", flush=True)
+        repeats = 1 if arguments.tiny else arguments.repeats
+        ratios = found[name] = asyncio.run(real_engine(size, arguments.device, count, (least, most), repeats))
+        rows.append([name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])
+    numbers = [f"{many['sessions']:,}", f"{many['whole']:,}", str(many["lost"]), f"{many['seconds']:.1f}"]
+    print("\n" + table(["sessions", "whole", "lost tokens", "seconds"], [numbers]) + "\n")
+    print(table(["tokens of an answer", "endpoint / direct tokens per second"], rows))
+    return {**many, "ratios": found}
 
 
 if __name__ == "__main__":

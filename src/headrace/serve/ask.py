@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic_core import to_json
 
 from headrace.config import LEAST
 from headrace.episode.chat import content_text
@@ -203,7 +204,7 @@ class Ask(BaseModel, strict=True, frozen=True):
         for name, values in cls.neutral.items():
             if name in given and given[name] not in values:
                 raise RefusedError(f"{name} = {json.dumps(given[name])[:80]} is not supported", param=name)
-        digest = hashlib.sha256(f"{cls.__name__} {json.dumps(body, sort_keys=True)}".encode()).hexdigest()
+        digest = hashlib.sha256(cls.__name__.encode() + to_json(body)).hexdigest()
         try:
             return cls.model_validate(given | {"digest": digest})
         except ValidationError as error:

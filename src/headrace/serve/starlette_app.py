@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -121,7 +121,7 @@ async def _answer(desk: FrontDesk, read: Read, whole: Whole, events: Events | No
         written = _stream(task, lambda answers: events(ask, answers, desk.model))
         return StreamingResponse(written, media_type="text/event-stream")
     answers = await asyncio.shield(task)  # the turn is complete even if the client is gone
-    return JSONResponse(whole(ask, answers, desk.model))
+    return Response(to_json(whole(ask, answers, desk.model)), media_type="application/json")
 
 
 async def _stream(

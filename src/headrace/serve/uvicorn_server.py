@@ -43,8 +43,9 @@ async def listening(app: Any, host: str, port: int) -> AsyncIterator[int]:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
-    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, timeout_graceful_shutdown=STOP_S, **settings))
+    quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "timeout_graceful_shutdown": STOP_S}
+    needless: dict[str, Any] = {"lifespan": "off", "ws": "none", "proxy_headers": False}
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, **quiet, **needless))
     # signals are the run's own business
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
