@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
-from served import BASE_URL, assert_trained_once, house
+from served import BASE_URL, assert_trained_once, chat_policy, house
 
 
 def add(a: int, b: int) -> str:
@@ -13,9 +13,10 @@ def add(a: int, b: int) -> str:
     return str(a + b)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("responses", [False, True])
-async def test_a_loop_of_tool_calls_is_one_line_of_tokens(responses: bool):
-    async with house() as home:
+async def test_a_loop_of_tool_calls_is_one_line_of_tokens(architecture: str, responses: bool):
+    async with house(chat_policy(architecture)) as home:
         home.open("k")
         model = ChatOpenAI(
             model="m",

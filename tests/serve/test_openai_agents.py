@@ -23,9 +23,10 @@ def _no_tracing() -> Iterator[None]:
     agents.set_tracing_disabled(False)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("how", ["plain", "streamed", "by id", "chat"])
-async def test_a_loop_of_tool_calls_is_one_line_of_tokens(how: str):
-    async with house() as home:
+async def test_a_loop_of_tool_calls_is_one_line_of_tokens(architecture: str, how: str):
+    async with house(chat_policy(architecture)) as home:
         home.open("k")
         ai = openai.AsyncOpenAI(base_url=BASE_URL, api_key="k", http_client=home.client())
         kind = agents.OpenAIChatCompletionsModel if how == "chat" else agents.OpenAIResponsesModel

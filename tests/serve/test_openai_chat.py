@@ -60,10 +60,12 @@ async def test_a_loop_of_tool_calls_is_one_line_of_tokens(architecture: str, str
         assert [m["role"] for m in messages] == ["user", *["assistant", "tool"] * 3, "assistant"]
         assert_trained_once(home, num_turns=4)
         assert [turn.replies for turn in session.trajectory.turns[:3]] == [(m["content"],) for m in messages[2:7:2]]
+        assert [turn.state for turn in session.trajectory.turns[:4]] == [m["content"] for m in messages[0:7:2]]
 
 
-async def test_an_edit_begins_a_branch_and_another_system_prompt_a_root():
-    async with house() as home:
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+async def test_an_edit_begins_a_branch_and_another_system_prompt_a_root(architecture: str):
+    async with house(chat_policy(architecture)) as home:
         session = home.open("k")
         ai = client(home)
         messages = await play(home, ai, stream=False)
@@ -186,9 +188,10 @@ async def test_limits_end_an_agent_with_an_answer_that_is_not_tried_again():
         assert_trained_once(home, num_turns=len(home.orders))
 
 
-async def test_a_weight_update_in_mid_episode_is_seen_in_spans_alone():
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+async def test_a_weight_update_in_mid_episode_is_seen_in_spans_alone(architecture: str):
     """What the new weights sample has their bits, to the last; what the old ones sampled has not."""
-    async with house(on_update="recompute") as home:
+    async with house(chat_policy(architecture), on_update="recompute") as home:
         session, ai = home.open("k"), client(home)
         messages = await play(home, ai, stream=False, most=2)
 

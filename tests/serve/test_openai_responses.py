@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from served import ADD, BASE_URL, House, add, assert_trained_once, house
+from served import ADD, BASE_URL, House, add, assert_trained_once, chat_policy, house
 
 TOOLS: Any = [{"type": "function", "strict": False, **ADD}]
 
@@ -25,9 +25,10 @@ async def respond(ai: openai.AsyncOpenAI, how: str, **asked: Any) -> Any:
     return await ai.responses.create(model="m", tools=TOOLS, instructions="Add.", **asked)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("how", ["plain", "streamed", "by id"])
-async def test_a_loop_of_tool_calls_is_one_line_of_tokens(how: str):
-    async with house() as home:
+async def test_a_loop_of_tool_calls_is_one_line_of_tokens(architecture: str, how: str):
+    async with house(chat_policy(architecture)) as home:
         home.open("k")
         ai, items, last = client(home), list[Any]([{"role": "user", "content": "Go on until I say stop."}]), None
         for _ in range(4):

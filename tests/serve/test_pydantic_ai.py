@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import openai
+import pytest
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from served import BASE_URL, House, assert_trained_once, house
+from served import BASE_URL, House, assert_trained_once, chat_policy, house
 
 
 def model(home: House) -> OpenAIChatModel:
@@ -19,8 +20,9 @@ def add(a: int, b: int) -> str:
     return str(a + b)
 
 
-async def test_a_loop_of_tool_calls_is_one_line_of_tokens():
-    async with house() as home:
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+async def test_a_loop_of_tool_calls_is_one_line_of_tokens(architecture: str):
+    async with house(chat_policy(architecture)) as home:
         home.open("k")
         agent = Agent(model(home), tools=[add], instructions="Add.")
         assert (await agent.run("Go on.")).output

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from served import BASE_URL, House, assert_trained_once, house
+import pytest
+from served import BASE_URL, House, assert_trained_once, chat_policy, house
 from smolagents import OpenAIModel, Tool, ToolCallingAgent
 
 
@@ -35,8 +36,9 @@ class Bridge(httpx.BaseTransport):
         return httpx.Response(found.status_code, headers=found.headers, content=found.content)
 
 
-async def test_every_turn_is_trained_once_though_each_is_a_branch():
-    async with house() as home:
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+async def test_every_turn_is_trained_once_though_each_is_a_branch(architecture: str):
+    async with house(chat_policy(architecture)) as home:
         home.open("k")
         options = {"http_client": httpx.Client(transport=Bridge(home)), "max_retries": 0}
         model = OpenAIModel("m", api_base=BASE_URL, api_key="k", client_kwargs=options, max_tokens=60)
