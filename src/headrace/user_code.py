@@ -24,10 +24,6 @@ MAX_DETAIL_CHARS = 1500
 _LOADED_FROM: set[str] = set()  # folders
 
 
-class _NoCodeError(Exception):
-    """The file or module itself is missing, not something that it imports."""
-
-
 def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callable[..., Any]:
     """The function that `spec` names: 'module:function' or 'path/to/file.py:function'.
 
@@ -37,12 +33,19 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise error(f"{setting} = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
+    path = Path(os.path.expanduser(place)) if names_file(place) else None
+    if path is not None and not path.is_file():
+        raise error(f"{setting}: there is no file {path.absolute()}")
     try:
-        module = _load_file(Path(place)) if names_file(place) else _load_module(place)
-    except _NoCodeError as missing:
-        raise error(f"{setting}: there is no {missing}") from missing
+        # a console script does not search the working directory by itself
+        _search_also(Path.cwd() if path is None else path.resolve().parent)
+        module = importlib.import_module(place) if path is None else _load_file(path.resolve())
     except (Exception, SystemExit) as wrong:  # importing runs the user's code
-        raise error(f"{setting}: '{place}' cannot be imported:\n{short_traceback(wrong)}") from wrong
+        told = f"'{place}' cannot be imported:\n{short_traceback(wrong)}"
+        # the module itself is missing, or a package that it is in, and not something that it imports
+        if path is None and isinstance(wrong, ModuleNotFoundError) and f"{place}.".startswith(f"{wrong.name}."):
+            told = f"there is no module '{place}' ({wrong})"
+        raise error(f"{setting}: {told}") from wrong
     found = getattr(module, name, None)
     if found is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
@@ -85,32 +88,27 @@ def quiet(logger_name: str, warning: str = "") -> Iterator[None]:
 class TooLongError(HeadraceError):
     """A user's code ran longer than its limit."""
 
-    def __init__(self, text: str = "it did not come to an end in time") -> None:
-        super().__init__(text)
-
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TooLongError inside the block after `seconds`, at the next instruction; in any thread."""
-    thread_id, lock, is_over = threading.get_ident(), threading.Lock(), False
+    thread_id, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
 
     def interrupt() -> None:
-        with lock:
-            if not is_over:  # the C function makes the exception from its class
-                raised = ctypes.py_object(TooLongError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
+        while not over.wait(seconds):  # Python drops an exception that is raised in a destructor: then again
+            with lock:
+                if not over.is_set():  # the C function makes the exception from its class
+                    raised = ctypes.py_object(TooLongError)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
 
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         yield
     except TooLongError as error:
         raise TooLongError(f"it did not come to an end in {seconds:g} s") from error
     finally:
-        timer.cancel()
         with lock:
-            is_over = True
+            over.set()
 
 
 def names_file(place: str) -> bool:
@@ -159,14 +157,10 @@ def short_traceback(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
     name = f"headrace_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if not path.is_file():
-        raise _NoCodeError(f"file {path}")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
-    _search_also(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     try:
@@ -175,16 +169,6 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _load_module(name: str) -> ModuleType:
-    _search_also(Path.cwd())  # a console script does not search it by itself
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise _NoCodeError(f"module '{name}' ({error})") from error
-        raise
 
 
 def _search_also(folder: Path) -> None:
