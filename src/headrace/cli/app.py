@@ -27,20 +27,12 @@ from headrace.runs.report import Report, Table, printable
 
 # For terminals that know no other characters than these.
 ASCII = str.maketrans({"█": "#", "░": ".", "▸": ">", "→": "->", "┤": "|", "└": "+", "─": "-"})
-# Of the commands in the help: train, look, understand, plan. The others follow.
-ORDER = (
-    *("train", "resume", "eval", "export", "serve", "show", "runs", "audit", "dash"),
-    *("triage", "trace", "plan", "simulate"),
-)
 SAMPLE_CHARS = 600  # of a prompt or an answer
 TEXT_COLUMNS = 30  # characters of a column of text, before its table counts as tight
 
 
 class Commands(TyperGroup):
-    """All commands, in the order of the help. What a user can mend is said without a traceback."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    """All commands. What a user can mend is said without a traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """~ is the home directory, also where a shell leaves it: `--out=~/file`."""
@@ -167,8 +159,6 @@ class Paper:
 
     def table(self, table: Table, *, indent: int = 2, whole: Collection[int] = ()) -> None:
         """Numbers and the columns in `whole` are not broken into lines; their titles are, if it is tight."""
-        if table.title:
-            self.paragraph(table.title, indent=indent)
         whole, last = {*whole, *table.numeric}, len(table.columns) - 1
         room = self.console.width - indent
         for place, name in enumerate(table.columns):

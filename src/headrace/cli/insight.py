@@ -59,6 +59,20 @@ def triage_command(
     _tell(triage_report(found), triage_json(found), as_json)
 
 
+@app.command()
+def trace(
+    run: RunDir,
+    out: Annotated[Path | None, Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a timeline of every stage and worker, to look at in a browser."""
+    path, num_events = write_trace(run, out)
+    if as_json:
+        print(json.dumps({"file": str(path), "events": num_events}))
+    else:
+        print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
+
+
 @app.command("plan")
 def plan_command(
     params: Annotated[str, Option(help="size of the model, 7B or 235B-A22B, or its config.json")],
@@ -176,20 +190,6 @@ def simulate(
     found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)
     _tell(told, simulation_json(work, machine, layout, found), as_json)
-
-
-@app.command()
-def trace(
-    run: RunDir,
-    out: Annotated[Path | None, Option(metavar="FILE", help="file to write; by default RUN/trace.json")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write a timeline of every stage and worker, to look at in a browser."""
-    path, num_events = write_trace(run, out)
-    if as_json:
-        print(json.dumps({"file": str(path), "events": num_events}))
-    else:
-        print(f"wrote {path} ({num_events:,} events). Open it in {VIEWERS}")
 
 
 @bench.command("sync")

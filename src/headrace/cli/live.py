@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,8 @@ from headrace.runs.report import count, duration
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
 PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal
 PLOT_ROWS = 9  # odd, so that one of them is the middle
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 16, 40, 44  # of the plot in a file
-BLUE, GREEN, GREY = "#0072B2", "#009E73", "#767676"
+PICTURE = Template(Path(__file__).with_name("reward.svg").read_text(encoding="utf-8"))
+LEFT, RIGHT, TOP, BOTTOM = 56, 704, 40, 316  # where its curve is
 
 
 class _ProgressLine(Progress):
@@ -301,24 +302,11 @@ def reward_svg(title: str, rows: Sequence[Row], before: float | None, after: flo
     high = 1.0 if 0.5 < high <= 1 else high
 
     def at(step: float, value: float) -> tuple[float, float]:
-        x = LEFT + (WIDTH - LEFT - RIGHT) * step / last
-        return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
+        x = LEFT + (RIGHT - LEFT) * step / last
+        return x, BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
 
-    def text(x: float, y: float, words: str, anchor: str = "middle", fill: str = GREY) -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
-
-    parts = [text(LEFT, 22, title, "start", "#111"), text(WIDTH / 2, HEIGHT - 8, "step")]
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        _, y = at(0, low + share * (high - low))
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-        parts.append(text(LEFT - 6, y + 4, f"{low + share * (high - low):.2f}", "end"))
-        x, _ = at(share * last, low)
-        parts.append(text(x, HEIGHT - BOTTOM + 18, f"{share * last:.0f}"))
+    dots = (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in (at(*point) for point in held_out))
+    labels = {f"value{i}": f"{low + i / 4 * (high - low):.2f}" for i in range(5)}
+    labels |= {f"step{i}": f"{i / 4 * last:.0f}" for i in range(5)}
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
-    parts.append(f'<polyline points="{points}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
-    dots = [at(*point) for point in held_out]
-    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{GREEN}"/>' for x, y in dots]
-    for x, words, colour in ((110, "mean reward", BLUE), (0, "held-out score", GREEN)):
-        parts.append(text(WIDTH - RIGHT - x, 22, words, "end", colour))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
-    return "\n".join([f'{head} font-size="12">', '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
+    return PICTURE.substitute(labels, title=escape(title), points=points, dots="".join(dots))

@@ -30,15 +30,15 @@ LONGEST_WORD = 14  # of a token's text, with its quotes
 
 
 @app.command()
-def audit(run: RunDir) -> None:
-    """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
-    paper = Paper()
-    paper.table(_accounts(checks.books(run)))
-    problems = checks.audit(run)
-    for problem in problems:
-        paper.print(Text(f"- {problem}"))
-    paper.line("the books do not balance" if problems else "the books balance")
-    raise typer.Exit(1 if problems else 0)
+def show(
+    run: RunDir,
+    trajectory: Annotated[str | None, Option(metavar="ID", help="one answer, token by token")] = None,
+) -> None:
+    """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
+    if trajectory is None:
+        _show_run(Paper(), run)
+    else:
+        _show_trajectory(Paper(), run, trajectory)
 
 
 @app.command()
@@ -61,15 +61,15 @@ def runs(
 
 
 @app.command()
-def show(
-    run: RunDir,
-    trajectory: Annotated[str | None, Option(metavar="ID", help="one answer, token by token")] = None,
-) -> None:
-    """Show what happened in a run, or to one of its trajectories, and why what was dropped was dropped."""
-    if trajectory is None:
-        _show_run(Paper(), run)
-    else:
-        _show_trajectory(Paper(), run, trajectory)
+def audit(run: RunDir) -> None:
+    """Check that every token and trajectory of a run is accounted for; exits with 1 when not."""
+    paper = Paper()
+    paper.table(_accounts(checks.books(run)))
+    problems = checks.audit(run)
+    for problem in problems:
+        paper.print(Text(f"- {problem}"))
+    paper.line("the books do not balance" if problems else "the books balance")
+    raise typer.Exit(1 if problems else 0)
 
 
 @app.command()

@@ -67,18 +67,22 @@ def _concluded(display: LiveDisplay, summary: dict[str, Any]) -> None:
         raise Exit(130)
 
 
-@app.command()
-def scale(run: RunDir, workers: Workers) -> None:
-    """Give a run on a cluster more or fewer rollout workers, while it goes on."""
-    print(scale_run(run, workers))
-
-
 @app.command("eval")
 def evaluate(run: RunDir, changes: Overrides = None, best: Best = False) -> None:
     """The held-out score of a run's weights, also on other data: prompts.eval_source=FILE."""
     prepare_process()
     score = headrace.evaluate_run(run, changes or (), best=best)
     print("no answer could be scored" if score is None else f"held-out score {score:.4f}")
+
+
+@app.command()
+def export(run: RunDir, out: OutDir = None, best: Best = False, push: Push = "") -> None:
+    """Copy a run's model, with a model card, into a directory that transformers and engines load, or to a hub."""
+    if out is None and not push:
+        raise ConfigError("where to? Give a directory OUT, or --push owner/name")
+    with TemporaryDirectory() as scratch:
+        made = headrace.export(run, out or scratch, best=best, push=push)
+    print(f"wrote {made if out else push}" + f", and pushed it to {push}" * bool(out and push))
 
 
 @app.command()
@@ -101,13 +105,9 @@ def serve(
 
 
 @app.command()
-def export(run: RunDir, out: OutDir = None, best: Best = False, push: Push = "") -> None:
-    """Copy a run's model, with a model card, into a directory that transformers and engines load, or to a hub."""
-    if out is None and not push:
-        raise ConfigError("where to? Give a directory OUT, or --push owner/name")
-    with TemporaryDirectory() as scratch:
-        made = headrace.export(run, out or scratch, best=best, push=push)
-    print(f"wrote {made if out else push}" + f", and pushed it to {push}" * bool(out and push))
+def scale(run: RunDir, workers: Workers) -> None:
+    """Give a run on a cluster more or fewer rollout workers, while it goes on."""
+    print(scale_run(run, workers))
 
 
 @app.command()

@@ -22,7 +22,7 @@ from headrace.ledger.ledger import Books, Ledger
 from headrace.measured import ROW_METRICS, STAGES
 from headrace.runs import show
 from headrace.runs.audit import books
-from headrace.runs.columns import Ints, Numbers, RowColumns, one, query, read_spans, reading, union
+from headrace.runs.columns import Ints, Numbers, RowColumns, mean, one, query, read_spans, reading, union
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import count
 from headrace.runs.show import TokenTexts, TrajectoryDetails
@@ -46,6 +46,8 @@ PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by",
 MOST_CHARACTERS = 200  # of a text in a list
 MOST_PROMPT_TOKENS = 4000  # of a prompt's text
 NOT_KEPT = "(not kept)"
+_SQL = Path(__file__).with_name("books.sql").read_text(encoding="utf-8")
+LAGS, PARTS, _REWARDS, _PART_MEANS, _GROUP = _SQL.split(";")  # the first two are for `Tally.update`
 _LISTED = "rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish"
 
 
@@ -101,9 +103,7 @@ class Series:
 
     def now(self, name: str) -> float | None:
         """The mean of the last steps that have the number."""
-        values = self.columns[name][-RECENT_STEPS:]
-        known = values[np.isfinite(values)]
-        return float(known.mean()) if len(known) else None
+        return mean(self.columns[name][-RECENT_STEPS:])
 
 
 def steps_together(last_step: int, most: int) -> int:
@@ -175,19 +175,6 @@ class Tally:
         return found
 
 
-# For `Tally.update`: trained tokens by lag; the parts of the rewards of what was scored.
-LAGS = (
-    "SELECT step, COALESCE(lag, 0), SUM(tokens), COUNT(*) FROM transfers "
-    "WHERE id > ? AND id <= ? AND credit = 'trained' GROUP BY 1, 2"
-)
-PARTS = (
-    "SELECT x.step, part.key, SUM(part.value), COUNT(*) FROM transfers x "
-    "JOIN trajectories t ON t.id = x.trajectory_id, json_each(t.reward_parts) part "
-    "WHERE x.id > ? AND x.id <= ? AND x.debit = 'in_flight' AND t.reward IS NOT NULL "
-    "AND part.type IN ('integer', 'real') GROUP BY 1, 2"
-)
-
-
 def read_accounts(run_dir: Path) -> Books:
     with looking_into(run_dir):
         return books(run_dir)
@@ -237,13 +224,6 @@ class Rewards:
     first: Numbers
     newest: Numbers
     parts: Mapping[str, tuple[float, float]]
-
-
-_REWARDS = "SELECT reward FROM trajectories WHERE rowid BETWEEN ? AND ? AND reward IS NOT NULL"
-_PART_MEANS = (
-    "SELECT part.key, AVG(part.value) FROM trajectories t, json_each(t.reward_parts) part "
-    "WHERE t.rowid BETWEEN ? AND ? AND t.reward IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1"
-)
 
 
 def read_rewards(run_dir: Path) -> Rewards:
@@ -343,12 +323,8 @@ class GroupAnswers:
     """All answers to one prompt; the facts of each begin with its reward."""
 
     def __init__(self, run_dir: Path, serial: int) -> None:
-        query = (
-            "SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, "
-            "trained_step, lag FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id"
-        )
         with looking_into(run_dir) as connection:
-            found = connection.execute(query, (serial,)).fetchall()
+            found = connection.execute(_GROUP, (serial,)).fetchall()
             if not found:
                 first, last = connection.execute("SELECT MIN(serial), MAX(serial) FROM trajectories").fetchone()
                 known = "none is complete yet" if first is None else f"they go from {first} to {last}"

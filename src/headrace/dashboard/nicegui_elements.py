@@ -4,6 +4,7 @@ Texts are given to NiceGUI's own elements, which escape them: a policy may write
 """
 
 import asyncio
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,20 +24,10 @@ from headrace.runs.report import Report, Section, Table, printable
 VIEWS = ("overview", "curves", "settings", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
-STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+_FILES = ("style.css", "page.js", "icon.svg", "cells.toml")
+STYLE, SCRIPT, ICON, _TEMPLATES = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _FILES)
 DARK_COOKIE = "headrace_theme"  # light or dark, if somebody chose
-# Cells that are more than a text; the template is ours, and what is in the row is only ever a value.
-_CELLS = {
-    "link": (
-        "<q-td :props='props'><a v-if='props.row.link' :href='props.row.link'>{{ props.value }}</a>"
-        "<template v-else>{{ props.value }}</template></q-td>"
-    ),
-    "state": "<q-td :props='props'><span class='state' :class='props.value'>{{ props.value }}</span></q-td>",
-    "curve": (
-        "<q-td :props='props'><svg v-if='props.value' class='curve' viewBox='-1 -1 98 22' role='img' "
-        "aria-label='reward by step'><polyline :points='props.value' /></svg></q-td>"
-    ),
-}
+_CELLS = tomllib.loads(_TEMPLATES)
 MANY_ROWS = 120  # of which only those are drawn that can be seen
 
 
@@ -251,8 +242,6 @@ def section(shown: Section) -> None:
     if shown.facts:
         facts(shown.facts)
     for table in shown.tables:
-        if table.title:
-            ui.label(table.title)
         Grid().show(Listing(columns=table.columns, rows=table.rows, numeric=table.numeric))
     for text in shown.sentences:
         if not text.startswith("- "):

@@ -27,10 +27,6 @@ from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import Report, printable
 
 BUILD_S = 20.0  # a page may take so long to build; a slow disk is no reason to show none
-ICON = (
-    "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><path stroke='#0072B2' stroke-width='2' "
-    "d='M1 5q3.5-3 7 0t7 0M1 11q3.5-3 7 0t7 0' fill='none'/></svg>"
-)
 MOST_NAMED = 20  # runs, where what was asked for is not there
 EXAMPLE = StageTimes(rollout=30.0, reward=0.0, reference=3.0, train=8.0, publish=1.0)
 
@@ -49,7 +45,7 @@ def serve(site: Site, *, host: str, port: int, local: bool) -> None:
         print(f"Anyone who can reach {host} can read these runs: there is no password.", flush=True)
     quiet = {"show": False, "reload": False, "tailwind": False, "show_welcome_message": False}
     bounds = {"message_history_length": 50, "binding_refresh_interval": None}
-    ui.run(host=host, port=port, title="Headrace", favicon=ICON, dark=None, **quiet, **bounds)
+    ui.run(host=host, port=port, title="Headrace", favicon=page.ICON, dark=None, **quiet, **bounds)
 
 
 def register(site: Site) -> None:

@@ -17,7 +17,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class Occupancy:
         # of each pool, or of each worker where a pool has several
         self.idle_shares = dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores)))
         self.stall_s = busy_s((stage == "checkpoint") & (spans["detail"] == STALL))  # training waited for one
-        total_s = sum(float(getattr(self.stage_s, name)) for name in STAGES)
+        total_s = sum(asdict(self.stage_s).values())
         # saved by stages side by side, of the sum of their times: 0.5 is two all the time
         self.overlap_share = 1.0 - self.busy_s / total_s if total_s else 0.0
 
@@ -157,7 +157,8 @@ class Reading:
         self.no_signal_share = 1.0 - float(signal.mean()) if len(signal) else None  # of the groups
         self.lag_mean = float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None
         self.lag_max = int(rows.column("lag_max").max()) if tokens.sum() else None
-        self.ratio_outside, self.effective_samples = rows.mean("ratio_outside"), rows.mean("effective_samples")
+        wanted = ("ratio_outside", "effective_samples")
+        self.ratio_outside, self.effective_samples = (tables.mean(rows.column(name)) for name in wanted)
         self.preemptions = int(np.nansum(rows.column("preemptions")))
         decided = self.trained_tokens + sum(self.dropped_tokens.values())
         self.goodput_tokens_per_s = self.trained_tokens / self.wall_s if self.wall_s else None

@@ -18,7 +18,7 @@ import numpy as np
 from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection
 from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually
-from headrace.insight.workload import Machine, Workload
+from headrace.insight.workload import LEAST_SHARED, Machine, Workload
 from headrace.measured import STAGES, StageTimes
 from headrace.types import DropReason, FinishReason, Group, Prompt, Span, Timing, Trajectory
 
@@ -299,7 +299,7 @@ class _Simulation:
     async def _accumulate(self) -> list[Group]:
         machine, prompt_tokens = self.machine, self.workload.prompt_tokens
         pending, taken = 0.0, []
-        shared = prompt_tokens if self.workload.shares_prompts else 0.0
+        shared = prompt_tokens if prompt_tokens >= LEAST_SHARED else 0.0
 
         async def train() -> None:
             nonlocal pending

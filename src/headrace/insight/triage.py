@@ -19,7 +19,7 @@ What is typed by hand goes through the equation alone.
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,14 +41,6 @@ STEPS = 24  # simulated
 NO_TIME = 1e-9  # of what it was: a decode step takes some
 ENGINE_SECONDS = ("decode_s", "decode_row_s", "context_s", "prefill_s", "prefill_token_s")  # of `Machine`
 LEARNER_SECONDS = ("train_token_s", "train_pass_s", "optimizer_s")
-STAGE_WORDS = {
-    "rollout": "generating answers",
-    "reward": "scoring answers",
-    "reference": "log-probs of the reference",
-    "train": "forward, backward, optimizer",
-    "publish": "new weights to the engine",
-    "environment": "environments or agents alone",
-}
 SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
 
 
@@ -59,14 +51,6 @@ class Placement(StrEnum):
     STREAMED = "streamed"
     OVERLAPPED = "overlapped"
     ASYNCHRONOUS = "asynchronous"
-
-
-PLACEMENT_WORDS = {
-    Placement.COLOCATED: "one machine takes turns: every stage waits for the others",
-    Placement.STREAMED: "own machines, max_lag = 0: the learner begins with the groups that are finished",
-    Placement.OVERLAPPED: "own machines, max_lag = 1: the next answers are written while the learner trains",
-    Placement.ASYNCHRONOUS: "own machines, as much lag as it takes: only the slowest side counts",
-}
 
 
 class Bottleneck(StrEnum):
@@ -80,10 +64,6 @@ class Bottleneck(StrEnum):
     TAIL = "long tail"
     SPARSE = "sparse reward"
     OBSERVABILITY = "agent observability"  # of other systems: here every trajectory can be rebuilt
-
-
-# The learner computes the reference's log-probs.
-BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGE_WORDS}
 
 
 class Advice(NamedTuple):
@@ -110,6 +90,9 @@ def _texts(name: str) -> dict[str, dict[str, Any]]:
 
 
 ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _texts("advice.toml").items()}
+STAGE_WORDS, PLACEMENT_WORDS = _texts("words.toml").values()
+# The learner computes the reference's log-probs.
+BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGE_WORDS}
 FRAMEWORKS = [Framework(name=name, **texts) for name, texts in _texts("frameworks.toml").items()]
 
 
@@ -187,8 +170,7 @@ def exposed(times: StageTimes, placement: Placement) -> StageTimes:
 
 def step_s(times: StageTimes, placement: Placement) -> float:
     """Seconds of one step; `exposed` says how they come about."""
-    shown = exposed(times, placement)
-    return sum(float(getattr(shown, stage)) for stage in STAGES)
+    return float(sum(asdict(exposed(times, placement)).values()))
 
 
 def dollars_per_million_tokens(goodput_tokens_per_s: float, dollars_per_hour: float) -> float:

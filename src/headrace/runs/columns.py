@@ -33,6 +33,10 @@ _TRAJECTORY = (
     "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, finish, "
     "started_s, finished_s, scored_s, drop_reason, trained_step"
 )
+_LEFT_ENGINE = (  # the first trajectory that did so since a moment
+    "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
+    "WHERE x.at_s >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
+)
 
 
 @contextlib.contextmanager
@@ -82,9 +86,11 @@ def read_spans(
 
 def read_trajectories(connection: sqlite3.Connection, *, since_s: float = 0.0, newest: int = -1) -> Columns:
     """Trajectories in the order they were booked; only `newest` of them, if not -1."""
-    first = _first_rowid(connection, since_s) if since_s > 0.0 else 0
-    if newest >= 0:
-        first = max(first, _last_rowid(connection) - newest + 1)
+    last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
+    first = last - newest + 1 if newest >= 0 else 0
+    if since_s > 0.0:  # transfers are in the order of time, and a record is made with its first transfer
+        left = one(connection, _LEFT_ENGINE, since_s)
+        first = max(first, last + 1 if left is None else left)
     return query(connection, f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid", first)
 
 
@@ -130,12 +136,6 @@ class RowColumns:
         several = {stage: self.column(f"stage_s.{stage}") for stage in STAGES}
         return StageTimes(**{stage: float(combine(taken)) for stage, taken in several.items()})
 
-    def mean(self, name: str) -> float | None:
-        """The mean over the rows that have the number, if any has."""
-        values = self.column(name)
-        known = values[np.isfinite(values)]
-        return float(known.mean()) if len(known) else None
-
     def dropped_tokens(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         for row in self._rows:
@@ -164,6 +164,12 @@ def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
     after = np.append(before, rowids)[:-1]
     whole = {"step": steps.astype(np.int64), "after_rowid": after.astype(np.int64)}
     return _records({"start_s": starts_s, "end_s": ends_s, **whole})
+
+
+def mean(values: Numbers) -> float | None:
+    """Of those that are known, if any is."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def union(intervals: Intervals) -> Intervals:
@@ -220,20 +226,3 @@ def _parsed(data: Any) -> Any:
 def _is_row(row: Any) -> bool:
     inner = ("stage_s", "dropped_tokens")
     return isinstance(row, dict) and all(isinstance(row.get(name), dict) for name in inner)
-
-
-def _first_rowid(connection: sqlite3.Connection, since_s: float) -> int:
-    """Where the trajectories begin that left the engine since a moment.
-
-    Transfers are in the order of time, and a trajectory's record is made with its first transfer.
-    """
-    sql = (
-        "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
-        "WHERE x.at_s >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
-    )
-    found = one(connection, sql, since_s)
-    return _last_rowid(connection) + 1 if found is None else int(found)
-
-
-def _last_rowid(connection: sqlite3.Connection) -> int:
-    return int(one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories"))

@@ -13,7 +13,6 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    title: str = ""
     numeric: Collection[int] = ()
 
     @classmethod

@@ -1,0 +1,22 @@
+-- What the page asks of a run's transfers and trajectories.
+
+-- trained tokens by lag, of some transfers: step, lag, sum, count
+SELECT step, COALESCE(lag, 0), SUM(tokens), COUNT(*) FROM transfers
+WHERE id > ? AND id <= ? AND credit = 'trained' GROUP BY 1, 2;
+
+-- the parts of the rewards of what was scored, the same way: step, name of the part, sum, count
+SELECT x.step, part.key, SUM(part.value), COUNT(*)
+FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id, json_each(t.reward_parts) part
+WHERE x.id > ? AND x.id <= ? AND x.debit = 'in_flight' AND t.reward IS NOT NULL
+AND part.type IN ('integer', 'real') GROUP BY 1, 2;
+
+-- the rewards of some trajectories
+SELECT reward FROM trajectories WHERE rowid BETWEEN ? AND ? AND reward IS NOT NULL;
+
+-- the mean of each part of them
+SELECT part.key, AVG(part.value) FROM trajectories t, json_each(t.reward_parts) part
+WHERE t.rowid BETWEEN ? AND ? AND t.reward IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1;
+
+-- all answers of a group
+SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, trained_step, lag
+FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id
