@@ -18,7 +18,6 @@ the step sees it and is skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -127,8 +126,7 @@ def _std(rewards: Rewards) -> float:
 # ---- losses
 
 
-@dataclass(frozen=True, slots=True)
-class LossInput:
+class LossInput(NamedTuple):
     """N packed tokens, and the clip range [1 - clip_low, 1 + clip_high]."""
 
     current: Tensor  # [N] log-probs, with gradient

@@ -1,6 +1,7 @@
 """Warm start: supervised fine-tuning (SFT) on worked examples before RL."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from headrace.config import LearnerSection, WarmstartSection
 from headrace.learner.batch import pack
 from headrace.learner.learner import Optimizer
 from headrace.policy.policy import Policy
-from headrace.types import BoolArray, Example, FinishReason, IntArray, Item, Span, Timing, Trajectory
+from headrace.types import BoolArray, Example, IntArray, Item, Order, Prompt, Sampling, Span
 
 
 class WarmStart:
@@ -37,16 +38,7 @@ class WarmStart:
 def _item(ids: IntArray, learned: BoolArray) -> Item:
     """A worked example as an answer whose learned tokens were sampled."""
     edges = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2)
-    trajectory = Trajectory(
-        id="worked",
-        prompt_id="",
-        index=0,
-        token_ids=ids,
-        sampled=learned,
-        logprobs=np.zeros(len(ids), np.float32),
-        spans=tuple(Span(version=0, start=start, end=end) for start, end in edges.tolist()),
-        finish=FinishReason.STOP,
-        text="",
-        timing=Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0),
-    )
-    return Item(trajectory=trajectory, advantage=0.0)
+    spans = tuple(Span(version=0, start=start, end=end) for start, end in edges.tolist())
+    prompt = Prompt(id="worked", text="", token_ids=ids)
+    unanswered = Order.group(0, prompt, [Sampling(max_new_tokens=0)]).nothing_sampled(0, now_s=0.0)
+    return Item(trajectory=replace(unanswered, sampled=learned, spans=spans), advantage=0.0)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple
 
 from headrace.errors import RunError
 from headrace.ledger import database, journal
@@ -31,8 +31,7 @@ ROW_COLUMNS = (
 Dropped = Sequence[tuple[Trajectory, str]]  # each with its reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
+class Amount(NamedTuple):
     """What is in one account."""
 
     tokens: int = 0
@@ -56,11 +55,10 @@ class Books:
 
     @classmethod
     def of(cls, balance: Mapping[str, tuple[int, int]]) -> Books:
-        held = {name: Amount(tokens=n, trajectories=m) for name, (n, m) in balance.items()}
-        source, kept = held[SOURCE], {name: held[name] for name in ("trained", "buffered", "in_flight")}
-        generated = Amount(tokens=-source.tokens, trajectories=-source.trajectories)
-        drops = {name.removeprefix(DROPPED): held[name] for name in held if name.startswith(DROPPED)}
-        return cls(generated=generated, dropped=drops, **kept)
+        held = {name: Amount(*amount) for name, amount in balance.items()}
+        generated = Amount(*(-number for number in held.pop(SOURCE)))
+        kept = {name: held.pop(name) for name in ("trained", "buffered", "in_flight")}
+        return cls(generated=generated, dropped={n.removeprefix(DROPPED): held[n] for n in held}, **kept)
 
     @property
     def backlog_tokens(self) -> int:
@@ -71,15 +69,14 @@ class Books:
     def balanced(self) -> bool:
         """Whether everything generated is accounted for, in tokens and in trajectories."""
         parts = [self.trained, self.buffered, self.in_flight, *self.dropped.values()]
-        tokens = sum(part.tokens for part in parts)
-        return self.generated == Amount(tokens=tokens, trajectories=sum(p.trajectories for p in parts))
+        return self.generated == tuple(map(sum, zip(*parts, strict=True)))
 
 
-class Ledger:
+class Ledger(AbstractContextManager["Ledger"]):
     """The run's database: one writer, and any number of readers while it writes."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, clock: StageClock | None) -> None:
-        self.connection, self._path, self._clock = connection, path, clock
+        self.connection, self._path, self.run_dir, self._clock = connection, path, path.parent, clock
         self._file = path.stat().st_ino
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._verdicts: dict[bytes, Score] = {}  # not written yet
@@ -115,9 +112,6 @@ class Ledger:
             self.flush()
         database.close_database(self.connection)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -149,7 +143,7 @@ class Ledger:
             self.closed(group.serial, group.attempt)
             for t in group.trajectories:
                 journal.insert(connection, "trajectories", journal.columns(t) | of)
-                self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, t.id)
+                self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, trajectory_id=t.id)
                 self._keep(t)
             self._ask(group.prompt)
 
@@ -166,7 +160,7 @@ class Ledger:
         with self.writing():
             for t in group.trajectories:
                 lag = _lag(t, version)
-                self.transfer("buffered", "trained", t.num_sampled_tokens, 1, t.id, lag=lag)
+                self.transfer("buffered", "trained", t.num_sampled_tokens, 1, trajectory_id=t.id, lag=lag)
                 self.connection.execute(query, (lag, self.step, t.id))
 
     def dropped(
@@ -191,7 +185,8 @@ class Ledger:
                     reason = DropReason.REDONE
                 values = journal.columns(t) | of | {"drop_reason": str(reason), "lag": lag}
                 journal.insert(connection, "trajectories", values)
-                self.transfer(source, f"{DROPPED}{reason}", t.num_sampled_tokens, 1, t.id, lag=lag)
+                dropped = f"{DROPPED}{reason}"
+                self.transfer(source, dropped, t.num_sampled_tokens, 1, trajectory_id=t.id, lag=lag)
                 self._keep(replace(t, replay=None))  # to be read by people: no restart needs it
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
@@ -259,10 +254,6 @@ class Ledger:
         self.read("PRAGMA wal_checkpoint(FULL)")
 
     # What readers ask.
-
-    @property
-    def run_dir(self) -> Path:
-        return self._path.parent
 
     @property
     def clock(self) -> StageClock:
@@ -333,7 +324,7 @@ class Ledger:
         return bool(self.read(query, (group.serial, group.attempt, int(index))))
 
     def drop_buffered(self, id: str, num_tokens: int, reason: str, lag: int) -> None:
-        self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, id, lag=lag)
+        self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, trajectory_id=id, lag=lag)
         query = "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?"
         self.connection.execute(query, (str(reason), lag, id))
 
@@ -373,16 +364,15 @@ class Ledger:
         credit: str,
         num_tokens: int,
         num_trajectories: int,
-        trajectory_id: str | None = None,
         *,
+        trajectory_id: str | None = None,
         lag: int | None = None,
     ) -> None:
-        at_s = self._clock.now() if self._clock else 0.0
-        self.connection.execute(
-            "INSERT INTO transfers (at_s, step, debit, credit, tokens, trajectories, trajectory_id, lag) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (at_s, self.step, debit, credit, int(num_tokens), int(num_trajectories), trajectory_id, lag),
-        )
+        """Move an amount from one account to another; a single trajectory has an id and a lag."""
+        of = {"trajectory_id": trajectory_id, "lag": lag}
+        when = {"at_s": self._clock.now() if self._clock else 0.0, "step": self.step}
+        amount = {"tokens": int(num_tokens), "trajectories": int(num_trajectories)}
+        journal.insert(self.connection, "transfers", {**when, "debit": debit, "credit": credit, **amount, **of})
 
 
 def _lag(trajectory: Trajectory, version: int) -> int:

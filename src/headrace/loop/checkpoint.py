@@ -11,9 +11,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.errors import RunError
 from headrace.ledger.files import CHECKPOINTS
@@ -22,8 +21,7 @@ MANIFEST, TENSORS = "manifest.json", "tensors"
 LAYOUT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A complete checkpoint, its checksums verified."""
 
     tensors: Path  # a directory

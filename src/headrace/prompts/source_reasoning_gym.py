@@ -20,8 +20,7 @@ class ReasoningGymSource:
     def __init__(self, task: str, *, count: int, seed: int) -> None:
         if task not in DATASETS:
             near = difflib.get_close_matches(task, DATASETS, n=4, cutoff=0.4) or sorted(DATASETS)[:4]
-            told = f"reasoning-gym has no task '{task}' (prompts.source)"
-            raise DataError(f"{told}; nearest: {', '.join(near)}")
+            raise DataError(f"reasoning-gym has no task '{task}' (prompts.source); nearest: {', '.join(near)}")
         self._task = task
         try:
             self._entries = reasoning_gym.create_dataset(task, size=count, seed=seed)

@@ -119,11 +119,8 @@ class PromptStream:
         num_train = self._num_train()
         self.held_out = self._hold_out(num_train)
         self._train, self._fingerprint = self._check(num_train)
+        self.num_train = len(self._train)
         self._serial = 0  # of the next draw
-
-    @property
-    def num_train(self) -> int:
-        return len(self._train)
 
     def next(self) -> tuple[int, Prompt]:
         self._serial += 1

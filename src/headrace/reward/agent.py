@@ -17,20 +17,16 @@ from headrace.user_code import load_function
 MOST_THREADS = 256  # agents that one worker runs at a time
 
 
-class AgentFunction(RewardFunction):
-    """What a worker process calls with a `Command`; the parts of the reward are the score's `value`."""
-
-    __slots__ = ()
-
-    def scores(self, verdict: Any, num_items: int) -> list[Score]:
-        score = Score() if verdict is None else read_verdict(verdict, "agent")
-        if score.failure is not None:
-            return [failure(score.detail.replace("the reward function", "the agent"))]
-        return [Score(reward=0.0, value={"reward": dict(score.parts) or None})]
+def _read(verdict: Any) -> Score:
+    """The parts of the reward, as the score's `value`."""
+    score = Score() if verdict is None else read_verdict(verdict, "agent")
+    if score.failure is not None:
+        return failure(score.detail.replace("the reward function", "the agent"))
+    return Score(reward=0.0, value={"reward": dict(score.parts) or None})
 
 
-def agent_function(spec: str) -> AgentFunction:
-    """The function that `episode.agent = spec` names. Imports the user's code."""
+def agent_function(spec: str) -> RewardFunction:
+    """The function that `episode.agent = spec` names, to be called with a `Command`. Imports the user's code."""
     run = load_function(spec, "episode.agent", ConfigError)
     try:
         inspect.signature(run).bind({}, "", "")
@@ -52,4 +48,4 @@ def agent_function(spec: str) -> AgentFunction:
         finally:
             del going[command.episode]
 
-    return AgentFunction(name="agent", call=call, mode=Mode.ASYNC)
+    return RewardFunction(name="agent", call=call, mode=Mode.ASYNC, read=_read)

@@ -21,7 +21,6 @@ def math_equal(text: str, expected: str) -> float:
             gold = math_verify.parse(f"${expected}$", parsing_timeout=None)
         gold = gold or math_verify.parse(expected, parsing_timeout=None)
         if not gold:
-            told = "math-verify finds no expression in the expected answer"
-            raise RewardError(f"{told} {expected!r}")
+            raise RewardError(f"math-verify finds no expression in the expected answer {expected!r}")
         found = math_verify.parse(text, parsing_timeout=None)
         return float(math_verify.verify(gold, found, timeout_seconds=None))

@@ -48,21 +48,17 @@ class Observation(str):
         return reply
 
 
-class EnvironmentFunction(RewardFunction):
-    """What a worker process calls with a `Command`; the result is the score's `value`."""
-
-    __slots__ = ()
-
-    def scores(self, verdict: Any, num_items: int) -> list[Score]:
-        try:
-            json.dumps(verdict, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            return [failure(f"the environment returned something that JSON has no form for: {error}")]
-        return [Score(reward=0.0, value=verdict)]
+def _read(answer: Any) -> Score:
+    """What the environment says, as the score's `value`."""
+    try:
+        json.dumps(answer, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return failure(f"the environment returned something that JSON has no form for: {error}")
+    return Score(reward=0.0, value=answer)
 
 
-def environment_function(spec: str) -> EnvironmentFunction:
-    """The environment class that `episode.environment = spec` names. Imports the user's code."""
+def environment_function(spec: str) -> RewardFunction:
+    """Imports the user's code: the class that `episode.environment = spec` names, to be called with a `Command`."""
     make = load_function(spec, "episode.environment", ConfigError)
     if not inspect.isclass(make) or not callable(getattr(make, "start", None)):
         raise ConfigError(f"episode.environment = '{spec}' must be a class with a method start(self, prompt)")
@@ -74,7 +70,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
         )
     methods = [getattr(make, name) for name in (*host.tools, *PROTOCOL) if hasattr(make, name)]
     if any(map(inspect.iscoroutinefunction, methods)):
-        return EnvironmentFunction(name=make.__name__, call=host.answer, mode=Mode.ASYNC)
+        return RewardFunction(name=make.__name__, call=host.answer, mode=Mode.ASYNC, read=_read)
 
     def without_waiting(command: Command) -> Any:  # no event loop runs: user code may start one
         try:
@@ -83,7 +79,7 @@ def environment_function(spec: str) -> EnvironmentFunction:
             return end.value
         raise TypeError("a method that is no coroutine returned something to wait for")
 
-    return EnvironmentFunction(name=make.__name__, call=without_waiting, mode=Mode.SINGLE)
+    return RewardFunction(name=make.__name__, call=without_waiting, mode=Mode.SINGLE, read=_read)
 
 
 class LiveEnvironments:

@@ -51,6 +51,7 @@ class RewardFunction:
     name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
     mode: Mode
+    read: Callable[[Any], Score] | None = None  # an environment's or agent's verdict; None: `read_verdict` does
 
     def invoke(self, completions: Sequence[Judged]) -> Any:
         """One call, whose result may be awaitable. Only BATCH takes several completions."""
@@ -59,7 +60,7 @@ class RewardFunction:
     def scores(self, verdict: Any, num_items: int) -> list[Score]:
         if self.mode is Mode.BATCH:
             return read_verdicts(verdict, self.name, num_items)
-        return [read_verdict(verdict, self.name)]
+        return [self.read(verdict) if self.read else read_verdict(verdict, self.name)]
 
     async def judge(self, completion: Judged, timeout_s: float) -> Score:
         """One call for one completion; `timeout_s` limits coroutines. Raises what it raises."""
@@ -257,7 +258,8 @@ def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
         case "regex":
             return regex(answer_field, pattern)
         case "reasoning-gym":
-            return reasoning_gym_task()
+            room = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks")
+            return room.score  # type: ignore[no-any-return]
         case _:  # "math": 1 if the answer is mathematically equal to the expected one
             equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
             return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
@@ -276,20 +278,6 @@ def regex(answer_field: str, pattern: str) -> Reward:
         matches = list(compiled.finditer(completion.text))
         found = matches[-1].group(1 if compiled.groups else 0) if matches else None
         return float(found is not None and found.strip() == expected_answer(completion, answer_field))
-
-    return score
-
-
-def reasoning_gym_task() -> Reward:
-    """The score that the prompt's reasoning-gym task gives."""
-    room = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks")
-
-    def score(completion: Completion) -> float:
-        try:
-            task, entry = completion.fields["reasoning_gym_task"], completion.fields["entry"]
-        except KeyError as error:
-            raise RewardError(f"the prompt has no field {error}; is prompts.source 'reasoning-gym:TASK'?") from error
-        return float(room.scoring(str(task))(tagged_answer(completion.text), dict(entry)))
 
     return score
 

@@ -86,29 +86,24 @@ class JudgeProcess:
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
         argv = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()]
-        with theirs, self._closed_on_error(), isolated(argv, setup) as (command, fds):
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno(), *fds],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env={} if setup.sandbox else None,
-                start_new_session=True,
-            )
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
+            with isolated(argv, setup) as (command, fds):
+                self.process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno(), *fds],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    env={} if setup.sandbox else None,
+                    start_new_session=True,
+                )
+            undo.pop_all()
         self.printed = Printed(*filter(None, (self.process.stdout, self.process.stderr)))
         self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
-
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._socket.close()
-            raise
 
     async def prepare(self) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
