@@ -19,7 +19,6 @@ from headrace.dashboard.books import (
     Tally,
     Timeline,
     read_accounts,
-    read_rewards,
     read_series,
 )
 from headrace.ledger.ledger import Ledger
@@ -103,8 +102,8 @@ def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
 
 
 def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
-    found = read_rewards(real_run)
-    drawn = charts.reward_bars(found)
+    found = Rewards(real_run)
+    drawn = charts.reward_bars(found.first, found.newest)
     rewards = [reward for (reward,) in select(real_run, "SELECT reward FROM trajectories ORDER BY rowid")]
     half = (len(rewards) + 1) // 2
     assert drawn["xAxis"]["data"] == ["0", "1"]
@@ -117,7 +116,7 @@ def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
 
 
 def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
-    drawn = charts.reward_bars(Rewards(first=np.arange(100) / 100, newest=np.array([0.5, 2.0]), parts={}))
+    drawn = charts.reward_bars(np.arange(100) / 100, np.array([0.5, 2.0]))
     first, newest = (bars["data"] for bars in drawn["series"])
     assert len(drawn["xAxis"]["data"]) == charts.MOST_REWARD_BARS
     assert sum(first) == pytest.approx(100.0)

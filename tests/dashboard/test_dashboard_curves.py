@@ -36,10 +36,10 @@ def test_every_number_of_a_row_has_one_curve():
 
 def test_a_curve_is_drawn_or_says_why_it_is_not(series: Series):
     by_title = {curve.title: curve for group in metric_curves().values() for curve in group}
-    options, _ = by_title["Entropy"].drawn(series)
+    options, _ = by_title["Entropy"].drawn(series, Look())
     assert options["series"][0]["data"] == [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)], [4, 0.25]]
-    assert by_title["KL reference"].drawn(series) == ({}, "It was 0 in every step.")
-    assert by_title["Score"].drawn(series) == ({}, "It was not measured in this run.")
+    assert by_title["KL reference"].drawn(series, Look()) == ({}, "It was 0 in every step.")
+    assert by_title["Score"].drawn(series, Look()) == ({}, "It was not measured in this run.")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_smoothing_keeps_the_measured_curve_pale_behind(series: Series):
 def test_held_out_scores_are_marked_before_on_the_way_and_after(real_run: Path):
     live = Site(real_run).run("real")
     facts = live.facts()
-    options, _ = CARDS["reward"].drawn(live.series(), facts=facts)
+    options, _ = CARDS["reward"].drawn(live.series(), Look(), facts)
     marks = {one["name"]: one["data"] for one in options["series"] if one["type"] == "scatter"}
     assert marks["held-out, before"] == [[0, facts.score_before]]
     assert marks["held-out, after"] == [[6, facts.score_after]]

@@ -17,8 +17,8 @@ from test_cli import headrace, problem
 from tiny_runs import rows_of, select
 
 from headrace.dashboard import site as site_module
-from headrace.dashboard.books import LAGS, PARTS, Page, Series, Timeline, Wanted, read_accounts, read_rewards
-from headrace.dashboard.charts import CARDS, lag_bars, sankey, timeline
+from headrace.dashboard.books import LAGS, PARTS, Page, Rewards, Series, Timeline, Wanted, read_accounts
+from headrace.dashboard.charts import CARDS, Look, lag_bars, sankey, timeline
 from headrace.dashboard.site import FIELDS, NOT_YET, LiveRun, Site, address, is_local, question
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan
@@ -97,11 +97,11 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
 
 
 def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert CARDS["reward"].drawn(Series()) == ({}, "There is no row yet: the first step is under way.")
+    assert CARDS["reward"].drawn(Series(), Look()) == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options, _ = CARDS["stage_times"].drawn(Site(real_run).run("real").series())
+    options, _ = CARDS["stage_times"].drawn(Site(real_run).run("real").series(), Look())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 
@@ -117,7 +117,7 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
         lambda: live.history(),
         lambda: sankey(accounts(read_accounts(live.path))),
         lambda: timeline(Timeline(live.path, 3)),
-        lambda: read_rewards(live.path),
+        lambda: Rewards(live.path),
         lambda: Page(live.path, Wanted()),
     ]
     found, told = [], []
@@ -145,7 +145,7 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
         assert live.overview().facts.steps == 10_000
         live.tally(LAGS)
         Timeline(live.path, 10)
-        read_rewards(live.path)
+        Rewards(live.path)
         Page(live.path, Wanted(state="dropped", reason="no_signal"))
         return time.perf_counter() - begin
 

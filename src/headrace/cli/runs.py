@@ -11,7 +11,6 @@ from typer import Argument, Option
 from headrace.cli.app import Paper, RunDir, app
 from headrace.config_file import changed
 from headrace.dashboard.site import serve
-from headrace.errors import RunError
 from headrace.insight.triage import BOTTLENECK_OF_STAGE
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import read_summary, run_config
@@ -21,7 +20,7 @@ from headrace.measured import Row, stages_of
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
 from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
-from headrace.runs.report import Table, ago, printable
+from headrace.runs.report import Table, ago, or_dash, printable
 
 LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs
@@ -86,9 +85,7 @@ def dash(
 
 
 def _show_run(paper: Paper, run_dir: Path) -> None:
-    facts = read_run(run_dir)
-    if facts.state is RunState.UNREADABLE:
-        raise RunError(facts.problem)
+    facts = read_run(run_dir).readable()
     settings = [text for text in changed(run_config(run_dir)) if not text.startswith("run.dir=")]
     steps = ", ".join(f"step {step}" for step in facts.checkpoints)
     paper.line(str(run_dir), style="bold")
@@ -152,7 +149,7 @@ def _row(row: Row) -> dict[str, str]:
     return {
         "step": str(row.step),
         "reward": f"{row.reward_mean:.3f}",
-        "held-out": "-" if row.score is None else f"{row.score:.3f}",
+        "held-out": or_dash(row.score, ".3f"),
         "length": f"{row.length_mean:.1f}",
         "lag": f"{row.lag_mean:.1f}/{row.lag_max}",
         "trained": f"{row.trained_tokens:,}",

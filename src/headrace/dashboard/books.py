@@ -24,7 +24,7 @@ from headrace.runs import show
 from headrace.runs.audit import books
 from headrace.runs.columns import Ints, Numbers, RowColumns, mean, one, query, read_spans, reading, union
 from headrace.runs.facts import UnknownNameError
-from headrace.runs.report import count
+from headrace.runs.report import count, or_dash
 from headrace.runs.show import TokenTexts, TrajectoryDetails
 
 Points = list[tuple[float, float | None]]
@@ -217,25 +217,18 @@ class Timeline:
             self.bars += [(name, stage, begin, end) for begin, end in drawn]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """The rewards of the first answers and of the newest; of each part of them, both means."""
+    """The rewards of the first answers and of the newest; of a short run, those of its two halves."""
 
-    first: Numbers
-    newest: Numbers
-    parts: Mapping[str, tuple[float, float]]
-
-
-def read_rewards(run_dir: Path) -> Rewards:
-    """Of a short run, those of its two halves."""
-    with looking_into(run_dir) as connection:
-        last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
-        num_each = min(NUM_REWARDS, (last + 1) // 2)
-        sides = ((1, num_each), (last - num_each + 1, last))
-        first, newest = (query(connection, _REWARDS, *side)["reward"] for side in sides)
-        before, now = (dict(connection.execute(_PART_MEANS, side)) for side in sides)
-    parts = {name: (before[name], now[name]) for name in before if name in now}
-    return Rewards(first=first, newest=newest, parts=parts)
+    def __init__(self, run_dir: Path) -> None:
+        with looking_into(run_dir) as connection:
+            last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
+            num_each = min(NUM_REWARDS, (last + 1) // 2)
+            sides = ((1, num_each), (last - num_each + 1, last))
+            self.first, self.newest = (query(connection, _REWARDS, *side)["reward"] for side in sides)
+            before, now = (dict(connection.execute(_PART_MEANS, side)) for side in sides)
+        # of each part of the rewards, both means
+        self.parts = {name: (before[name], now[name]) for name in before if name in now}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +292,8 @@ class Page:
             known = ("" if number is None else str(number) for number in (step, lag))
             text = " ".join(texts.get(id, NOT_KEPT).split())
             text = text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
-            cells = (id, _reward(reward), f"{num_tokens:,}", _fate(state, reason), *known, finish or "-", text)
-            self.rows.append(cells)
+            fate = f"dropped: {reason}" if reason else state
+            self.rows.append((id, or_dash(reward, "g"), f"{num_tokens:,}", fate, *known, finish or "-", text))
 
 
 class Answer:
@@ -340,9 +333,9 @@ class GroupAnswers:
         self.answers: list[tuple[str, dict[str, str], str | None]] = []  # id, facts, text
         for id, _, attempt, reward, parts, finish, num_tokens, state, reason, step, lag in found:
             numbers = {name: value for name, value in json.loads(parts).items() if isinstance(value, int | float)}
-            facts = {"reward": _reward(reward)} | {f"part {name}": f"{value:g}" for name, value in numbers.items()}
-            fate = f"trained in step {step}, lag {lag}" if state == "trained" else _fate(state, reason)
-            fate = f"{fate}: {show.why_dropped(reason)}" if reason else fate
+            facts = {"reward": or_dash(reward, "g")} | {f"part {name}": f"{value:g}" for name, value in numbers.items()}
+            fate = f"trained in step {step}, lag {lag}" if state == "trained" else state
+            fate = f"dropped: {reason}: {show.why_dropped(reason)}" if reason else fate
             facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}
             facts |= {"attempt": str(attempt)} if several_attempts else {}
             self.answers.append((id, facts, said.get(id)))
@@ -366,11 +359,3 @@ def _fields(run_dir: Path, prompt_id: str) -> dict[str, str]:
     with Ledger.open(run_dir) as ledger:
         found = ledger.prompt(prompt_id).get("fields", {})
     return {name: str(value) for name, value in found.items()}
-
-
-def _reward(reward: float | None) -> str:
-    return "-" if reward is None else f"{reward:g}"
-
-
-def _fate(state: str, reason: str | None) -> str:
-    return f"dropped: {reason}" if state == "dropped" else state

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace.dashboard.books import Points, Rewards, Series, Tally, Timeline, steps_together
+from headrace.dashboard.books import Points, Series, Tally, Timeline, steps_together
 from headrace.measured import ROW_METRICS
 from headrace.runs.columns import Numbers
 from headrace.runs.facts import RunFacts, RunState
 from headrace.runs.show import Account
 
 Options = dict[str, Any]
+Curves = Mapping[str, tuple[Points, str]]  # by name, each with its colour
 Shares = tuple[str, Numbers]  # their colour, and what they are
 Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sentence about it
 
@@ -45,9 +46,6 @@ class Look:
     smoothing: float = 0.0
 
 
-LOOK = Look()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """A part of the page and what it means, as cards.toml has it; of a curve, also what to draw."""
@@ -61,7 +59,7 @@ class Card:
     held_out: bool = False  # add the scores on held-out prompts
     only_busy: bool = False  # leave out what is zero throughout
 
-    def drawn(self, series: Series, look: Look = LOOK, facts: RunFacts | None = None) -> Drawn:
+    def drawn(self, series: Series, look: Look, facts: RunFacts | None = None) -> Drawn:
         if not series.last_step:
             return {}, NO_ROW
         curves = {}
@@ -78,7 +76,7 @@ class Card:
             name, low, high = self.band
             colour = next(iter(curves.values()))[1]
             more += _band(name, series.curve(low, by=look.by), series.curve(high, by=look.by), colour)
-        return lines(curves, self.y, self.low, look, more), _per_point(series)
+        return lines(curves, self.y, look, self.low, more), _per_point(series)
 
     def compared(self, runs: Mapping[str, Series], look: Look) -> Drawn:
         """Its first line in each of these runs."""
@@ -86,7 +84,7 @@ class Card:
         curves = _coloured({name: series.curve(column, scale, look.by) for name, series in runs.items()})
         if not any(y for points, _ in curves.values() for _, y in points):
             return {}, "It was 0, or not measured, in all of these runs."
-        return lines(curves, self.y, look=look), ""
+        return lines(curves, self.y, look), ""
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
@@ -116,10 +114,10 @@ def parts_drawn(parts: Tally, series: Series, look: Look) -> Drawn:
     means = parts.means(series, look.by)
     if not means:
         return {}, "No answer has been scored yet." if series.last_step else NO_ROW
-    return lines(_coloured(means), "mean", look=look), _per_point(series)
+    return lines(_coloured(means), "mean", look), _per_point(series)
 
 
-def _coloured(curves: Mapping[str, Points]) -> dict[str, tuple[Points, str]]:
+def _coloured(curves: Mapping[str, Points]) -> Curves:
     return {name: (points, THEME["color"][place % NUM_COLOURS]) for place, (name, points) in enumerate(curves.items())}
 
 
@@ -127,13 +125,7 @@ def _per_point(series: Series) -> str:
     return f"Each point stands for {series.width} steps." if series.width > 1 else ""
 
 
-def lines(
-    curves: Mapping[str, tuple[Points, str]],
-    y: str,
-    low: float | None = None,
-    look: Look = LOOK,
-    more: Sequence[Options] = (),
-) -> Options:
+def lines(curves: Curves, y: str, look: Look, low: float | None = None, more: Sequence[Options] = ()) -> Options:
     """Curves, each with its colour, and `more`; the axis begins at `low`, or near the least value.
 
     If they are smoothed, the curves as they were measured lie pale behind.
@@ -245,10 +237,10 @@ def lag_bars(shares: Tally, last_step: int) -> Options:
     return _bars(bars, names, x="step", y="% of trained tokens", stacked=True)
 
 
-def reward_bars(shown: Rewards) -> Options:
+def reward_bars(first: Numbers, newest: Numbers) -> Options:
     """How the rewards of each side are distributed; few values have a bar each."""
-    sides, bars = {"first": (GREY, shown.first), "newest": (BLUE, shown.newest)}, {}
-    values = np.unique(np.concatenate([shown.first, shown.newest]))
+    sides, bars = {"first": (GREY, first), "newest": (BLUE, newest)}, {}
+    values = np.unique(np.concatenate([first, newest]))
     names, edges = [f"{value:g}" for value in values], np.append(values, np.inf)
     if len(values) > MOST_REWARD_BARS:  # each has the middle of its bin as its name
         edges = np.linspace(values[0], values[-1], MOST_REWARD_BARS + 1)

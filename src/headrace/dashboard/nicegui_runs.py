@@ -185,12 +185,12 @@ class RunViews:
             self._curves(CARDS["spread"], CARDS["lengths"])
 
     def _rewards(self) -> Drawn:
-        found = books.read_rewards(self._live.path)
+        found = books.Rewards(self._live.path)
         if not found.first.size + found.newest.size:
             return {}, "No answer has been scored yet."
         parts = "; ".join(f"{part} {first:.3g} → {now:.3g}" for part, (first, now) in found.parts.items())
         text = f"Mean of each reward part, first → newest: {parts}." if parts else ""
-        return charts.reward_bars(found), text
+        return charts.reward_bars(found.first, found.newest), text
 
 
 def _set(live: LiveRun) -> dict[str, str]:

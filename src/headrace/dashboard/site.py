@@ -22,7 +22,7 @@ from headrace.insight.workload import LogNormal
 from headrace.ledger.files import is_run, read_summary, run_config
 from headrace.ledger.ledger import Ledger
 from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs
-from headrace.runs.report import Section, dollars, duration, percent, short
+from headrace.runs.report import Section, dollars, duration, or_dash, percent
 from headrace.runs.show import history, scores
 from headrace.user_code import load_optional
 
@@ -40,9 +40,7 @@ class Overview:
     """What is known of a run at one moment."""
 
     def __init__(self, live: "LiveRun", dollars_per_hour: float | None) -> None:
-        self.facts = live.facts()  # a few seconds old
-        if self.facts.state is RunState.UNREADABLE:
-            raise RunError(self.facts.problem)
+        self.facts = live.facts().readable()  # a few seconds old
         self.elapsed_s = books.read_elapsed_s(live.path)
         self.series, self.books = live.series(), books.read_accounts(live.path)
         self.max_lag = live.wanted_lag()
@@ -57,7 +55,7 @@ class Overview:
         """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
         facts, series = self.facts, self.series
         recent = f"over the last {min(series.last_step, books.RECENT_STEPS)} steps"
-        speed = f"tokens trained on per second, {recent}; {_or_dash(series.goodput())} over the whole run"
+        speed = f"tokens trained on per second, {recent}; {or_dash(series.goodput())} over the whole run"
         wall, sign = "…" if verdict == NOT_YET else "-", str(verdict)
         if isinstance(verdict, Triage):
             wall, sign = str(verdict.bottleneck), ADVICE[verdict.bottleneck].sign
@@ -68,11 +66,11 @@ class Overview:
         held_out = f"on prompts that are never trained on: before training → {latest}"
         useful = "of the finished tokens were trained on; the rest was dropped"
         numbers = [
-            ("Reward", _or_dash(series.now("reward_mean"), ".3f"), f"mean of all scored answers {recent}"),
+            ("Reward", or_dash(series.now("reward_mean"), ".3f"), f"mean of all scored answers {recent}"),
             ("Held-out score", scores(facts), held_out),
-            ("Goodput", _or_dash(series.goodput(books.RECENT_STEPS)), speed),
+            ("Goodput", or_dash(series.goodput(books.RECENT_STEPS)), speed),
             ("Bottleneck", wall, sign),
-            ("Lag", _or_dash(series.now("lag_mean"), ".2f"), lag),
+            ("Lag", or_dash(series.now("lag_mean"), ".2f"), lag),
             ("Useful", percent(self.useful_share), useful),
             ("Steps", f"{series.last_step:,}", f"of {facts.wanted_steps:,}; {state}"),
         ]
@@ -84,10 +82,6 @@ class Overview:
             says = "rows of the ledger cannot be read and are left out"
             numbers.append(("Damaged", str(series.num_damaged), says))
         return numbers
-
-
-def _or_dash(value: float | None, form: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}" if form else short(value)
 
 
 class LiveRun:

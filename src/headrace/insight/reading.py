@@ -118,9 +118,7 @@ class Reading:
     """
 
     def __init__(self, run_dir: Path, *, last_steps: int | None = None, after_step: int = 2) -> None:
-        facts = read_run(run_dir)
-        if facts.state is RunState.UNREADABLE:
-            raise RunError(facts.problem)
+        read_run(run_dir).readable()
         self.run_dir, self.config = run_dir, run_config(run_dir)
         with reading(run_dir) as connection:
             counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
@@ -206,9 +204,7 @@ def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
 
 def metrics_text(run_dir: Path) -> str:
     """The exposition of a run, also while it goes on; what it has not measured yet is left out."""
-    facts = read_run(run_dir)
-    if facts.state is RunState.UNREADABLE:
-        raise RunError(facts.problem)
+    facts = read_run(run_dir).readable()
     with reading(run_dir) as connection:
         rows = RowColumns.read(connection)
         accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
@@ -54,6 +54,12 @@ class RunFacts:
         begun = (self.path / FILE_NAME).exists()
         return self.state is RunState.STOPPED and (bool(self.checkpoints) or not begun)
 
+    def readable(self) -> Self:
+        """These facts; for a run that cannot be read, its problem is raised."""
+        if self.state is RunState.UNREADABLE:
+            raise RunError(self.problem)
+        return self
+
 
 Known = dict[Path, tuple[tuple[int, ...], RunFacts]]
 """What was read of each run, and the state of its files when it was."""
@@ -80,9 +86,8 @@ def read_runs(directory: Path, known: Known | None = None) -> list[RunFacts]:
 def _latest(run_dir: Path, known: Known) -> RunFacts:
     state = (int(is_claimed(run_dir)), *(_changed_ns(run_dir / name) for name in (*_WRITTEN, CHECKPOINTS)))
     before = known.get(run_dir)
-    if before is not None and before[0] == state and before[1].state is not RunState.UNREADABLE:
-        return before[1]
-    known[run_dir] = (state, read_run(run_dir))
+    if before is None or before[0] != state or before[1].state is RunState.UNREADABLE:
+        known[run_dir] = (state, read_run(run_dir))
     return known[run_dir][1]
 
 

@@ -52,6 +52,11 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 
 
+def or_dash(value: float | None, form: str = "") -> str:
+    """In this format, or else as `short` writes it; a dash for what is not known."""
+    return "-" if value is None else f"{value:{form}}" if form else short(value)
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     """`83%`; a dash for what is not known."""
     return "-" if share is None or math.isnan(share) else f"{share:.{digits}%}"
