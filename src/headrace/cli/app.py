@@ -90,12 +90,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[bool, Option("--version", is_eager=True, callback=_print_version, help="print the version")]
+
+
 @app.callback()
-def headrace(
-    version: Annotated[
-        bool, Option("--version", is_eager=True, callback=_print_version, help="print the version")
-    ] = False,
-) -> None:
+def headrace(version: Version = False) -> None:
     """Headrace trains language models by reinforcement learning."""
 
 

@@ -27,6 +27,7 @@ from headrace.measured import STAGES, StageTimes
 from headrace.runs.report import Report, Table, count
 
 Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
+Placed = Annotated[Placement, Option(help="of typed times: what may run at the same time")]
 bench = Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 _MAX_PARAMS = 4e9  # of a measurement: their copies fill the memory of a large machine
@@ -41,9 +42,7 @@ def triage_command(
     tau_ref: Seconds = None,
     tau_t: Seconds = None,
     tau_s: Seconds = None,
-    placement: Annotated[
-        Placement, Option(help="of typed times: what may run at the same time")
-    ] = Placement.OVERLAPPED,
+    placement: Placed = Placement.OVERLAPPED,
     last_steps: Annotated[int | None, Option(min=1, help="look only at this many of the last steps")] = None,
     as_json: Json = False,
 ) -> None:
@@ -117,8 +116,7 @@ def plan_command(
         question, found = search(question, amount(target, "--search"))
     else:
         found = plan(question)
-    size = question.model.num_params
-    others = others_that_fit(found[0].bottleneck, num_params=size, may_lag=max_lag > 0)
+    others = others_that_fit(found[0].bottleneck, question.model.num_params, may_lag=max_lag > 0)
     for_programs = {
         "model": asdict(question.model),
         "device": question.device.name,
@@ -266,12 +264,10 @@ def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
 
 
 def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
-    moves = [asdict(move) for move in found.moves]
-    sign = ADVICE[found.bottleneck].sign
-    known: dict[str, Any] = {"wall": str(found.bottleneck), "sign": sign, "moves": moves}
+    known: dict[str, Any] = {"wall": found.bottleneck, "sign": ADVICE[found.bottleneck].sign}
+    known["moves"] = [asdict(move) for move in found.moves]
     if isinstance(found, TypedTriage):
-        steps = {str(placement): seconds for placement, seconds in found.step_s.items()}
-        return known | {"placement": str(found.placement), "step_s": steps, "stage_s": asdict(found.times)}
+        return known | {"placement": found.placement, "step_s": found.step_s, "stage_s": asdict(found.times)}
     reading = found.reading
     return known | {
         "run_dir": str(reading.run_dir),
@@ -279,12 +275,12 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
         "step_s": asdict(reading.step_s) if reading.step_s else None,
         "stage_s": asdict(reading.stage_s) if reading.stage_s else None,
         "simulated_s": found.simulated_s,
-        "without_s": {str(name): seconds for name, seconds in found.without.items()},
+        "without_s": found.without,
         "goodput_tokens_per_s": reading.goodput_tokens_per_s,
         "useful_share": reading.useful_share,
-        "dropped_tokens": dict(reading.dropped_tokens),
+        "dropped_tokens": reading.dropped_tokens,
         "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
-        "idle": dict(reading.occupancy.idle_shares) if reading.occupancy else {},
+        "idle": reading.occupancy.idle_shares if reading.occupancy else {},
     }
 
 

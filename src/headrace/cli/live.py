@@ -63,7 +63,6 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
         self._clock, self._started_s = clock, clock()
         self._steps = 0
         self._rows: list[Row] = []
-        self._score: float | None = None
         self.run_dir: Path | None = None
         self._config = Config()
         self._bar: _ProgressLine | None = None
@@ -109,7 +108,6 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
 
     def row(self, row: Row) -> None:
         self._rows.append(row)
-        self._score = self._score if row.score is None else row.score
         total = max(self._steps, row.step, 1)
         text = f"step {row.step:>{len(str(total))}}/{total}"
         chosen = row.step % max(1, total // PLAIN_LINES) == 0 or row.step == self._steps
@@ -162,9 +160,10 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
         left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
+        scores = [r.score for r in self._rows if r.score is not None]
         facts = [
             f"reward {row.reward_mean:.3f}",
-            "" if self._score is None else f"held-out {self._score:.3f}",
+            f"held-out {scores[-1]:.3f}" if scores else "",
             f"lag {row.lag_mean:.1f}/{row.lag_max}",
             f"{sum(r.trained_tokens for r in recent) / wall_s if wall_s else 0:,.0f} tok/s",
             f"dropped {dropped / generated if generated else 0:.0%}",
@@ -237,11 +236,12 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
 
 
 def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) -> list[str]:
-    """A curve over steps as text with labelled axes; of braille dots if `fine`, else of asterisks."""
+    """A curve over steps as text with labelled axes; of braille dots if `fine`, else asterisks."""
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if not points:
         return ["(no steps)"]
-    low, high = min(value for _, value in points), max(value for _, value in points)
+    values = [value for _, value in points]
+    low, high = min(values), max(values)
     low = 0.0 if 0 <= low < 0.5 * high else low  # where that wastes little
     high = 1.0 if 0.8 < high <= 1 else high  # where the curve comes close
     if high <= low:
@@ -251,14 +251,13 @@ def plot(points: Sequence[tuple[int, float]], width: int, *, fine: bool = True) 
     margin = max(map(len, labels.values()))
     columns = width - margin - 2
     across, down = (2, 4) if fine else (1, 1)
-    values, num = [value for _, value in points], columns * across
+    num = columns * across
     if len(values) <= num:  # straight lines between few, or means of many
         heights = np.interp(np.linspace(0, len(values) - 1, num), np.arange(len(values)), values)
     else:
         edges = np.arange(num + 1) * len(values) // num
         heights = np.add.reduceat(values, edges[:-1]) / np.diff(edges)
-    share = (heights - low) / (high - low)
-    lifted = [round(height) for height in (share * (PLOT_ROWS * down - 1)).tolist()]
+    lifted = np.rint((heights - low) / (high - low) * (PLOT_ROWS * down - 1)).astype(int).tolist()
     rows = reversed(range(PLOT_ROWS))
     asterisks = ["".join("*" if height == row else " " for height in lifted) for row in rows]
     canvas = _braille(lifted) if fine else asterisks

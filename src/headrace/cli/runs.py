@@ -193,6 +193,5 @@ def _show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
             cells.append((str(len(cells) + 1), word, f"{token.logprob:.3f}", f"v{token.version}"))
     across = max(1, min(paper.console.width // TOKEN_COLUMNS, len(cells)))  # in reading order
     lines = [sum(cells[start : start + across], ()) for start in range(0, len(cells), across)]
-    numeric = [place for place in range(4 * across) if place % 4 in (0, 2)]
     columns = ("", "token", "log-prob", "policy") * across
-    paper.table(Table(columns=columns, rows=lines, numeric=numeric))
+    paper.table(Table(columns=columns, rows=lines, numeric=range(0, len(columns), 2)))

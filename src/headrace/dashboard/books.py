@@ -218,7 +218,7 @@ class Timeline:
 
 
 class Rewards:
-    """The rewards of the first answers and of the newest; of a short run, those of its two halves."""
+    """Rewards of the first answers and of the newest; of a short run, those of its two halves."""
 
     def __init__(self, run_dir: Path) -> None:
         with looking_into(run_dir) as connection:
@@ -332,8 +332,8 @@ class GroupAnswers:
         self.fields, several_attempts = _fields(run_dir, self.prompt_id), len({line[2] for line in found}) > 1
         self.answers: list[tuple[str, dict[str, str], str | None]] = []  # id, facts, text
         for id, _, attempt, reward, parts, finish, num_tokens, state, reason, step, lag in found:
-            numbers = {name: value for name, value in json.loads(parts).items() if isinstance(value, int | float)}
-            facts = {"reward": or_dash(reward, "g")} | {f"part {name}": f"{value:g}" for name, value in numbers.items()}
+            facts, numbers = {"reward": or_dash(reward, "g")}, json.loads(parts).items()
+            facts |= {f"part {name}": f"{value:g}" for name, value in numbers if isinstance(value, int | float)}
             fate = f"trained in step {step}, lag {lag}" if state == "trained" else state
             fate = f"dropped: {reason}: {show.why_dropped(reason)}" if reason else fate
             facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}

@@ -29,7 +29,7 @@ from headrace.user_code import load_optional
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
-MOST_ANSWERS = 16_384  # of a planned step: the more there are, the longer it takes to work a plan out
+MOST_ANSWERS = 16_384  # of a planned step: the more there are, the longer a plan takes
 NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Overview:
         self.dollars_per_million = None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
     def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
-        """Each with its name and what it means to a newcomer; `verdict` may be why there is none."""
+        """Each with its name and what it means to newcomers; `verdict` may be why there is none."""
         facts, series = self.facts, self.series
         recent = f"over the last {min(series.last_step, books.RECENT_STEPS)} steps"
         speed = f"tokens trained on per second, {recent}; {or_dash(series.goodput())} over the whole run"

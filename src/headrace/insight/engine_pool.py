@@ -130,7 +130,7 @@ class SimulatedEngine:
 
 
 class EnginePool:
-    """Starts parts in order, on the worker with the fewest rows, once it has room for all of a part.
+    """Starts parts in order, on the worker with the fewest rows, once it has room for a whole part.
 
     `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that
     is complete. `lost_tokens` are what failing workers had sampled of answers that are started
@@ -205,12 +205,9 @@ class EnginePool:
         if worker.down:
             return
         worker.advance(self.now())
-        lost: dict[GroupPart, list[int]] = {}
-        for row in worker.ends:
-            self.lost_tokens += worker.so_far(row)
-            lost.setdefault(row[2], []).append(row[3])
-        for part, lengths in lost.items():
-            part.lengths, part.worker = lengths, None
+        self.lost_tokens += sum(map(worker.so_far, worker.ends))
+        for part in dict.fromkeys(row[2] for row in worker.ends):
+            part.lengths, part.worker = [row[3] for row in worker.ends if row[2] is part], None
             self._waiting.appendleft(part)
         self.num_failures += 1
         worker.down = True

@@ -71,8 +71,7 @@ def _problem(error: ValidationError) -> str:
             near = get_close_matches(key, numbers, n=1)
             hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(numbers)}"
             return f"has no number {key}; {hint}"
-    missing = [key for key, one in found.items() if one["type"] == "missing"]
-    if missing:
+    if missing := [key for key, one in found.items() if one["type"] == "missing"]:
         return f"is not in the table, so it needs every number; {', '.join(missing)} missing"
     key, one = next(iter(found.items()))
     whole = "whole " if Accelerator.model_fields[key].annotation is int else ""

@@ -44,6 +44,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RATE_STEPS = 10  # rates are over these, so that they follow the run without jumping
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, value or values by label
+_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})  # of a label
 TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
 COUNTER_S = 0.001  # a counter is written at most once in this time
@@ -143,13 +144,14 @@ class Reading:
         self.measured_steps = range(last_step + 1 - len(rows), last_step + 1)
         self.wall_s, self.step_s = float(np.nansum(wall_s)), Spread.of(wall_s)
         self.stage_s = rows.stages(np.mean) if len(rows) else None  # per step
-        self.stage_p50_s = rows.stages(np.median) if len(rows) else None
-        self.stage_p95_s = rows.stages(lambda taken: np.quantile(taken, 0.95)) if len(rows) else None
+        self.stage_spreads = {stage: Spread.of(rows.column(f"stage_s.{stage}")) for stage in STAGES}
         self.occupancy = Occupancy(looked_at, spans, self.config) if len(times) and len(spans) else None
         self.trained_tokens, self.dropped_tokens = int(np.nansum(tokens)), rows.dropped_tokens()
         self.answer_tokens = Spread.of(answers["num_tokens"])  # sampled, per answer
-        # of each step: from the end of 95 in 100 answers to the end of the last
+        # of each step: from the end of 95 in 100 answers to the end of the last; and its share of a step
         self.tail_s = Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None
+        mean_s = tables.mean(wall_s)
+        self.tail_share = min(1.0, self.tail_s.mean / mean_s) if self.tail_s and mean_s else None
         # from an answer's end to its verdict, the wait for a worker included
         self.verdict_s = Spread.of(answers["scored_s"] - answers["finished_s"])
         self.no_signal_share = 1.0 - float(signal.mean()) if len(signal) else None  # of the groups
@@ -162,13 +164,6 @@ class Reading:
         self.goodput_tokens_per_s = self.trained_tokens / self.wall_s if self.wall_s else None
         self.useful_share = self.trained_tokens / decided if decided else None  # of tokens whose fate was decided
 
-    @property
-    def tail_share(self) -> float | None:
-        """Of a step's time, in which only its last answers (one in twenty) were being generated."""
-        if self.tail_s is None or self.step_s is None or not self.step_s.mean:
-            return None
-        return min(1.0, self.tail_s.mean / self.step_s.mean)
-
 
 read = Reading  # by the name that the guides have
 
@@ -178,14 +173,12 @@ def signal_of(answers: Columns) -> BoolArray:
     known = answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])]
     groups, begins = tables.by_group(known)
     rewards = groups["reward"]
-    if not len(rewards):
-        return np.zeros(0, np.bool_)
     differ: BoolArray = np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins)
     return differ[np.diff(begins, append=len(rewards)) > 1]
 
 
 def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
-    """Of each step the seconds from when all but its last answers have ended to the end of the last.
+    """Of each step the seconds from the end of all but its last answers to the end of the last.
 
     The last are one in twenty, and at least one. A step's answers are those that finished in it.
     """
@@ -220,9 +213,9 @@ def metrics_text(run_dir: Path) -> str:
 def family_text(name: str, help: str, samples: float | Mapping[Labels, float]) -> str:
     """One family of samples as the format wants it; by its name it is a counter or a gauge."""
     name, kind = f"headrace_{name}", "counter" if name.endswith("_total") else "gauge"
-    text = f"# HELP {name} {_escaped(help)}\n# TYPE {name} {kind}\n"
+    text = f"# HELP {name} {help}\n# TYPE {name} {kind}\n"
     for labels, value in (samples if isinstance(samples, Mapping) else {(): samples}).items():
-        inside = ",".join(f'{label}="{_escaped(said, quote=True)}"' for label, said in labels)
+        inside = ",".join(f'{label}="{said.translate(_ESCAPES)}"' for label, said in labels)
         text += f"{name}{{{inside}}} {_number(value)}\n" if inside else f"{name} {_number(value)}\n"
     return text
 
@@ -264,11 +257,6 @@ def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: tuple[i
     yield "restarts_total", "Times the run was resumed.", resumed
     yield "redone_steps_total", "Steps that restarts took again.", redone_steps
     yield "lost_tokens_total", "Tokens that were gone with a process that died.", lost_tokens
-
-
-def _escaped(text: str, *, quote: bool = False) -> str:
-    text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quote else text
 
 
 def _number(value: float) -> str:
@@ -325,10 +313,8 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
 def _stage_events(spans: Columns) -> Iterator[Event]:
     """Every span, on the first free track of its stage and worker."""
     spans = spans[np.lexsort((-spans["end_s"], spans["start_s"]))]
-    names = ("stage", "worker", "version", "start_s", "end_s", "detail")
     tracks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # until when each is taken
-    columns = [spans[name].tolist() for name in names]
-    for stage, worker, version, start_s, end_s, detail in zip(*columns, strict=True):
+    for _, stage, worker, version, start_s, end_s, detail in spans.tolist():
         start_us, end_us = _us(start_s), max(_us(start_s), _us(end_s))
         taken_us = tracks[stage, worker]
         free = (i for i, until_us in enumerate(taken_us) if until_us <= start_us)

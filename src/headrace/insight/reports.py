@@ -1,6 +1,6 @@
 """What triage, the planner and the simulator found, as reports for the terminal and the page."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 
 from headrace.insight.planner import LayoutPlan, Question
@@ -20,11 +20,6 @@ NO_MOVES = "No change that can be worked out brings 2% or more."
 _GAIN = 1.05  # by which one must be quicker to be worth more lag
 
 
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], texts: Sequence[int] = (0,)) -> Table:
-    """All columns are numbers, but for those at the indices `texts`."""
-    return Table(columns=columns, rows=tuple(rows), numeric=frozenset(range(len(columns))) - set(texts))
-
-
 def _sign(bottleneck: Bottleneck) -> str:
     return f"{bottleneck}: {ADVICE[bottleneck].sign}."
 
@@ -38,8 +33,9 @@ def triage_report(found: Triage | TypedTriage) -> Report:
     signs, basis, advice = [_sign(found.bottleneck)], list[str](), ADVICE[found.bottleneck]
     if isinstance(found, TypedTriage):
         now_s, marks = found.step_s[found.placement], {found.placement: "  <"}
-        steps = ((str(one), f"{seconds(step_s, 4)}{marks.get(one, '')}") for one, step_s in found.step_s.items())
-        title, more = f"a step of {seconds(now_s)}", [Section(tables=(_table(("placement", "step"), steps),))]
+        steps = [(str(one), f"{seconds(step_s, 4)}{marks.get(one, '')}") for one, step_s in found.step_s.items()]
+        table = Table(columns=("placement", "step"), rows=steps, numeric={1})
+        title, more = f"a step of {seconds(now_s)}", [Section(tables=(table,))]
     else:
         reading, now_s, without = found.reading, found.simulated_s, found.without
         advice = advice_for(found.bottleneck, reading.config)
@@ -62,28 +58,26 @@ def triage_report(found: Triage | TypedTriage) -> Report:
         ]
     held_up = Section(title="the bottleneck", sentences=tuple(signs))
     general = [_in_general(found.bottleneck, advice.moves)] if advice.moves else []
-    rows = [("as it is", seconds(now_s), "1.00x")]
+    columns, rows = ("change", "a step takes", "goodput"), [("as it is", seconds(now_s), "1.00x")]
     for move in found.moves:
         text = f"{move.text}: {' '.join(move.settings)}" if move.settings else move.text
         rows.append((text, seconds(move.step_s), f"{move.gain:.2f}x"))
     moves = Section(
         title="what to change, the best first",
-        tables=(_table(("change", "a step takes", "goodput"), rows),) if found.moves else (),
+        tables=(Table(columns=columns, rows=rows, numeric={1, 2}),) if found.moves else (),
         sentences=(*(() if found.moves else (NO_MOVES,)), *general, *basis),
     )
     return Report(title=title, sections=(held_up, moves, *more))
 
 
 def _stage_table(reading: Reading) -> Table:
-    rows: list[tuple[str, ...]] = []
-    several, step = (reading.stage_s, reading.stage_p50_s, reading.stage_p95_s), reading.step_s
-    for stage in STAGES if reading.stage_s else ():
-        taken = [getattr(times, stage) for times in several]
-        share = percent(taken[0] / step.mean) if step and step.mean else ""
-        rows.append((f"{stage} ({SYMBOLS[stage]})", *map(seconds, taken), share))
-    if step:
-        rows.append(("step", seconds(step.mean), seconds(step.p50), seconds(step.p95), ""))
-    return _table(("stage", "mean", "p50", "p95", "of the step"), rows)
+    rows, step = [], reading.step_s
+    for stage, taken in (reading.stage_spreads | {"step": step}).items():
+        if taken and step:
+            name = f"{stage} ({SYMBOLS[stage]})" if stage in SYMBOLS else stage
+            share = percent(taken.mean / step.mean) if stage in SYMBOLS and step.mean else ""
+            rows.append((name, seconds(taken.mean), seconds(taken.p50), seconds(taken.p95), share))
+    return Table(columns=("stage", "mean", "p50", "p95", "of the step"), rows=rows, numeric=range(1, 5))
 
 
 def _losses(reading: Reading) -> Iterator[str]:
@@ -125,10 +119,10 @@ def _health(reading: Reading) -> Iterator[str]:
 def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
     """The layout to take, what it comes to, and who else was made for such a workload."""
     best, lengths, samples = found[0], question.lengths, question.num_samples
-    others = others_that_fit(best.bottleneck, num_params=question.model.num_params, may_lag=question.max_lag > 0)
+    others = others_that_fit(best.bottleneck, question.model.num_params, may_lag=question.max_lag > 0)
     held_up = (_sign(best.bottleneck), _in_general(best.bottleneck, ADVICE[best.bottleneck].moves))
-    stages = ((f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES)
-    times = _table(("stage", "seconds a step"), stages)
+    stages = [(f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES]
+    times = Table(columns=("stage", "seconds a step"), rows=stages, numeric={1})
     systems = ((other.name, f"{other.fits}. But {other.mind}.") for other in others[:OTHERS_SHOWN])
     columns = ("placement", "engines x GPUs", "learner", "step", "tok/s", "$/M tok", "lag", "bottleneck")
     rows = []
@@ -142,7 +136,7 @@ def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
         Section(title="take this", facts=tuple(_layout(question, best)), tables=(times,)),
         Section(title="the bottleneck", sentences=held_up),
         Section(title="mind", sentences=tuple(f"- {risk}" for risk in best.risks)),
-        Section(title="other layouts", tables=(_table(columns, rows, texts=(0, 7)),)),
+        Section(title="other layouts", tables=(Table(columns=columns, rows=rows, numeric=range(1, 7)),)),
         Section(title="if not Headrace", facts=tuple(systems)),
     )
     return Report(
@@ -203,7 +197,7 @@ def simulation_report(work: Workload, machine: Machine, layout: Layout, found: S
         health = (f"{one.lag_mean:.2f}/{one.lag_max}", percent(one.useful_share, 1))
         rows.append((str(one.max_lag), *speed, *shares, *health))
     columns = ("max_lag", "step", "p95", "tokens/s", *pools, "reward idle", "lag", "useful")
-    table = _table(columns, rows, texts=())
+    table = Table(columns=columns, rows=rows, numeric=range(len(columns)))
     a_step = f"{work.groups_per_step} prompts x {work.samples} answers"
     return Report(
         title=f"a step: {a_step} of {work.tokens.mean:,.0f} tokens on average",

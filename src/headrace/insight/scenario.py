@@ -142,7 +142,7 @@ def _machine(
     optimizer_s, train_pass_s, token_s = training_speed(
         pass_s, pass_tokens, num_steps, like_pass_s=PASS_STEPS * decode_s
     )
-    # prefill is what the engine did while no answer ran; a forward pass is a third of training's work
+    # prefill is what the engine did while no answer ran; a forward pass is a third of training
     forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
     prefill_s = covered_s(during("rollout"), running) - covered_s(running)
     scored = answers[np.isfinite(answers["scored_s"])]

@@ -101,7 +101,7 @@ def simulate(workload: Workload, machine: Machine, *, max_lag: int, steps: int =
 
 
 class _Busy:
-    """Seconds in which something was under way, from intervals that come in the order they begin."""
+    """Seconds in which something was under way, of intervals that come in the order they begin."""
 
     _total_s = _reached_s = 0.0
 

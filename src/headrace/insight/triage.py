@@ -67,7 +67,7 @@ class Bottleneck(StrEnum):
 
 
 class Advice(NamedTuple):
-    """What a bottleneck looks like and what to try, the first first. The texts are in advice.toml."""
+    """What a bottleneck looks like and what to try, in this order. The texts are in advice.toml."""
 
     sign: str
     moves: list[str]
@@ -122,7 +122,7 @@ def advice_for(bottleneck: Bottleneck, config: Config) -> Advice:
     return Advice(sign, fitting)
 
 
-def others_that_fit(bottleneck: Bottleneck, *, num_params: float, may_lag: bool) -> list[Framework]:
+def others_that_fit(bottleneck: Bottleneck, num_params: float, *, may_lag: bool) -> list[Framework]:
     """Those that were made for this bottleneck and size, the closest first."""
     fitting = [
         framework

@@ -71,7 +71,7 @@ class LogNormal:
 
     @lru_cache(maxsize=1024)  # noqa: B019  a planner asks for the same few again and again
     def expected_max(self, n: int) -> float:
-        """Mean of the largest of `n`: ∫ (1 - Φ(z)^n) dx over x = exp(mu + sigma·z), up to the cap."""
+        """Mean of the largest of `n`: ∫ (1 - Φ(z)^n) dx, x = exp(mu + sigma·z), up to the cap."""
         if self.cv == 0.0 or self.mean == 0.0:
             return min(self.mean, self.cap)
         start = math.exp(self.mu + self.sigma * LOWEST_Z)  # below it 1 - Φ^n is 1

@@ -103,7 +103,7 @@ class RowColumns:
 
     @classmethod
     def read(cls, connection: sqlite3.Connection, *, after_step: int = 0, strict: bool = True) -> Self:
-        """A damaged row is an error if `strict`, else only its columns in the database are known."""
+        """A damaged row is an error if `strict`, else only its columns of the table are known."""
         names = _ROW.split(", ")[:-1]
         sql = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
         found = connection.execute(sql, (after_step,)).fetchall()

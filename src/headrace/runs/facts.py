@@ -46,7 +46,7 @@ class RunFacts:
     num_restarts: int = 0
     trained_tokens: int = 0
     checkpoints: tuple[int, ...] = ()  # their steps, newest first; complete ones only
-    rewards: tuple[float, ...] = ()  # mean rewards of at most MOST_REWARDS steps, spread over the run
+    rewards: tuple[float, ...] = ()  # means of at most MOST_REWARDS steps, spread over the run
 
     @property
     def can_be_resumed(self) -> bool:
@@ -108,8 +108,7 @@ def read_run(run_dir: Path) -> RunFacts:
         return RunFacts(path=run_dir, state=RunState.UNREADABLE, written=written, problem=str(error))
     if state is RunState.FINISHED:  # the summary has the scores of the run's own evaluations
         booked |= {name: summary.get(name) for name in ("score_before", "score_after")}
-    paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if path.is_dir()]
-    steps = [path.name.removeprefix("step-") for path in paths]
+    steps = [path.name.removeprefix("step-") for path in (run_dir / CHECKPOINTS).glob("step-*/")]
     return RunFacts(
         path=run_dir,
         state=state,

@@ -29,10 +29,9 @@ from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
 ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
-_WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-DROP_WORDS: dict[str, str] = _WORDS["dropped"]
-FINISH_WORDS: dict[str, str] = _WORDS["finish"]
-ACCOUNT_WORDS: dict[str, str] = _WORDS["account"]
+_TEXT = Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
+_WORDS: dict[str, dict[str, str]] = tomllib.loads(_TEXT)
+DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS = _WORDS.values()
 _SIMILAR = 5  # ids to suggest
 _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
@@ -126,7 +125,7 @@ class TokenTexts:
         """What each token adds to the text; of a part of a character, the token's name in the vocabulary."""
         found, before = [], ""
         for position, token_id in enumerate(token_ids):
-            # many tokenizers take the space off the first token of a text: each is read behind another
+            # many tokenizers take the space off a text's first token: each is read behind another
             together = self.text(token_ids[max(0, position - 1) : position + 1])
             if together.startswith(before) and _BROKEN not in together:
                 found.append(together[len(before) :])
@@ -173,7 +172,7 @@ def history(
     restarts: Sequence[Restart],
     skipped: Sequence[int],
 ) -> Section:
-    """How a run stands and why, and what went wrong: rewards that failed, steps skipped, restarts."""
+    """How a run stands and why, and what went wrong: failed rewards, skipped steps, restarts."""
     unjudged = {reason: amount.trajectories for reason, amount in dropped.items() if reason.startswith("reward_")}
     failed = ", ".join(f"{count(num, 'answer')} {reason}" for reason, num in unjudged.items())
     first = summary.get("reward_failure") or "what the first error said is written when the run ends"
