@@ -287,11 +287,8 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
     speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
-    step |= {
-        "reward_s": work.reward_s.mean,
-        "environment_s": work.environment_s,
-        "no_signal_share": work.no_signal_share,
-    }
+    step |= {"reward_s": work.reward_s.mean, "environment_s": work.environment_s}
+    step["no_signal_share"] = work.no_signal_share
     runs = [_plain(one) for one in found]
     return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
 

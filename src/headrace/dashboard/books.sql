@@ -17,6 +17,12 @@ SELECT reward FROM trajectories WHERE rowid BETWEEN ? AND ? AND reward IS NOT NU
 SELECT part.key, AVG(part.value) FROM trajectories t, json_each(t.reward_parts) part
 WHERE t.rowid BETWEEN ? AND ? AND t.reward IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1;
 
+-- the end of the last span or, if that is later, the last transfer
+SELECT MAX(
+    COALESCE((SELECT MAX(end_s) FROM spans), 0),
+    COALESCE((SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1), 0)
+);
+
 -- all answers of a group
 SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, trained_step, lag
 FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id

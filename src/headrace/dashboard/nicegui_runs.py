@@ -264,8 +264,7 @@ def _filters(wanted: Wanted, reasons: list[str], there: Any) -> None:
 
 async def trajectory(site: Site, name: str) -> None:
     path, wanted, start = site.run(name).path, Wanted.of(page.query()), number(page.query(), "start") or 0
-    id = page.query().get("id")
-    if not id:
+    if not (id := page.query().get("id")):
         raise UnknownNameError("The address names no answer: it ends with trajectory?id=... of one.")
     read = await threads.io_bound(books.Answer, path, id, wanted)
     with page.frame(f"Answer {id}", f"of run {name}"):

@@ -249,8 +249,7 @@ FIELDS = {
 
 
 def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:
-    wrong = [field.label for name, field in FIELDS.items() if field.problem(texts[name])]
-    if wrong:
+    if wrong := [field.label for name, field in FIELDS.items() if field.problem(texts[name])]:
         raise ConfigError(f"Put right what is marked above: {', '.join(wrong)}.")
     read = {name: field.read(texts[name]) for name, field in FIELDS.items()}
     lengths = LogNormal(read.pop("mean_tokens"), read.pop("cv"))

@@ -180,8 +180,7 @@ class EnginePool:
         """End what is left of these; the tokens that their unfinished answers had."""
         tokens = 0.0
         for part in parts:
-            worker = part.worker
-            if worker is None:
+            if (worker := part.worker) is None:
                 self._waiting.remove(part)
                 continue
             worker.advance(self.now())

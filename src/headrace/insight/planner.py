@@ -326,7 +326,6 @@ class _Candidate:
 
 def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
     memory, trained = question.device.memory_bytes, made.learner_bill.total_bytes
-    samples = question.num_samples
     if trained > FULL * memory:
         yield f"a learner's device is nearly full: {trained / 1e9:.0f} of {memory / 1e9:.0f} GB"
     if made.rollout_bill.kv_bytes < LITTLE * memory:
@@ -334,7 +333,7 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
     if made.lag >= LAG_TO_WATCH:
         watch = "watch ratio_outside, and the score at equal tokens"
         yield f"data is {made.lag:.1f} versions old on average: {watch}"
-    tail = question.lengths.tail(samples)
+    samples, tail = question.num_samples, question.lengths.tail(question.num_samples)
     if made.max_lag == 0 and tail > 2.5:
         yield f"the longest of {samples} answers is {tail:.1f} times the mean, and everybody waits for it"
     if question.reward_s > 0.2 * made.step_s:

@@ -51,10 +51,9 @@ def triage_report(found: Triage | TypedTriage) -> Report:
         measured = f"; measured are {seconds(reading.step_s.mean)}" if reading.step_s else ""
         puts = f"It puts a step at {seconds(now_s)}{measured}."
         basis.append(f"Predicted by a simulation with this run's speeds. {puts}")
-        health = (*_losses(reading), *_health(reading))
         more = [
             Section(title="stage times", tables=(_stage_table(reading),)),
-            Section(title="losses and health", sentences=health),
+            Section(title="losses and health", sentences=(*_losses(reading), *_health(reading))),
         ]
     held_up = Section(title="the bottleneck", sentences=tuple(signs))
     general = [_in_general(found.bottleneck, advice.moves)] if advice.moves else []

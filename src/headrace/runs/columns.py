@@ -58,12 +58,7 @@ def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
     cursor = connection.execute(sql, values)
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
-    return _records(dict(zip(names, map(_array, names, columns), strict=True)))
-
-
-def _records(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
-    types = [(name, values.dtype) for name, values in columns.items()]
-    return np.rec.fromarrays(columns.values(), dtype=types)
+    return np.rec.fromarrays(list(map(_array, names, columns)), names=names)
 
 
 def read_spans(
@@ -161,9 +156,8 @@ def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
     starts_s = np.clip(ends_s - wall_s, np.append(0.0, ends_s)[:-1], ends_s)
     is_before = (published == steps[:1] - 1) & (last["rowid"] < rowids[:1])
     before = last["rowid"][is_before].sum()  # one at most; 0: there is none
-    after = np.append(before, rowids)[:-1]
-    whole = {"step": steps.astype(np.int64), "after_rowid": after.astype(np.int64)}
-    return _records({"start_s": starts_s, "end_s": ends_s, **whole})
+    whole = (steps.astype(np.int64), np.append(before, rowids)[:-1].astype(np.int64))
+    return np.rec.fromarrays([starts_s, ends_s, *whole], names="start_s, end_s, step, after_rowid")
 
 
 def mean(values: Numbers) -> float | None:
