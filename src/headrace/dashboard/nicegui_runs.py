@@ -42,13 +42,10 @@ async def runs(site: Site) -> None:
 
 def _runs(found: list[RunFacts]) -> page.Listing:
     problems = tuple((facts.path.name, facts.problem) for facts in found if facts.problem)
-    rows = []
-    for facts in found:
-        name, state, steps, *rest = show.run_row(facts)
-        rows.append((name, state, steps, show.drawn_rewards(facts.rewards), *rest))
+    cells = [(show.drawn_rewards(facts.rewards), show.run_row(facts)) for facts in found]
     return page.Listing(
         columns=(*show.RUN_COLUMNS[:3], "reward", *show.RUN_COLUMNS[3:]),
-        rows=rows,
+        rows=[(*row[:3], curve, *row[3:]) for curve, row in cells],
         numeric={2, 4, 5, 6, 7},
         links=[address("run", facts.path.name, "overview") for facts in found],
         wide={2, 4, 5, 6},

@@ -20,7 +20,7 @@ from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Books, Ledger
 from headrace.runs.columns import reading
 
-_CHECKS = Path(__file__).with_name("audit.sql")
+_SUMS, _CHECKS = Path(__file__).with_name("audit.sql").read_text(encoding="utf-8").split("\n\n")
 _SHOWN = 5  # examples per kind of problem
 
 
@@ -36,9 +36,8 @@ def audit(run_dir: Path, *, finished: bool | None = None) -> list[str]:
         try:
             problems += _schema_problems(connection)
             problems += _unreadable(connection)
-            sums, checks = _CHECKS.read_text(encoding="utf-8").split("\n\n")
-            for sentence, query in re.findall(r"-- (.+)\n([^;]+);", checks):
-                found = connection.execute(f"{sums}\n{query}", {"finished": finished})
+            for sentence, query in re.findall(r"-- (.+)\n([^;]+);", _CHECKS):
+                found = connection.execute(f"{_SUMS}\n{query}", {"finished": finished})
                 problems += _sentences(sentence, found)
         except sqlite3.DatabaseError as error:
             problems.append(str(explain(error, run_dir / FILE_NAME)))

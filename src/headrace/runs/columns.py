@@ -58,7 +58,9 @@ def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
     cursor = connection.execute(sql, values)
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
-    return np.rec.fromarrays(list(map(_array, names, columns)), names=names)
+    arrays = {name: _array(name, column) for name, column in zip(names, columns, strict=True)}
+    types = [(name, array.dtype) for name, array in arrays.items()]
+    return np.rec.fromarrays(arrays.values(), dtype=types)
 
 
 def read_spans(
@@ -156,8 +158,8 @@ def read_steps(connection: sqlite3.Connection, rows: RowColumns) -> Columns:
     starts_s = np.clip(ends_s - wall_s, np.append(0.0, ends_s)[:-1], ends_s)
     is_before = (published == steps[:1] - 1) & (last["rowid"] < rowids[:1])
     before = last["rowid"][is_before].sum()  # one at most; 0: there is none
-    whole = (steps.astype(np.int64), np.append(before, rowids)[:-1].astype(np.int64))
-    return np.rec.fromarrays([starts_s, ends_s, *whole], names="start_s, end_s, step, after_rowid")
+    types = [("start_s", np.float64), ("end_s", np.float64), ("step", np.int64), ("after_rowid", np.int64)]
+    return np.rec.fromarrays([starts_s, ends_s, steps, np.append(before, rowids)[:-1]], dtype=types)
 
 
 def mean(values: Numbers) -> float | None:

@@ -193,9 +193,8 @@ def why_it_ended(facts: RunFacts, summary: Mapping[str, Any]) -> str:
         return "a process is training it"
     if facts.state is RunState.FINISHED:
         return str(summary.get("ended_early") or "all its steps are done")
-    if summary.get("stopped"):  # written when training ends, however it does
-        return str(summary["stopped"])
-    return "its process ended without a word: it was killed, or the machine stopped"
+    unsaid = "its process ended without a word: it was killed, or the machine stopped"
+    return str(summary.get("stopped") or unsaid)  # written when training ends, however it does
 
 
 def restart_row(r: Restart) -> dict[str, str]:
