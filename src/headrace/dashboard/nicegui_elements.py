@@ -196,11 +196,11 @@ class Grid:
 
     def __init__(self, search: str = "") -> None:
         self._columns: list[dict[str, Any]] = []
-        if search:
-            typed = ui.input(search).classes("search").props("outlined dense clearable debounce=200")
-            typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
+        typed = ui.input(search).classes("search").props("outlined dense clearable debounce=200") if search else None
         self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells virtual-scroll-target=body")
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
+        if typed is not None:
+            typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
         self._table.add_slot("body-cell-0", _CELLS["link"])
         self._table.set_visibility(False)
         self._instead, self._below = ui.label(""), ui.element("div")
