@@ -79,8 +79,7 @@ class _Chain:
     def carry(self, buckets: Sequence[Tensor], deadline: float) -> None:
         """Receive every chunk, except at the head, and pass it on, except at the end."""
         chunks = [chunk for bucket in buckets for chunk in bucket.split(CHUNK_BYTES)]
-        coming: deque[Any] = deque()
-        going: deque[Any] = deque()
+        coming, going = deque[Any](), deque[Any]()
 
         def wait_for(work: Any) -> None:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
